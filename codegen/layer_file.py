@@ -1,0 +1,149 @@
+"""One file per variant of a template: its F, B and W as functions.
+
+Terms: saved: what F keeps for B; kept: what B keeps for W; w: the parameters of one region by their local names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, wrapped
+from csc.ir import graph as g
+from csc.ir.program import Program, Region, Template, Variant
+
+HEADER = "import torch\n\naten = torch.ops.aten\n"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a rank file calls one function of a variant: the tables and gradients it takes, and whether it takes `w`."""
+
+    tables: tuple[str, ...]
+    takes_w: bool
+    tangents: tuple[str, ...]
+
+
+def signature(graph: fx.Graph) -> Signature:
+    """The arguments of a part, apart from activations or saved values, in the order of the emitted function."""
+    roles = [node.meta["role"] for node in g.placeholders(graph)]
+    return Signature(
+        tables=tuple(name for kind, name in roles if kind == "shared"),
+        takes_w=any(kind == "parameter" for kind, _ in roles),
+        tangents=tuple(name for kind, name in roles if kind == "tangent"),
+    )
+
+
+def layer_source(program: Program, variant: Variant, regions: Sequence[Region]) -> str:
+    """The text of layers/NAME.py."""
+    template = program.templates[variant.template]
+    functions = [_forward(variant)]
+    if variant.backward_input is not None:
+        functions.append(_backward_input(variant))
+    if variant.backward_weight is not None:
+        functions.append(_backward_weight(variant, template))
+    return "\n\n".join([_docstring(program, variant, template, regions) + HEADER, *functions])
+
+
+def _docstring(program: Program, variant: Variant, template: Template, regions: Sequence[Region]) -> str:
+    kind = program.modules[regions[0].module].kind if regions[0].kind != "container" else "code of " + (
+        regions[0].module or program.name
+    )
+    same = f"{len(regions)} equal regions" if len(regions) > 1 else "one region"
+    lines = [f'"""{variant.name}: {comment(kind)}, {same}.', ""]
+    names = [comment(region.name) for region in regions]
+    lines += [f"Regions  {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else "")]
+    work = zip("FBW", (variant.forward, variant.backward_input, variant.backward_weight), variant.matmuls, variant.flops)
+    reasons = {"B": "no gradient passes through", "W": "nothing here trains"}
+    for letter, part, matmuls, flops in work:
+        present = part is not None and (letter != "B" or any(variant.dx))
+        text = f"{matmuls} matmuls, {flops:,} FLOPs" if present else reasons[letter]
+        lines.append(f"{letter}        {text}")
+    frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
+    if frozen and any(variant.dw):
+        shown = ", ".join(map(comment, frozen[:6])) + (", ..." if len(frozen) > 6 else "")
+        lines.append(f"Frozen   {shown}")
+    return "\n".join([*lines, '"""', "", ""])
+
+
+def _start(name: str, first: Sequence[str], graph: fx.Graph) -> tuple[list[str], dict[fx.Node, str]]:
+    """(def line, source text of the placeholders): arguments are `first`, tables, w, tangents."""
+    names: dict[fx.Node, str] = {}
+    for node in g.placeholders(graph):
+        kind, label = node.meta["role"]
+        names[node] = f"w[{quoted(label)}]" if kind == "parameter" else node.name
+    tables = [n.name for n in g.placeholders(graph) if n.meta["role"][0] == "shared"]
+    tangents = [n.name for n in g.placeholders(graph) if n.meta["role"][0] == "tangent"]
+    w = ["w"] if signature(graph).takes_w else []
+    return wrapped(f"def {name}(", [*first, *tables, *w, *tangents], "):", indent=0), names
+
+
+def _types(graph: fx.Graph, roles: set[str]) -> list[str]:
+    """Comment lines with the types of the arguments."""
+    lines = []
+    for node in g.placeholders(graph):
+        kind, label = node.meta["role"]
+        if kind in roles:
+            shown = f"w[{comment(label)}]" if kind == "parameter" else node.name
+            lines.append(f"    # {shown:<{WIDTH - 6}}  # {g.type_text(node.meta['val'])}")
+    return lines
+
+
+def _forward(variant: Variant) -> str:
+    graph = variant.forward
+    assert graph is not None
+    activations = [n.name for n in g.placeholders(graph) if n.meta["role"][0] == "activation"]
+    lines, names = _start("forward", activations, graph)
+    lines.append('    """F."""')
+    lines += _types(graph, {"activation", "shared", "parameter"})
+    lines += body(graph, names, keep=[n for n in g.placeholders(graph) if n.meta["role"][0] == "activation"])
+    if variant.backward_input is None:
+        lines.append(f"    return {one_or_tuple(names[n] for n in g.outputs(graph))}")
+    else:
+        values, saved = g.outputs(graph)
+        lines += wrapped("saved = (", [names[n] for n in saved], ",)" if len(saved) == 1 else ")")
+        lines.append(f"    return {one_or_tuple(names[n] for n in values)}, saved")
+    return "\n".join(lines) + "\n"
+
+
+def _unpack(graph: fx.Graph, packed: str) -> list[str]:
+    saved = [n.name for n in g.placeholders(graph) if n.meta["role"][0] == "saved"]
+    if not saved:
+        return []
+    closing = f",) = {packed}; del {packed}" if len(saved) == 1 else f") = {packed}; del {packed}"
+    return wrapped("(", saved, closing)
+
+
+def _backward_input(variant: Variant) -> str:
+    graph = variant.backward_input
+    assert graph is not None
+    lines, names = _start("backward_input", ["saved"], graph)
+    gradients, kept = g.outputs(graph)
+    what = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
+    lines.append(f'    """{what}."""')
+    lines += _types(graph, {"tangent"})
+    lines += _unpack(graph, "saved")
+    lines += body(graph, names)
+    if variant.backward_weight is None:
+        lines.append(f"    return {one_or_tuple(names[n] for n in gradients)}")
+        return "\n".join(lines) + "\n"
+    lines += wrapped("kept = (", [names[n] for n in kept], ",)" if len(kept) == 1 else ")")
+    result = f"{one_or_tuple(names[n] for n in gradients)}, kept" if gradients else "kept"
+    lines.append(f"    return {result}")
+    return "\n".join(lines) + "\n"
+
+
+def _backward_weight(variant: Variant, template: Template) -> str:
+    graph = variant.backward_weight
+    assert graph is not None
+    lines, names = _start("backward_weight", ["kept"], graph)
+    lines.append('    """W: gradients of the parameters that train, by local name."""')
+    lines += _unpack(graph, "kept")
+    lines += body(graph, names)
+    trained = [name for name, trains in zip(template.parameters, variant.dw) if trains]
+    lines.append("    return {")
+    lines += [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, g.outputs(graph))]
+    lines.append("    }")
+    return "\n".join(lines) + "\n"

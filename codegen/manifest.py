@@ -1,0 +1,94 @@
+"""program.json: the facts that the runtime needs, and those that a reader wants."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import csc
+from csc.ir import graph as g
+from csc.ir.program import LOSS, Options, Program
+
+FORMAT = 1
+
+
+def manifest(program: Program, options: Options, files: Mapping[str, str]) -> dict[str, Any]:
+    """The content of program.json. files: text by path, of everything emitted beside it.
+
+    The fingerprint is a hash of all the rest: two ranks with the same one run the same program.
+    """
+    holders: dict[str, list[int]] = {}
+    constant_holders: dict[str, list[int]] = {}
+    for stage in program.stages:
+        for name in stage.parameters:
+            holders.setdefault(name, []).append(stage.index)
+        for name in stage.constants:
+            constant_holders.setdefault(name, []).append(stage.index)
+    values = {
+        value: g.outputs(program.templates[region.template].graph)[i].meta["val"]
+        for region in program.regions
+        for i, value in enumerate(region.outputs)
+    }
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "csc": csc.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "name": program.name,
+        "mesh": {axis: getattr(options.mesh, axis) for axis in ("dp", "pp", "cp", "tp")},
+        "device": program.device,
+        "microbatches": options.microbatches,
+        "inputs": [
+            {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype)} for item in program.inputs
+        ],
+        "parameters": [
+            {"name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable, "stages": holders[p.name]}
+            for p in program.parameters if p.name in holders
+        ],
+        "unused": [p.name for p in program.parameters if p.name not in holders],
+        "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
+        "messages": [
+            {
+                "kind": message.kind, "source": message.source, "destination": message.destination,
+                "values": [{"name": value, **_layout(values[value])} for value in message.values],
+            }
+            for message in program.messages
+        ],
+        "stages": [
+            {
+                "stage": stage.index, "regions": list(stage.regions), "inputs": list(stage.inputs), "forward": True,
+                "backward_input": stage.has_b, "backward_weight": stage.has_w,
+            }
+            for stage in program.stages
+        ],
+        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
+        "frozen": [p.name for p in program.parameters if not p.trainable],
+        "plan": {
+            "schedule": options.schedule,
+            "freeze": list(options.freeze) if options.freeze is not None else None,
+            "cuts": list(options.cuts) if options.cuts is not None else None,
+            "flops": [
+                [sum(program.variants[program.region(name).variant].flops[part] for name in stage.regions) for part in range(3)]
+                for stage in program.stages
+            ],
+        },
+        "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
+    }  # fmt: skip
+    content["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return content
+
+
+def _loss_stage(program: Program) -> int:
+    by_region = {region.name: region for region in program.regions}
+    return next(s.index for s in program.stages if any(LOSS in by_region[name].outputs for name in s.regions))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(val: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(val.shape), "stride": list(val.stride()), "dtype": _dtype(val.dtype)}

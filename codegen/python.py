@@ -1,0 +1,134 @@
+"""Graphs as Python text: one line an op, its type and source at the end, lifetimes ended by `del`.
+
+Nothing of a model reaches the text unescaped: names of values are identifiers (csc.ir.naming), every other string goes
+through `repr`, comments through `comment`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.errors import CscError
+from csc.ir import graph as g
+
+WIDTH = 100
+
+
+def comment(text: str) -> str:
+    """Foreign text made safe for a comment or docstring: printable, one line, no quotes or backslashes."""
+    flat = re.sub(r"[^\x20-\x7e·×]+", " ", text)
+    return flat.replace("\\", "/").replace('"', "'")
+
+
+def quoted(text: str) -> str:
+    """Foreign text as a string literal in double quotes (JSON's escapes are Python's)."""
+    return json.dumps(text)
+
+
+def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
+    """An argument of a call as Python source. Raises CscError for what has no safe literal."""
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(literal(item, names) for item in value)
+        if isinstance(value, list):
+            return f"[{items}]"
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    if isinstance(value, str):
+        return quoted(value)
+    if value is None or isinstance(value, (bool, int)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if isinstance(value, torch.device):
+        return f'torch.device("{value.type}")'
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    raise CscError(
+        f"an argument of type {type(value).__name__} cannot be written as code", "emission",
+        "rewrite the operation that takes it with tensors and plain numbers",
+    )  # fmt: skip
+
+
+def call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The right-hand side of a node: `aten.mm.default(x, y)`, `pair[0]`."""
+    if node.target is operator.getitem:
+        return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
+    namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
+    operands = [literal(argument, names) for argument in node.args]
+    operands += [f"{key}={literal(value, names)}" for key, value in node.kwargs.items()]
+    return f"{namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}({', '.join(operands)})"
+
+
+def with_note(code: str, note: str, indent: int = 4) -> str:
+    """A line of code with a comment at its end, in one column where the code is short enough."""
+    text = " " * indent + code
+    return f"{text:<{WIDTH}}  # {comment(note)}" if note else text
+
+
+def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = ()) -> list[str]:
+    """The calls of a graph as lines; a value is deleted after its last use unless it is in `keep` or returned.
+
+    names: the placeholders' source text; filled with the names of the calls.
+    """
+    returned: set[fx.Node] = set()
+    fx.map_arg(graph.output_node().args, lambda node: returned.add(node) or node)
+    deletable = {n for n in graph.nodes if n.op == "call_function"} | {
+        n for n in g.placeholders(graph) if n.meta["role"][0] in ("saved", "tangent", "activation")
+    }
+    deletable -= returned | set(keep)
+    last_use: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            last_use[used] = node
+    ends: dict[fx.Node, list[str]] = {}
+    for used, node in last_use.items():
+        if used in deletable and node.op == "call_function":
+            names.setdefault(used, used.name)
+            ends.setdefault(node, []).append(names[used])
+    lines = []
+    for node in g.calls(graph):
+        names[node] = node.name
+        line = f"{node.name} = {call(node, names)}"
+        if node in ends:
+            line += f"; del {', '.join(ends[node])}"
+        note = f"{g.type_text(node.meta['val'])}  {node.meta.get('source') or ''}".rstrip()
+        lines.append(with_note(line, note))
+    return lines
+
+
+def tuple_text(items: Iterable[str]) -> str:
+    """`(a, b)`, `(a,)`, `()`."""
+    listed = list(items)
+    return f"({listed[0]},)" if len(listed) == 1 else f"({', '.join(listed)})"
+
+
+def one_or_tuple(items: Iterable[str]) -> str:
+    """`a` for one item, `(a, b)` for several, `()` for none."""
+    listed = list(items)
+    return listed[0] if len(listed) == 1 else tuple_text(listed)
+
+
+def wrapped(opening: str, items: Iterable[str], closing: str, indent: int = 4) -> list[str]:
+    """`opening a, b, c closing` on one line, or on as many as the width asks for."""
+    listed = list(items)
+    whole = f"{' ' * indent}{opening}{', '.join(listed)}{closing}"
+    if len(whole) <= WIDTH + 10:
+        return [whole]
+    lines, current = [" " * indent + opening], " " * (indent + 4)
+    for item in listed:
+        if len(current) + len(item) + 2 > WIDTH + 10:
+            lines.append(current.rstrip())
+            current = " " * (indent + 4)
+        current += f"{item}, "
+    return [*lines, current.rstrip(), " " * indent + closing]

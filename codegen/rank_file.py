@@ -1,0 +1,337 @@
+"""rank_R.py: what one rank holds, receives, computes and sends, top to bottom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import fx
+
+from csc.codegen import tables_file
+from csc.codegen.layer_file import signature
+from csc.codegen.python import comment, one_or_tuple, quoted, with_note, wrapped
+from csc.codegen.segments import Segment, prefixes_source, segments
+from csc.ir import graph as g
+from csc.ir.mesh import Mesh
+from csc.ir.naming import identifier, unique
+from csc.ir.program import LOSS, Program, Region, Stage, Template, Variant
+
+
+def rank_source(program: Program, mesh: Mesh, rank: int) -> str:
+    """The text of rank_R.py."""
+    stage = program.stages[mesh.coordinates(rank).pp]
+    writer = _Writer(program, stage)
+    parts = [_docstring(program, mesh, rank, stage, writer.segments), writer.imports(), writer.forward()]
+    if stage.has_b:
+        parts.append(writer.backward_input())
+    if stage.has_w:
+        parts.append(writer.backward_weight())
+    if LOSS in writer.made and program.loss_tokens:
+        parts.append(writer.loss_tokens())
+    return "\n\n".join([parts[0] + parts[1], *parts[2:]])
+
+
+def value_type(program: Program, value: str) -> str:
+    """`f32[2, 20, 48]` of a value between regions."""
+    for region in program.regions:
+        if value in region.outputs:
+            template = program.templates[region.template]
+            return g.type_text(g.outputs(template.graph)[region.outputs.index(value)].meta["val"])
+    raise KeyError(value)
+
+
+def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Sequence[Segment]) -> str:
+    trainable = {p.name for p in program.parameters if p.trainable}
+    lines = [
+        f'"""Rank {rank} of {mesh.size}: stage {stage.index} of {mesh.pp}, replica {mesh.coordinates(rank).dp} of {mesh.dp}, '
+        f"{comment(program.name)}.",
+        "",
+    ]
+    for position, segment in enumerate(parts):
+        name = comment(segment.first.name)
+        if segment.loops:
+            name += f" ... {comment(segment.last.name)} ({len(segment.regions)} layers)"
+        own = [p for region in segment.regions for p in region.parameters]
+        trained = sum(p in trainable for p in own)
+        state = "no parameters" if not own else "frozen" if not trained else "trained" if trained == len(own) else (
+            f"{trained} of {len(own)} parameters trained"
+        )
+        lines.append(f"{'Holds' if not position else '':<9} {name}: {state}")
+    for title, end, other in (("Receives", "destination", "source"), ("Sends", "source", "destination")):
+        rows = [
+            f"{'' if m.kind == 'F' else 'gradient of '}{comment(value)} {value_type(program, value)} "
+            f"{'from' if other == 'source' else 'to'} stage {getattr(m, other)}"
+            for m in program.messages if getattr(m, end) == stage.index for value in m.values
+        ]  # fmt: skip
+        lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
+    parts_run = "F" + (", B" if stage.has_b else "") + (", W" if stage.has_w else "")
+    lines.append(f"{'Runs':<9} {parts_run} of every microbatch, in the order of the line 'stage {stage.index}' in schedule.txt")
+    return "\n".join([*lines, '"""', "", ""])
+
+
+class _Writer:
+    """Writes the functions of one stage. A value keeps one variable name in all of them."""
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        self.program = program
+        self.stage = stage
+        self.segments = segments(program, stage)
+        self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
+        self.taken = {"batch", "received", "weights", "constants", "saved", "kept", "w", "under", "layer", "layers"}
+        self.variables: dict[str, str] = {}
+        self.loop_names: dict[int, str] = {}
+        self.taken |= {self._carried_variable(segment) for segment in self.segments if segment.loops}
+        for index, segment in enumerate(self.segments):
+            if segment.loops:
+                self.loop_names[index] = self._claim(self._span(segment))
+        self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
+        self.to_w: list[str] = []
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, wanted: str) -> str:
+        name = unique(wanted, self.taken)
+        self.taken.add(name)
+        return name
+
+    def _span(self, segment: Segment) -> str:
+        first, last = _short(segment.first.name), _short(segment.last.name)
+        return f"{first}_to_{last.rpartition('_')[2]}"
+
+    def variable(self, value: str) -> str:
+        """The variable that holds a value."""
+        if value not in self.variables:
+            self.variables[value] = self._claim("loss" if value == LOSS else _short(value))
+        return self.variables[value]
+
+    def template(self, segment: Segment) -> Template:
+        return self.program.templates[segment.first.template]
+
+    def variant(self, segment: Segment) -> Variant:
+        return self.program.variants[segment.first.variant]
+
+    def saved_name(self, index: int) -> str:
+        segment = self.segments[index]
+        return f"saved_{self.loop_names.get(index) or _short(segment.first.name)}"
+
+    def kept_name(self, index: int) -> str:
+        return self.saved_name(index).replace("saved_", "kept_", 1)
+
+    def prefixes_name(self, index: int) -> str:
+        return self.loop_names[index].upper()
+
+    def weights_of(self, region: Region) -> str:
+        prefix = f"{region.module}." if region.module and region.kind != "container" else ""
+        return f"under(weights, {quoted(prefix)})"
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def imports(self) -> str:
+        lines = ["from csc.runtime.names import under", "", "from . import layers", "", f"STAGE = {self.stage.index}"]
+        for index, segment in enumerate(self.segments):
+            if segment.loops:
+                source = prefixes_source([region.module for region in segment.regions])
+                lines.append(f"{self.prefixes_name(index)} = {source}")
+        return "\n".join(lines) + "\n"
+
+    def forward(self) -> str:
+        lines = ["def forward(batch, received, weights, constants):", f'    """F of stage {self.stage.index}."""']
+        for name, (kind, label) in tables_file.direct(self.program, self.stage).items():
+            lines.append(f"    {self.table_variables[name]} = {'batch' if kind == 'input' else 'constants'}[{quoted(label)}]")
+        wanted = tables_file.computed(self.program, self.stage)
+        if wanted:
+            function = tables_file.function_names(self.program)[tuple(wanted)]
+            closing = "," if len(wanted) == 1 else ""
+            lines += wrapped("(", [self.table_variables[name] for name in wanted], f"{closing}) = layers.tables.{function}(batch, constants)")
+        for message in self.program.messages:
+            if message.kind == "F" and message.destination == self.stage.index:
+                for value in message.values:
+                    note = f"{value_type(self.program, value)} from stage {message.source}"
+                    lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
+        for index, segment in enumerate(self.segments):
+            lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
+        sent = self._sent("F")
+        returned = [f"{quoted(value)}: {self.variable(value)}" for value in sent]
+        if LOSS in self.made:
+            returned.append(f"{quoted(LOSS)}: {self.variable(LOSS)}")
+        lines += wrapped("sent = {", returned, "}")
+        lines += _packed("saved", self._saved_names())
+        lines.append("    return sent, saved")
+        return "\n".join(lines) + "\n"
+
+    def _sent(self, kind: str) -> list[str]:
+        sending = [m for m in self.program.messages if m.kind == kind and m.source == self.stage.index]
+        return list(dict.fromkeys(value for message in sending for value in message.values))
+
+    def _saved_names(self) -> list[str]:
+        """What the stage's F keeps: the tables that B and W read, then what each segment saved."""
+        tables: list[str] = []
+        for segment in self.segments:
+            variant = self.variant(segment)
+            for part in (variant.backward_input, variant.backward_weight):
+                if part is not None:
+                    tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
+        saving = [self.saved_name(i) for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
+        return [*dict.fromkeys(tables), *saving]
+
+    def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
+        """The stage's names of the tables that one part of a segment takes, in the order it takes them."""
+        placed = g.placeholders(self.template(segment).graph)
+        labels = [node.meta["role"][1] for node in placed if node.meta["role"][0] == "shared"]
+        own = dict(zip(labels, segment.first.shared))
+        return [own[label] for label in signature(part).tables]
+
+    def _arguments(self, segment: Segment, part: fx.Graph, weights: str) -> list[str]:
+        tables = [self.table_variables[name] for name in self._tables_of(segment, part)]
+        return [*tables, *([weights] if signature(part).takes_w else [])]
+
+    def _forward_call(self, index: int, segment: Segment) -> list[str]:
+        region, variant = segment.first, self.variant(segment)
+        arguments = [self.variable(v) for v in region.activations]
+        arguments += self._arguments(segment, variant.forward, self.weights_of(region))
+        left = one_or_tuple(self.variable(value) for value in region.outputs)
+        if variant.backward_input is not None:
+            left = f"{left}, {self.saved_name(index)}"
+        return wrapped(f"{left} = layers.{variant.name}.forward(", arguments, ")")
+
+    def _carried_variable(self, segment: Segment) -> str:
+        return self.template(segment).activations[segment.carried]
+
+    def _forward_loop(self, index: int, segment: Segment) -> list[str]:
+        variant, name = self.variant(segment), f"{self._carried_variable(segment)}"
+        arguments = [name if i == segment.carried else self.variable(v) for i, v in enumerate(segment.first.activations)]
+        arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
+        saving = variant.backward_input is not None
+        lines = [f"    {name} = {self.variable(segment.first.activations[segment.carried])}"]
+        lines += [f"    {self.saved_name(index)} = []"] if saving else []
+        lines.append(f"    for layer in {self.prefixes_name(index)}:")
+        lines += wrapped(f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8)
+        lines += [f"        {self.saved_name(index)}.append(saved)"] if saving else []
+        lines.append(f"    {self.variable(segment.last.outputs[0])} = {name}")
+        return lines
+
+    def backward_input(self) -> str:
+        lines = ["def backward_input(saved, received, weights, constants):", f'    """B of stage {self.stage.index}."""']
+        names = self._saved_names()
+        if names:
+            lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
+        arriving = [m for m in self.program.messages if m.kind == "B" and m.destination == self.stage.index]
+        for message in arriving:
+            for value in message.values:
+                note = f"{value_type(self.program, value)} from stage {message.source}"
+                lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
+        if LOSS in self.made:
+            lines.append(with_note("d_loss = received[\"loss\"]", "weight of this microbatch in the loss of the whole batch"))
+        for index, segment in reversed(list(enumerate(self.segments))):
+            if self.variant(segment).backward_input is not None:
+                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        lines += wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
+        if self.stage.has_w:
+            lines += _packed("kept", self._kept_names())
+            lines.append("    return sent, kept")
+        else:
+            lines.append("    return sent, None")
+        return "\n".join(lines) + "\n"
+
+    def _kept_names(self) -> list[str]:
+        tables: list[str] = []
+        keeping = []
+        for index, segment in enumerate(self.segments):
+            part = self.variant(segment).backward_weight
+            if part is not None:
+                tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
+                keeping.append(self.kept_name(index))
+        return [*dict.fromkeys(tables), *keeping]
+
+    def _tangents(self, segment: Segment, region: Region, carried: str = "") -> list[str]:
+        """The gradients that B of a region takes: of outputs, then those of threaded activations so far."""
+        template, variant = self.template(segment), self.variant(segment)
+        assert variant.backward_input is not None
+        by_label: dict[str, str] = {}
+        for i, label in enumerate(template.outputs):
+            by_label[label] = carried or f"d_{self.variable(region.outputs[i])}"
+        for i in template.threaded:
+            by_label.setdefault(template.activations[i], f"d_{self.variable(region.activations[i])}")
+        return [by_label[label] for label in signature(variant.backward_input).tangents]
+
+    def _backward_left(self, segment: Segment, kept: str, carried: str = "") -> str:
+        region, variant = segment.first, self.variant(segment)
+        gradients = [
+            carried if carried and i == segment.carried else f"d_{self.variable(v)}"
+            for i, v in enumerate(region.activations) if variant.dx[i]
+        ]  # fmt: skip
+        left = one_or_tuple(gradients)
+        if variant.backward_weight is None:
+            return left
+        return f"{left}, {kept}" if gradients else kept
+
+    def _backward_call(self, index: int, segment: Segment) -> list[str]:
+        region, variant = segment.first, self.variant(segment)
+        arguments = [self.saved_name(index), *self._arguments(segment, variant.backward_input, self.weights_of(region))]
+        arguments += self._tangents(segment, region)
+        left = self._backward_left(segment, self.kept_name(index))
+        return [*wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"), f"    del {self.saved_name(index)}"]
+
+    def _backward_loop(self, index: int, segment: Segment) -> list[str]:
+        variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
+        keeping = variant.backward_weight is not None
+        arguments = [f"{self.saved_name(index)}.pop()"]
+        arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
+        arguments += self._tangents(segment, segment.last, carried=name)
+        lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]
+        lines += [f"    {self.kept_name(index)} = []"] if keeping else []
+        lines.append(f"    for layer in reversed({self.prefixes_name(index)}):")
+        left = self._backward_left(segment, "kept", carried=name)
+        lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
+        lines += [f"        {self.kept_name(index)}.append(kept)"] if keeping else []
+        if variant.dx[segment.carried]:
+            lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
+        return lines
+
+    def backward_weight(self) -> str:
+        lines = [
+            "def backward_weight(kept, weights, constants):",
+            f'    """W of stage {self.stage.index}: (parameter name, gradient) pairs, last region first."""',
+        ]
+        names = self._kept_names()
+        lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = kept; del kept")
+        for index, segment in reversed(list(enumerate(self.segments))):
+            variant = self.variant(segment)
+            if variant.backward_weight is None:
+                continue
+            tail = self._arguments(segment, variant.backward_weight, "w")
+            if segment.loops:
+                lines.append(f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):")
+                lines.append("        w = under(weights, layer)")
+                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
+                lines.append("        yield from w.full_names(gradients)")
+            else:
+                lines.append(f"    w = {self.weights_of(segment.first)}")
+                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", [self.kept_name(index), *tail], ")")
+                lines.append("    yield from w.full_names(gradients)")
+        return "\n".join(lines) + "\n"
+
+    def loss_tokens(self) -> str:
+        name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]
+        return "\n".join(
+            [
+                "def loss_tokens(batch, constants):",
+                '    """Labels that the loss of this microbatch is a mean over."""',
+                f"    return layers.tables.{name}(batch, constants)",
+                "",
+            ]
+        )
+
+
+def _packed(name: str, items: Sequence[str]) -> list[str]:
+    """`name = (a, b)`, over several lines where it is long."""
+    return wrapped(f"{name} = (", items, ",)" if len(items) == 1 else ")")
+
+
+def _short(value: str) -> str:
+    """A variable name from the end of a region's name: `layers_3`, `embed_tokens`, `merge`."""
+    words = re.split(r"[.:#]", value)
+    start = len(words) - 1
+    while start > 0 and words[start].isdigit():
+        start -= 1
+    return identifier("_".join(words[start:]))

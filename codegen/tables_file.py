@@ -1,0 +1,78 @@
+"""layers/tables.py: what each stage computes from the batch and the constants alone (masks, position tables, labels)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from csc.codegen.layer_file import HEADER
+from csc.codegen.python import body, quoted, wrapped
+from csc.ir import graph as g
+from csc.ir.program import Program, Stage
+
+DOCSTRING = '''"""Values that a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
+
+Each stage that needs one computes it by itself: that is cheaper than a message, and nothing of it needs a gradient.
+"""
+
+'''
+
+
+def computed(program: Program, stage: Stage) -> list[str]:
+    """The tables of a stage that take computation (the others are batch entries and constants as they are)."""
+    nodes = _nodes(program)
+    return [name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens]
+
+
+def direct(program: Program, stage: Stage) -> dict[str, tuple[str, str]]:
+    """The other tables: name -> (role, name of the batch entry or constant)."""
+    nodes = _nodes(program)
+    return {name: nodes[name].meta["role"] for name in stage.shared if nodes[name].op == "placeholder"}
+
+
+def function_names(program: Program) -> dict[tuple[str, ...], str]:
+    """For each set of tables that some stage computes, the name of its function."""
+    names: dict[tuple[str, ...], str] = {}
+    for stage in program.stages:
+        wanted = tuple(computed(program, stage))
+        if wanted and wanted not in names:
+            names[wanted] = f"of_stage_{stage.index}"
+    if program.loss_tokens:
+        names[(program.loss_tokens,)] = program.loss_tokens
+    return names
+
+
+def tables_source(program: Program) -> str:
+    """The text of layers/tables.py."""
+    functions = [_function(program, name, wanted) for wanted, name in function_names(program).items()]
+    return "\n\n".join([DOCSTRING + HEADER, *functions])
+
+
+def _nodes(program: Program) -> dict[str, fx.Node]:
+    assert program.shared is not None
+    return dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
+
+
+def _function(program: Program, name: str, wanted: Sequence[str]) -> str:
+    assert program.shared is not None
+    nodes = _nodes(program)
+    needed = g.ancestors(nodes[table] for table in wanted)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    names: dict[fx.Node, str] = {}
+    for node in g.subgraph_nodes(program.shared, needed):
+        if node.op == "placeholder":
+            kind, label = node.meta["role"]
+            mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
+            names[mapping[node]] = f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
+        else:
+            g.copy_node(graph, node, mapping)
+    graph.output(tuple(mapping[nodes[table]] for table in wanted))
+    lines = [f"def {name}(batch, constants):", *body(graph, names)]
+    results = [names[node] for node in g.outputs(graph)]
+    if name == program.loss_tokens:
+        lines.append(f"    return {results[0]}")
+    else:
+        lines += wrapped("return (", results, ",)" if len(results) == 1 else ")")
+    return "\n".join(lines) + "\n"

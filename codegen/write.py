@@ -1,0 +1,103 @@
+"""The program directory: emitted whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from csc.codegen.layer_file import layer_source
+from csc.codegen.manifest import manifest
+from csc.codegen.rank_file import rank_source
+from csc.codegen.tables_file import function_names, tables_source
+from csc.errors import InputError
+from csc.ir.program import Options, Program
+
+MANIFEST = "program.json"
+LAYERS = "layers/__init__.py"
+
+
+def sources(program: Program, options: Options) -> dict[str, str]:
+    """Text by path of every emitted file but program.json."""
+    files = {"__init__.py": "", LAYERS: "", "schedule.txt": str(program.schedule)}
+    used: dict[str, list] = {}
+    for region in program.regions:
+        used.setdefault(region.variant, []).append(region)
+    for name, regions in used.items():
+        files[f"layers/{name}.py"] = layer_source(program, program.variants[name], regions)
+    if function_names(program):
+        files["layers/tables.py"] = tables_source(program)
+    modules = sorted(Path(path).stem for path in files if path.startswith("layers/") and path != LAYERS)
+    files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
+    for rank in range(options.mesh.size):
+        files[f"rank_{rank}.py"] = rank_source(program, options.mesh, rank)
+    return files
+
+
+def write(
+    program: Program,
+    options: Options,
+    directory: Path,
+    example: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Write the program directory. An earlier program of that name is replaced; anything else there is an InputError.
+
+    example: one microbatch, saved for `csc run`. weights: saved under the model's names if given.
+    """
+    directory = Path(directory).resolve()
+    if directory.exists() and not _replaceable(directory):
+        raise InputError(
+            f"{directory} exists and holds no csc program", "output directory", "choose another directory, or empty it"
+        )
+    files = sources(program, options)
+    content = manifest(program, options, files)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        for path, text in files.items():
+            target = building / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        needed = {name for stage in program.stages for name in stage.constants}
+        save_file(_plain({n: t for n, t in program.constants.items() if n in needed}), building / "constants.safetensors")
+        save_file(_plain({i.name: example[i.name] for i in program.inputs}), building / "example.safetensors")
+        if weights is not None:
+            save_file(_plain(weights), building / "weights.safetensors")
+        (building / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+        os.chmod(building, 0o755)
+        _swap_in(building, directory)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return directory
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _replaceable(directory: Path) -> bool:
+    return directory.is_dir() and ((directory / MANIFEST).is_file() or not any(directory.iterdir()))
+
+
+def _swap_in(building: Path, directory: Path) -> None:
+    """Put the finished directory in its place; a reader sees the old program or the new one."""
+    if not directory.exists():
+        os.rename(building, directory)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
+    os.rename(directory, old / "program")
+    try:
+        os.rename(building, directory)
+    except OSError:
+        os.rename(old / "program", directory)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

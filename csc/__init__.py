@@ -1,0 +1,34 @@
+"""csc compiles the training step of a multimodal LLM into one readable Python program per rank.
+
+    @csc.compile(mesh=csc.Mesh(pp=3), example=batch, freeze=["vision_tower"])
+    def model(): return LlavaForConditionalGeneration(config)
+
+Names are looked up on first use, so that an emitted program imports the runtime and not the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["CompiledModel", "CscError", "InputError", "Mesh", "compile"]
+
+if TYPE_CHECKING:
+    from csc.api import CompiledModel, compile
+    from csc.errors import CscError, InputError
+    from csc.ir.mesh import Mesh
+
+_HOMES = {
+    "compile": "csc.api",
+    "CompiledModel": "csc.api",
+    "Mesh": "csc.ir.mesh",
+    "CscError": "csc.errors",
+    "InputError": "csc.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'csc' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

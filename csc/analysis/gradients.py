@@ -1,0 +1,59 @@
+"""Where gradients can flow in a forward graph, whatever is frozen.
+
+Terms
+  carries   a value that depends differentiably on some parameter
+  live      a value that the loss depends on differentiably
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from csc.ir import graph as g
+
+STOPS = frozenset({"aten::detach"})
+
+
+def carrying(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose gradient reaches a floating-point parameter."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.meta["role"][0] == "parameter" and g.is_float(node):
+                found.add(node)
+        elif node.op == "call_function" and g.op_name(node) not in STOPS and _can_carry(node):
+            if any(used in found for used in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def live(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that one of the results depends on differentiably, by way of `nodes` (in order of execution)."""
+    found = set(results)
+    for node in reversed(list(nodes)):
+        if node in found and node.op == "call_function" and g.op_name(node) not in STOPS:
+            found.update(used for used in node.all_input_nodes if _can_carry(used))
+    return found
+
+
+def _can_carry(node: fx.Node) -> bool:
+    """Floating-point tensors do, and so do the tuples that hold some."""
+    val = node.meta.get("val")
+    if isinstance(val, (tuple, list)):
+        return any(getattr(getattr(item, "dtype", None), "is_floating_point", False) for item in val)
+    return g.is_float(node)
+
+
+def outputs_reached(
+    graph: fx.Graph, dx: Sequence[bool], dw: Sequence[bool], activations: int, shared: int
+) -> set[int]:
+    """Positions of the outputs that depend differentiably on an activation marked in dx or a parameter marked in dw."""
+    inputs = g.placeholders(graph)
+    found = {inputs[i] for i, needed in enumerate(dx) if needed}
+    found |= {inputs[activations + shared + j] for j, needed in enumerate(dw) if needed}
+    for node in g.calls(graph):
+        if g.op_name(node) not in STOPS and _can_carry(node) and any(used in found for used in node.all_input_nodes):
+            found.add(node)
+    return {i for i, result in enumerate(g.outputs(graph)) if result in found}

@@ -1,0 +1,67 @@
+"""What a model is fed: an example batch, split into tensors (traced) and plain values (baked in)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from csc.errors import InputError
+
+
+def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, other values) of a batch: any mapping of keyword arguments, HF's BatchEncoding included.
+
+    Raises InputError if it is not a mapping, has no tensor, or has a tensor that asks for a gradient.
+    """
+    if not isinstance(batch, Mapping) and not hasattr(batch, "items"):
+        raise InputError(
+            f"the example batch is a {type(batch).__name__}, not a mapping of keyword arguments",
+            "example batch",
+            "pass a dict such as {'input_ids': ..., 'labels': ...}; each entry becomes a keyword argument of the model",
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                raise InputError(
+                    f"the batch entry {name!r} asks for a gradient",
+                    "example batch",
+                    "detach it: csc trains parameters, and a batch entry is data",
+                )
+            tensors[str(name)] = value
+        elif value is not None:
+            others[str(name)] = value
+    if not tensors:
+        raise InputError("the example batch holds no tensor", "example batch", "pass one real batch of your data")
+    return tensors, others
+
+
+def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions captured symbolically: those of token-like tensors after the first (the batch).
+
+    A size of 0 or 1 cannot be symbolic (export specialises on them). The batch stays concrete because models iterate
+    over it (LLaVA makes a list of its image features); another batch size is another, cached, capture.
+    """
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return ()
+    return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] > 1)
+
+
+def microbatch(tensors: Mapping[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """The first of `parts` equal slices along dimension 0, as an example of one microbatch."""
+    first: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0:
+            first[name] = tensor
+            continue
+        if tensor.shape[0] % parts:
+            raise InputError(
+                f"the batch entry {name!r} has {tensor.shape[0]} rows, which {parts} microbatches x replicas do not divide",
+                "example batch",
+                f"make its first dimension a multiple of {parts}, or change microbatches or the mesh's dp",
+            )
+        first[name] = tensor[: tensor.shape[0] // parts]
+    return first

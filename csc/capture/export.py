@@ -1,0 +1,149 @@
+"""torch.export of the whole model, returning only the loss, and its failures as sentences.
+
+The step traced is `loss = model(**batch).loss` in training mode, with the sequence dimensions symbolic.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.capture.batch import dynamic_dimensions
+from csc.errors import CscError, InputError
+from csc.torch_private import GuardOnDataDependentSymNode
+
+
+class LossOnly(nn.Module):
+    """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in."""
+
+    def __init__(self, model: nn.Module, extra: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._extra = dict(extra)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(self.model(**batch, **self._extra))
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss in what a model returned: `.loss`, `["loss"]`, the first of a tuple, or the tensor itself.
+
+    Raises InputError if there is none or it is no floating-point scalar.
+    """
+    if isinstance(result, torch.Tensor):
+        loss: Any = result
+    elif isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif hasattr(result, "loss"):
+        loss = result.loss
+    elif isinstance(result, (tuple, list)) and result:
+        loss = result[0]
+    else:
+        loss = None
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"the model returned a {type(result).__name__} without a loss",
+            "model output",
+            "give the batch its labels, or return the loss (a scalar tensor, first of a tuple, or under the name 'loss')",
+        )
+    if loss.dim() != 0 or not loss.dtype.is_floating_point:
+        raise InputError(
+            f"the loss has shape {list(loss.shape)} and dtype {loss.dtype}",
+            "model output",
+            "return one floating-point number, for example loss.mean()",
+        )
+    return loss
+
+
+@contextmanager
+def _without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")}
+    before = {key: config.use_cache for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for key, config in configs.items():
+            config.use_cache = before[key]
+
+
+def export(model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> torch.export.ExportedProgram:
+    """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
+    automatic = torch.export.Dim.AUTO
+    shapes = {
+        name: {dim: automatic for dim in dynamic_dimensions(tensor)} or None for name, tensor in tensors.items()
+    }
+    wrapped = LossOnly(model, extra)
+    was_training = model.training
+    wrapped.train()
+    try:
+        with _without_kv_cache(model):
+            return torch.export.export(
+                wrapped,
+                (dict(tensors),),
+                dynamic_shapes=(shapes,),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except CscError:
+        raise
+    except Exception as error:
+        raise untraceable(error) from error
+    finally:
+        model.train(was_training)
+
+
+def untraceable(error: Exception) -> CscError:
+    """The sentence for a model that export cannot trace: the cause, the user's line, the remedy."""
+    where = user_line(error)
+    root = _root_cause(error)
+    first = str(root).strip().splitlines()[0] if str(root).strip() else type(root).__name__
+    if isinstance(root, GuardOnDataDependentSymNode) or "data-dependent" in str(root).lower():
+        return InputError(
+            f"the model takes a Python decision that depends on the values of a tensor ({first})",
+            where,
+            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as a "
+            "plain Python value in the batch",
+        )
+    return InputError(
+        f"the model cannot be traced: {type(root).__name__}: {first}",
+        where,
+        "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
+    )
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
+    standard = sysconfig.get_paths()["stdlib"]
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_home = os.path.dirname(torch.__file__)
+    innermost = ""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for item in chain:
+        for frame in traceback.extract_tb(item.__traceback__):
+            name = frame.filename
+            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
+            if not library and not name.startswith("<"):
+                code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
+                innermost = f"{name}:{frame.lineno}: {code}"
+    return innermost

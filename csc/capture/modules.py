@@ -1,0 +1,101 @@
+"""Facts of the module tree that name and cut the graph: layers, parts, components.
+
+Terms
+  layer list   a ModuleList or Sequential of at least two modules of one class, each with parameters; the outermost counts
+  layer        an element of a layer list
+  container    a module with a layer list below it
+  part         a module with parameters that is no container, directly below one
+  component    what a user calls a part of the model: the largest module around one layer list, or a part outside all of them
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+
+from csc.ir.program import ModuleInfo
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_layer_list(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        return False
+    children = list(module.children())
+    return all(type(child) is type(children[0]) for child in children) and all(map(_has_parameters, children)) and any(
+        True for _ in children[0].children()
+    )
+
+
+def _outermost_layer_lists(module: nn.Module, path: str = "") -> Iterator[str]:
+    if _is_layer_list(module):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _outermost_layer_lists(child, f"{path}.{name}" if path else name)
+
+
+def _ancestors(path: str) -> list[str]:
+    """Paths around `path` from the root ("") down to itself."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+def _first_argument(module: nn.Module) -> str:
+    names = [name for name in inspect.signature(module.forward).parameters if name.isidentifier()]
+    generic = {"args", "kwargs", "input", "x", "self"}
+    return names[0] if names and names[0] not in generic else "x"
+
+
+def describe(model: nn.Module) -> dict[str, ModuleInfo]:
+    """ModuleInfo by path for every module of the model (the root's path is "")."""
+    layer_lists = list(dict.fromkeys(_outermost_layer_lists(model)))
+    containers = {around for path in layer_lists for around in _ancestors(path)}
+    below: dict[str, int] = {}
+    for path in layer_lists:
+        for around in _ancestors(path):
+            below[around] = below.get(around, 0) + 1
+    towers = {next(around for around in _ancestors(path) if below[around] == 1) for path in layer_lists}
+
+    def component(path: str) -> str:
+        for around in _ancestors(path):
+            if around in towers:
+                return around.split(".")[-1] if around else type(model).__name__
+            if around and around not in containers:
+                return around.split(".")[-1]
+        return type(model).__name__
+
+    infos: dict[str, ModuleInfo] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent = path.rpartition(".")[0]
+        if parent in layer_lists and path:
+            role = "layer"
+        elif path in containers or (not path and not layer_lists):
+            role = "container"
+        elif (parent in containers or not layer_lists) and "." not in path.removeprefix(parent + "."):
+            role = "part" if (parent in containers or not parent) else ""
+        else:
+            role = ""
+        infos[path] = ModuleInfo(path, type(module).__name__, component(path), _first_argument(module), role)
+    _join_output_embedding(model, infos)
+    return infos
+
+
+def _join_output_embedding(model: nn.Module, infos: dict[str, ModuleInfo]) -> None:
+    """The output embedding belongs to the component of the input embedding (HF keeps lm_head outside language_model)."""
+    find = (getattr(model, "get_output_embeddings", None), getattr(model, "get_input_embeddings", None))
+    if not all(map(callable, find)):
+        return
+    try:
+        head, embedding = (get() for get in find)  # type: ignore[misc]
+    except (NotImplementedError, AttributeError):
+        return
+    paths = {id(module): path for path, module in model.named_modules()}
+    if id(head) in paths and id(embedding) in paths:
+        path, component = paths[id(head)], infos[paths[id(embedding)]].component
+        info = infos[path]
+        infos[path] = ModuleInfo(path, info.kind, component, info.first_argument, info.role)

@@ -1,0 +1,93 @@
+"""Names that a reader knows from the model: of values inside a region, of templates, of shared tables."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Container
+
+from torch import fx, nn
+
+from csc.ir import graph as g
+
+# An op that is what its module is about takes the module's name alone.
+MAIN_OPS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm"})
+# An op that only reshapes, casts or scales by a literal keeps the name of what it is applied to.
+CARRIES_NAME = g.VIEWS | {"aten::_to_copy", "aten::clone", "aten::pad", "aten::lift_fresh_copy", "aten::constant_pad_nd"}
+SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss"}
+
+
+def identifier(text: str) -> str:
+    """A Python identifier that resembles `text`; never a keyword, never empty. Foreign text becomes code only so."""
+    cleaned = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
+    if cleaned[0].isdigit():
+        cleaned = f"_{cleaned}"
+    return f"{cleaned}_" if keyword.iskeyword(cleaned) or keyword.issoftkeyword(cleaned) else cleaned
+
+
+def unique(wanted: str, taken: Container[str]) -> str:
+    """`wanted`, or `wanted_1`, `wanted_2`, ... : the first that is not taken."""
+    name, count = wanted, 0
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
+
+
+def snake(class_name: str) -> str:
+    """`llama_decoder_layer` for LlamaDecoderLayer, `clip_encoder_layer` for CLIPEncoderLayer."""
+    spaced = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", class_name)
+    return identifier(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", spaced).lower())
+
+
+def value_name(node: fx.Node, module: str) -> str:
+    """A name for the result of a call inside the region of `module`: `q_proj`, `self_attn_view`, `act_fn`."""
+    op = SHORTER.get(g.short_op(node), g.short_op(node))
+    own = node.meta.get("module", "")
+    relative = own.removeprefix(module).removeprefix(".") if own.startswith(module) else own
+    words = [word for word in relative.split(".") if word and not word.isdigit()]
+    last = words[-1] if words else ""
+    if op in MAIN_OPS and own:
+        return identifier(last or own.split(".")[-1])
+    if last and _leaves_module(node, own):
+        return identifier(last)
+    return identifier(f"{last}_{op}" if last else op)
+
+
+def _leaves_module(node: fx.Node, own: str) -> bool:
+    """True if the node's result is used outside the module that ran it: it is the module's output."""
+    users = [user for user in node.users if user.op == "call_function"]
+    return bool(users) and all(not _within(user.meta.get("module", ""), own) for user in users)
+
+
+def _within(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")
+
+
+def template_name(kind: str, path: str) -> str:
+    """The class in snake case, or for PyTorch's own classes (Linear, Embedding) the attribute's name: `lm_head`."""
+    last = path.split(".")[-1]
+    generic = hasattr(nn, kind) and not last.isdigit()
+    return identifier(last) if generic else snake(kind)
+
+
+def table_name(node: fx.Node) -> str:
+    """A name for a value made from the batch alone: `cos`, `labels`, `attention_mask`, `mask`."""
+    val = g.tensor_value(node)
+    if val is not None and str(val.dtype) == "torch.bool":
+        return "mask"
+    while node.op == "call_function":
+        if node.target is operator.getitem or g.op_name(node) in CARRIES_NAME or _scales_by_literal(node):
+            if not isinstance(node.args[0], fx.Node):
+                break
+            node = node.args[0]
+        else:
+            break
+    if node.op == "placeholder":
+        return identifier(node.meta["role"][1].split(".")[-1])
+    return identifier(node.meta.get("hint") or g.short_op(node))
+
+
+def _scales_by_literal(node: fx.Node) -> bool:
+    return g.op_name(node) in ("aten::mul", "aten::add") and len(node.all_input_nodes) == 1

@@ -1,0 +1,216 @@
+"""The Program: one training step of one model, from whole-model graph to stages.
+
+Terms
+  value      a tensor that flows between regions, named after the region that makes it
+  region     the smallest unit that is cut, differentiated and costed: a layer, an embedding, a projector, a head
+  template   a region up to parameter names; equal layers share one
+  variant    a template specialised to what a frozen set leaves to do: its F, B and W graphs
+  shared     the graph of everything that depends on the batch and on constants alone (masks, position tables);
+             each stage computes the part that it uses
+
+A Program is immutable; a pass returns a new one (`dataclasses.replace`). fx graphs inside it are never changed in place.
+Every fx node carries `meta["val"]` (a fake tensor: dtype, shape, stride, device), `meta["source"]` (file:line of the
+user's code, may be empty) and `meta["module"]` (path of the module that ran it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.ir.mesh import Mesh
+from csc.ir.schedule import Schedule
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the batch. `dynamic`: dimensions captured symbolically."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dynamic: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter under the model's own name; `aliases` are the other names of a tied one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What the module tree says about one path: its class, component and the name of its forward's first argument."""
+
+    path: str
+    kind: str
+    component: str
+    first_argument: str
+    role: str  # "layer": one of a list of equals; "part": any other cut unit; "container": holds cut units
+
+
+@dataclass(frozen=True)
+class Template:
+    """A region's forward graph with placeholders in the order activations, shared, parameters; `joint` adds gradients.
+
+    joint: placeholders = activations, shared, parameters, then one tangent for each of `differentiable` and for each of
+    `threaded`; outputs = forward outputs, then gradients of activations, then of parameters (None where there is none).
+    """
+
+    name: str
+    graph: fx.Graph
+    activations: tuple[str, ...]
+    shared: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+    differentiable: tuple[int, ...]  # outputs that a gradient comes back to
+    inexact: tuple[int, ...]  # activations a gradient is asked for (floating point, on a path to the loss)
+    threaded: tuple[int, ...]  # activations whose gradient already holds the share of later regions
+    joint: fx.Graph | None = None
+    activation_gradients: tuple[bool, ...] = ()
+    parameter_gradients: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region of the model. All tuples of names are in the order of its template's placeholders and outputs.
+
+    needs_dx / needs_dw: some activation's / own parameter's gradient has to be computed (after pass `prune`).
+    """
+
+    name: str
+    module: str
+    component: str
+    kind: str
+    template: str
+    activations: tuple[str, ...]
+    shared: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+    threaded: tuple[bool, ...] = ()  # per activation
+    dx: tuple[bool, ...] = ()  # per activation: its gradient is needed
+    dw: tuple[bool, ...] = ()  # per parameter: its gradient is needed
+    variant: str = ""
+
+    @property
+    def needs_dx(self) -> bool:
+        return any(self.dx)
+
+    @property
+    def needs_dw(self) -> bool:
+        return any(self.dw)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """F, B and W of a template for one frozen set.
+
+    forward(activations, shared, parameters) -> outputs, saved
+    backward_input(saved, shared, parameters, gradients in) -> gradients of activations, saved for W
+    backward_weight(saved for W, shared, parameters) -> gradients of parameters
+    `backward_input` is None if nothing is to be computed, `backward_weight` if no parameter trains.
+    """
+
+    name: str
+    template: str
+    dx: tuple[bool, ...]
+    dw: tuple[bool, ...]
+    tangents: tuple[bool, ...]  # per output: its gradient comes in
+    pruned: fx.Graph
+    forward: fx.Graph | None = None
+    backward_input: fx.Graph | None = None
+    backward_weight: fx.Graph | None = None
+    flops: tuple[int, int, int] = (0, 0, 0)
+    matmuls: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The regions that one pipeline position runs, in order of execution."""
+
+    index: int
+    regions: tuple[str, ...]
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    parameters: tuple[str, ...]
+    shared: tuple[str, ...]
+    has_b: bool
+    has_w: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values (kind F) or their gradients (kind B) that go from one stage to another for every microbatch."""
+
+    kind: str
+    source: int
+    destination: int
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Provenance of one pass: what ran, how long, what it left."""
+
+    name: str
+    seconds: float
+    summary: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; every pass reads the part that concerns it.
+
+    freeze: component names or glob patterns over parameter names; None keeps `requires_grad` as the model has it.
+    cuts: names of the regions that open a stage; None balances needed FLOPs.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    freeze: tuple[str, ...] | None = None
+    cuts: tuple[str, ...] | None = None
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    loss_weight: str = "auto"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training step. Fields below `graph` are filled by the passes, in the order they stand here."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    constants: Mapping[str, torch.Tensor]
+    modules: Mapping[str, ModuleInfo]
+    device: str
+    graph: fx.Graph
+    fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
+    shared: fx.Graph | None = None
+    loss_weight: str = ""
+    loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"
+    templates: Mapping[str, Template] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    variants: Mapping[str, Variant] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    messages: tuple[Message, ...] = ()
+    schedule: Schedule | None = None
+    history: tuple[Record, ...] = ()
+
+    def region(self, name: str) -> Region:
+        """The region of that name; KeyError if there is none."""
+        return next(region for region in self.regions if region.name == name)

@@ -1,0 +1,1 @@
+"""Planners: numbers in, decisions out. No graph, no tensor."""

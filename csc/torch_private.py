@@ -1,0 +1,36 @@
+"""Every private torch name that csc leans on, in one place.
+
+Each has a contract test in tests/unit/test_torch_private.py, so that a new torch release that moves or changes one fails
+there, by name, and not somewhere inside a pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "ShapeEnv",
+    "fx_traceback",
+    "is_autocast_region",
+    "is_no_grad_region",
+    "make_fx",
+]
+
+
+def is_no_grad_region(target: Any) -> bool:
+    """True for the higher-order op that export writes for `with torch.no_grad()`."""
+    return target is torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def is_autocast_region(target: Any) -> bool:
+    """True for the higher-order op that export writes for `with torch.autocast(...)`."""
+    return getattr(target, "__name__", "") == "wrap_with_autocast"

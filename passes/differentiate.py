@@ -1,0 +1,242 @@
+"""Pass `differentiate`: trace forward and backward of each template once, as if everything were trained."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.ir import graph as g
+from csc.ir.naming import identifier
+from csc.ir.program import Options, Program, Template
+from csc.torch_private import fx_traceback, make_fx
+
+
+def differentiate(program: Program, options: Options) -> Program:
+    """Give every template its joint graph.
+
+    Requires  pass `regions`.
+    Ensures   `joint` returns the outputs, then the gradient of every activation and parameter (None where none flows),
+              functional and free of `detach`; it depends on no frozen set, so a change of `freeze` reuses it.
+    Before    llama_decoder_layer(hidden_states, mask, w) -> out
+    After     joint(hidden_states, mask, w, d_out) -> out, d_hidden_states, d_w
+    """
+    done = {
+        name: template if template.joint is not None else joint_of(template, program.fake_mode)
+        for name, template in program.templates.items()
+    }
+    return replace(program, templates=done)
+
+
+def joint_of(template: Template, fake_mode: Any, frozen: Sequence[int] = (), constant: Sequence[int] = ()) -> Template:
+    """The template with its joint graph traced.
+
+    frozen: positions of parameters, constant: positions of activations that ask for no gradient while tracing. Both are
+    empty in the compiler; tests trace with them to check what pass `prune` derives from the full trace.
+    """
+    sources = g.placeholders(template.graph)
+    activations = len(template.activations)
+    first_parameter = activations + len(template.shared)
+    differentiated = [i for i in template.inexact if i not in constant]
+    differentiated += [
+        first_parameter + j
+        for j in range(len(template.parameters))
+        if j not in frozen and g.is_float(sources[first_parameter + j])
+    ]
+    values = [node.meta["val"] for node in sources]
+    finals = g.outputs(template.graph)
+    tangents = [finals[i].meta["val"] for i in template.differentiable]
+    tangents += [values[i] for i in template.threaded]
+    with fake_mode:
+        tangents = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tangents]
+
+    def joint(primals: list[torch.Tensor], seeds_in: list[torch.Tensor]) -> tuple[Any, ...]:
+        inputs = [
+            p.detach().requires_grad_(True) if i in differentiated else p.detach() for i, p in enumerate(primals)
+        ]
+        with torch.enable_grad(), fx_traceback.preserve_node_meta():
+            results = _Marking(template.graph).run(*inputs)
+            roots = [results[i] for i in template.differentiable] + [inputs[i] for i in template.threaded]
+            pairs = [(root, seed) for root, seed in zip(roots, seeds_in) if root.requires_grad]
+            wanted = [inputs[i] for i in differentiated]
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if pairs and wanted:
+                found = torch.autograd.grad(
+                    [root for root, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True
+                )
+        by_position = dict(zip(differentiated, found))
+        gradients = [by_position.get(i) for i in range(activations)]
+        gradients += [by_position.get(i) for i in range(first_parameter, len(inputs))]
+        return (*results, *gradients)
+
+    with fake_mode:
+        traced = make_fx(joint, tracing_mode="real")(values, tangents)
+    graph = _tidy(_functional(traced.graph, values, tangents, fake_mode), template, sources)
+    results = g.outputs(graph)[len(template.outputs) :]
+    return replace(
+        template,
+        joint=graph,
+        activation_gradients=tuple(r is not None for r in results[:activations]),
+        parameter_gradients=tuple(r is not None for r in results[activations:]),
+    )
+
+
+class _Marking(fx.Interpreter):
+    """Runs the forward so that every traced node, of the backward too, knows the forward node it comes from."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+        self.seen: set[Any] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        origin = {"name": n.name, "source": n.meta.get("source", ""), "module": n.meta.get("module", "")}
+        with _tagging({**origin, "backward": False}):
+            result = getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        stack = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        while stack:
+            function = stack.pop()
+            if function not in self.seen:
+                self.seen.add(function)
+                _tag_backward(function, {**origin, "backward": True})
+                stack.extend(parent for parent, _ in function.next_functions if parent is not None)
+        return result
+
+
+def _tag_backward(function: Any, origin: dict[str, Any]) -> None:
+    open_tags: list[_tagging] = []
+
+    def enter(*_: Any) -> None:
+        open_tags.append(_tagging(origin))
+        open_tags[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        open_tags.pop().__exit__()
+
+    function.register_prehook(enter)
+    function.register_hook(leave)
+
+
+class _tagging:
+    """Within the block, nodes that are traced carry `origin` (fx copies the entry "custom" of the current meta)."""
+
+    def __init__(self, origin: dict[str, Any]) -> None:
+        self.meta = {"custom": {"csc": origin}}
+
+    def __enter__(self) -> None:
+        self.before = fx_traceback.current_meta
+        fx_traceback.current_meta = self.meta
+
+    def __exit__(self, *_: object) -> None:
+        fx_traceback.current_meta = self.before
+
+
+def _functional(graph: fx.Graph, values: list[Any], tangents: list[Any], fake_mode: Any) -> fx.Graph:
+    """The graph without in-place ops: some backward formulas (index_put_, in-place adds) trace as such."""
+    if not any(_mutates(node) for node in graph.nodes):
+        return graph
+
+    def replay(primals: list[torch.Tensor], seeds: list[torch.Tensor]) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return _Replaying(torch.nn.Module(), graph=graph).run(*primals, *seeds)
+
+    with fake_mode:
+        functional = torch.func.functionalize(replay, remove="mutations")
+        return make_fx(functional, tracing_mode="real")(values, tangents).graph
+
+
+class _Replaying(fx.Interpreter):
+    """Runs a traced graph again with each node's tag in place."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with _tagging(n.meta.get("custom", {}).get("csc", {})):
+            return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Graph:
+    """The traced graph with names and roles: `detach` gone (nothing here runs under autograd), t(t(x)) folded."""
+    tidy = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    incoming = g.placeholders(graph)
+    for old, source in zip(incoming, sources):
+        mapping[old] = g.add_placeholder(tidy, source.name, source.meta["val"], source.meta["role"])
+    seeds = [template.outputs[i] for i in template.differentiable]
+    seeds += [template.activations[i] for i in template.threaded]
+    for old, name in zip(incoming[len(sources) :], seeds):
+        mapping[old] = g.add_placeholder(tidy, f"d_{name}", old.meta["val"], ("tangent", name))
+    last_of = _last_by_origin(graph)
+    for node in g.calls(graph):
+        if g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh"):
+            mapping[node] = mapping[node.args[0]]
+            continue
+        argument = mapping[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
+        if g.op_name(node) == "aten::t" and isinstance(argument, fx.Node) and g.op_name(argument) == "aten::t":
+            mapping[node] = argument.args[0]
+            continue
+        copied = g.copy_node(tidy, node, mapping, name=_joint_name(node, last_of))
+        origin = node.meta.get("custom", {}).get("csc", {})
+        copied.meta.update(source=origin.get("source", ""), module=origin.get("module", ""))
+    finals = [mapping[r] if isinstance(r, fx.Node) else None for r in g.outputs(graph)]
+    wanted = len(template.outputs)
+    layouts = [None] * wanted + [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
+    tidy.output(tuple(_in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
+    g.erase_dead(tidy)
+    return tidy
+
+
+def _last_by_origin(graph: fx.Graph) -> set[fx.Node]:
+    """Of the nodes that one forward op was traced to, the last: it is the op's result and takes its name."""
+    last: dict[str, fx.Node] = {}
+    for node in g.calls(graph):
+        origin = node.meta.get("custom", {}).get("csc", {})
+        item = node.args[1] if node.target is operator.getitem else 0
+        if origin and not origin["backward"] and g.op_name(node) != "aten::detach" and item == 0:
+            last[origin["name"]] = node
+    return set(last.values())
+
+
+def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
+    origin = node.meta.get("custom", {}).get("csc", {})
+    op = g.short_op(node).strip("_")
+    op = {"scaled_dot_product_flash_attention_for_cpu": "flash",
+          "scaled_dot_product_flash_attention_for_cpu_backward": "flash_backward"}.get(op, op)  # fmt: skip
+    if not origin:
+        return identifier(f"d_{op}")
+    if not origin["backward"]:
+        return identifier(origin["name"] if node in last_of else f"{origin['name']}_{op}")
+    return identifier(f"d_{origin['name']}" if op == "getitem" else f"d_{origin['name']}_{op}")
+
+
+def _in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None) -> fx.Node | None:
+    """The gradient with the strides of the value it belongs to, so that whoever gets it can rely on them."""
+    if node is None or layout is None or node.meta["val"].stride() == layout.stride():
+        return node
+    order = sorted(range(layout.dim()), key=lambda dim: (-layout.stride(dim), dim))
+    if order == list(range(layout.dim())):
+        steps: list[tuple[Any, tuple, dict]] = [
+            (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format})
+        ]
+    else:
+        back = [order.index(dim) for dim in range(layout.dim())]
+        steps = [
+            (torch.ops.aten.permute.default, (order,), {}),
+            (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+            (torch.ops.aten.permute.default, (back,), {}),
+        ]
+    for target, arguments, keywords in steps:
+        following = graph.call_function(target, (node, *arguments), keywords)
+        with node.meta["val"].fake_mode:
+            following.meta["val"] = target(node.meta["val"], *arguments, **keywords)
+        following.meta.update(source="", module="")
+        node = following
+    return node

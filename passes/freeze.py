@@ -1,0 +1,64 @@
+"""Pass `freeze`: which parameters train."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from csc.errors import InputError
+from csc.ir.program import ModuleInfo, Options, Parameter, Program
+
+
+def freeze(program: Program, options: Options) -> Program:
+    """Mark the parameters that `options.freeze` names as frozen.
+
+    Requires  a captured Program. Runs after `differentiate`: nothing before depends on what is frozen.
+    Ensures   every parameter says whether it trains; at least one does; every pattern matched at least one.
+    Before    freeze=("vision_tower",)
+    After     model.vision_tower.*: frozen; every other parameter: as its requires_grad says
+    """
+    frozen: set[str] = set()
+    for pattern in options.freeze or ():
+        matched = {p.name for p in program.parameters if matches(pattern, p, program.modules)}
+        if not matched:
+            raise InputError(
+                f"the pattern {pattern!r} matches no parameter of {program.name}", "freeze", _suggestion(pattern, program)
+            )
+        frozen |= matched
+    parameters = tuple(
+        replace(p, trainable=p.trainable and p.dtype.is_floating_point and p.name not in frozen)
+        for p in program.parameters
+    )
+    if not any(p.trainable for p in parameters):
+        raise InputError(
+            f"nothing is left to train: all {len(parameters)} parameters of {program.name} are frozen",
+            "freeze",
+            "freeze fewer components, or set requires_grad on the parameters that should train",
+        )
+    return replace(program, parameters=parameters)
+
+
+def matches(pattern: str, parameter: Parameter, modules: dict[str, ModuleInfo] | object) -> bool:
+    """True if a component name, a dotted part of a name, or a glob pattern covers the parameter (or an alias)."""
+    if re.search(r"[*?\[]", pattern):
+        return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
+    if f".{pattern}." in f".{parameter.name}.":
+        return True
+    return component_of(parameter.name, modules) == pattern
+
+
+def component_of(name: str, modules: dict[str, ModuleInfo] | object) -> str:
+    """The component of the module that owns a parameter."""
+    path = name.rpartition(".")[0]
+    known = modules.get(path)  # type: ignore[attr-defined]
+    return known.component if known else ""
+
+
+def _suggestion(pattern: str, program: Program) -> str:
+    components = sorted({component_of(p.name, program.modules) for p in program.parameters})
+    names = components + [p.name for p in program.parameters]
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}components are {', '.join(components)}; globs such as '*.bias' match parameter names"

@@ -1,0 +1,135 @@
+"""Pass `prune`: specialise the joint graphs to the frozen set; no gradient is computed that nobody needs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis import gradients
+from csc.errors import CscError
+from csc.ir import graph as g
+from csc.ir.naming import unique
+from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
+
+
+def prune(program: Program, options: Options) -> Program:
+    """Keep of each joint graph what the frozen set needs; regions that need the same share a variant.
+
+    Requires  passes `differentiate` and `freeze`.
+    Ensures   `dx` and `dw` of every region; a frozen parameter has no gradient node; an activation with nothing trainable
+              above it has no gradient; values computed only for removed gradients are gone.
+    Before    joint(x, w, d_out) -> out, d_x, d_w
+    After     w frozen: (x, w, d_out) -> out, d_x;   nothing trainable above: (x, w) -> out
+    """
+    trainable = {p.name for p in program.parameters if p.trainable}
+    needy: set[str] = set()  # values that something trainable lies above
+    marked: list[Region] = []
+    for region in program.regions:
+        template = program.templates[region.template]
+        dx = tuple(
+            found and i in template.inexact and value in needy
+            for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
+        )
+        dw = tuple(found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients))
+        reached = gradients.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
+        needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
+        marked.append(replace(region, dx=dx, dw=dw))
+    _check_chain(marked, program)
+
+    variants: dict[str, Variant] = {}
+    by_need: dict[Any, str] = {}
+    final: list[Region] = []
+    for region in marked:
+        template = program.templates[region.template]
+        tangents = tuple(
+            i in template.differentiable and v in needy and (region.needs_dx or region.needs_dw)
+            for i, v in enumerate(region.outputs)
+        )
+        key = (region.template, region.dx, region.dw, tangents)
+        if key not in by_need:
+            by_need[key] = unique(_variant_name(template, region), variants)
+            pruned = specialise(template, region.dx, region.dw, tangents)
+            variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
+        final.append(replace(region, variant=by_need[key]))
+    return replace(program, regions=tuple(final), variants=variants)
+
+
+def _variant_name(template: Template, region: Region) -> str:
+    if region.needs_dx and (region.needs_dw or not region.parameters):
+        return template.name
+    if region.needs_dx:
+        return f"{template.name}_frozen"
+    return f"{template.name}_first" if region.needs_dw else f"{template.name}_forward_only"
+
+
+def _check_chain(regions: Sequence[Region], program: Program) -> None:
+    """Every needed gradient has someone to compute it."""
+    available = {LOSS}
+    for region in reversed(regions):
+        template = program.templates[region.template]
+        for i, value in enumerate(region.activations):
+            if region.dx[i] and i in template.threaded and value not in available:
+                raise CscError(
+                    f"the gradient of {value} has no last reader", region.name, "report this model: csc cut it wrongly"
+                )
+            if region.dx[i]:
+                available.add(value)
+
+
+def specialise(template: Template, dx: Sequence[bool], dw: Sequence[bool], tangents: Sequence[bool]) -> fx.Graph:
+    """The joint graph with only the wanted gradients: dead nodes, unused tangents and masked outputs removed."""
+    assert template.joint is not None
+    graph, _ = g.copy_graph(template.joint)
+    results = list(g.outputs(graph))
+    first = len(template.outputs)
+    wanted = [*dx, *dw]
+    kept = results[:first] + [r if keep else None for r, keep in zip(results[first:], wanted)]
+    graph.output_node().args = (tuple(kept),)
+    changed = True
+    while changed:
+        changed = bool(g.erase_dead(graph)) | _mask_outputs(graph)
+    present = {template.outputs[i] for i, here in enumerate(tangents) if here}
+    present |= {template.activations[i] for i in template.threaded if dx[i]}
+    for node in g.placeholders(graph):
+        kind, name = node.meta["role"]
+        if kind == "tangent" and not node.users and name not in present:
+            graph.erase_node(node)
+        elif kind == "tangent" and name not in present:
+            _zero(graph, node)
+    return graph
+
+
+def _mask_outputs(graph: fx.Graph) -> bool:
+    """Backward ops with several outputs (layer norm, convolution) compute only those that are still used."""
+    changed = False
+    for node in g.calls(graph):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        if "output_mask" not in names:
+            continue
+        used = {user.args[1] for user in node.users if user.target is operator.getitem}
+        mask = g.bind(node)["output_mask"]
+        narrowed = [bool(flag) and i in used for i, flag in enumerate(mask)]
+        if narrowed != [bool(flag) for flag in mask]:
+            position = names.index("output_mask")
+            node.args = (*node.args[:position], narrowed, *node.args[position + 1 :])
+            val = node.meta["val"]
+            node.meta["val"] = type(val)(v if keep else None for v, keep in zip(val, narrowed))
+            changed = True
+    return changed
+
+
+def _zero(graph: fx.Graph, tangent: fx.Node) -> None:
+    """An output that the loss depends on only through paths without a gradient: its gradient is zero."""
+    val = tangent.meta["val"]
+    with graph.inserting_after(tangent):
+        zero = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0.0), {"dtype": val.dtype, "device": val.device})
+    zero.meta.update(val=val, source="", module="")
+    tangent.replace_all_uses_with(zero)
+    graph.erase_node(tangent)

@@ -1,0 +1,83 @@
+"""Pass `shapes`: give the symbolic graph the sizes of one microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.program import Options, Program
+from csc.torch_private import FakeTensorMode
+
+# Ops that give back their argument when neither its sizes, strides nor dtype change.
+IDENTITY_IF_UNCHANGED = (g.VIEWS - {"aten::detach"}) | {"aten::_to_copy", "aten::clone"}
+
+
+def shapes(program: Program, options: Options) -> Program:
+    """Evaluate every size of the graph for the shapes in `program.inputs`.
+
+    Requires  a captured Program (sizes may be symbolic).
+    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone.
+    Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
+    After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shape_of = {item.name: item.shape for item in program.inputs}
+    graph = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
+    with mode:
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                kind, name = node.meta["role"]
+                old = node.meta["val"]
+                if kind == "input" and name not in shape_of:
+                    continue  # a batch entry that the loss does not use
+                if kind == "input":
+                    val = torch.empty(shape_of[name], dtype=old.dtype, device=old.device)
+                else:
+                    val = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+                mapping[node] = g.add_placeholder(graph, node.target, val, node.meta["role"])
+                values[node] = val
+            elif node.op == "output":
+                graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
+            else:
+                _evaluate(node, graph, mapping, values)
+    g.erase_dead(graph)
+    return replace(program, graph=graph, fake_mode=mode)
+
+
+def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]) -> None:
+    arguments = fx.map_arg(node.args, values.__getitem__)
+    keywords = fx.map_arg(node.kwargs, values.__getitem__)
+    try:
+        result = node.target(*arguments, **keywords)  # type: ignore[operator]
+    except Exception as error:
+        raise InputError(
+            f"the batch's shapes do not fit the model: {g.op_name(node)}: {str(error).splitlines()[0]}",
+            node.meta.get("source") or node.meta.get("module") or "model",
+            "check the shapes of the batch entries against what the model expects",
+        ) from error
+    values[node] = result
+    if isinstance(result, (int, float, bool)):
+        mapping[node] = result
+    elif g.op_name(node) in IDENTITY_IF_UNCHANGED and _same_layout(arguments[0], result):
+        mapping[node] = mapping[node.args[0]]  # type: ignore[index]
+    else:
+        copied = g.copy_node(graph, node, mapping)
+        copied.meta["val"] = result
+
+
+def _same_layout(before: Any, after: Any) -> bool:
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and before.shape == after.shape
+        and before.stride() == after.stride()
+        and before.dtype == after.dtype
+        and before.device == after.device
+    )

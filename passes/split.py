@@ -1,0 +1,148 @@
+"""Pass `split`: F, B and W of each variant as separate graphs; B never waits for W."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.flops import count
+from csc.ir import graph as g
+from csc.ir.program import Options, Program, Template, Variant
+
+# Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
+RECOMPUTED = frozenset({"aten::scalar_tensor", "aten::full", "aten::zeros", "aten::ones", "aten::arange"})
+
+
+def split(program: Program, options: Options) -> Program:
+    """Divide each pruned graph by what its nodes are for.
+
+    Requires  pass `prune`.
+    Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What one part
+              needs of an earlier one is in its `saved`; views of saved values and of parameters are made again instead.
+    Before    (x, w, d_out) -> out, d_x, d_w
+    After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
+    """
+    done = {name: _divide(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
+    return replace(program, variants=done)
+
+
+def _divide(variant: Variant, template: Template) -> Variant:
+    results = g.outputs(variant.pruned)
+    outputs = len(template.outputs)
+    activations = outputs + len(template.activations)
+    values, dx, dw = results[:outputs], results[outputs:activations], results[activations:]
+    in_f = _with_items(g.ancestors(values))
+    in_b = _with_items(g.ancestors(dx) - in_f)
+    in_w = g.ancestors(dw) - in_f - in_b
+    parts = _Parts(variant.pruned)
+    if not (any(variant.dx) or any(variant.dw)):
+        forward = parts.extract(in_f, values, None, _entry_roles(variant.pruned))
+        return replace(variant, forward=forward, flops=(count(forward).flops, 0, 0), matmuls=(count(forward).matmuls, 0, 0))
+    direct = {n for n in g.placeholders(variant.pruned) if n.meta["role"][0] in ("shared", "parameter")}
+    tangents = [n for n in g.placeholders(variant.pruned) if n.meta["role"][0] == "tangent"]
+    later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents))
+    forward = parts.extract(in_f, values, later, _entry_roles(variant.pruned))
+    for_w = parts.needs(in_w, dw, direct)
+    backward_input = parts.extract(in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)])
+    backward_weight = None
+    if any(variant.dw):
+        backward_weight = parts.extract(in_w, [r for r in dw if r is not None], None, [*_saved(for_w), *_direct(direct)])
+    counts = [count(part) for part in (forward, backward_input, backward_weight)]
+    return replace(
+        variant,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        flops=(counts[0].flops, counts[1].flops, counts[2].flops),
+        matmuls=(counts[0].matmuls, counts[1].matmuls, counts[2].matmuls),
+    )
+
+
+def _with_items(part: set[fx.Node]) -> set[fx.Node]:
+    """With the items of the tuples made in the part: a later part reads items, never a tuple."""
+    items = {user for node in part for user in node.users if user.target is operator.getitem}
+    return part | items
+
+
+Role = tuple[fx.Node, tuple[str, str]]
+
+
+def _entry_roles(graph: fx.Graph) -> list[Role]:
+    return [(n, n.meta["role"]) for n in g.placeholders(graph) if n.meta["role"][0] != "tangent"]
+
+
+def _saved(nodes: Iterable[fx.Node]) -> list[Role]:
+    return [(node, ("saved", node.name)) for node in nodes]
+
+
+def _direct(nodes: set[fx.Node]) -> list[Role]:
+    return [(node, node.meta["role"]) for node in sorted(nodes, key=lambda n: n.name)]
+
+
+def _tangent(nodes: Iterable[fx.Node]) -> list[Role]:
+    return [(node, node.meta["role"]) for node in nodes]
+
+
+class _Parts:
+    """Cuts one pruned graph into functions."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+
+    def needs(self, part: set[fx.Node], results: Iterable[Any], given: set[fx.Node]) -> list[fx.Node]:
+        """What the part reads from earlier ones, without `given` and what it can cheaply make again; in graph order."""
+        inside = {node for node in part if node.op == "call_function"}
+        found: set[fx.Node] = set()
+        stack = [used for node in inside for used in node.all_input_nodes]
+        stack += [r for r in results if isinstance(r, fx.Node)]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node in inside or node in given:
+                continue
+            seen.add(node)
+            if _is_recomputed(node):
+                stack.extend(node.all_input_nodes)
+            else:
+                found.add(node)
+        return sorted(found, key=self.order.__getitem__)
+
+    def extract(self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]) -> fx.Graph:
+        """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved)."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, Any] = {}
+        finals = [*results, *(saved or [])]
+        body = self._body(part, finals, {node for node, _ in entry})
+        used = {u for node in body for u in node.all_input_nodes} | set(finals)
+        for node, role in entry:
+            if node in used or role[0] in ("activation", "saved", "tangent"):
+                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], role)
+        for node in body:
+            g.copy_node(graph, node, mapping)
+        outputs: Any = tuple(mapping[r] for r in results)
+        if saved is not None:
+            outputs = (outputs, tuple(mapping[s] for s in saved))
+        graph.output(outputs)
+        g.erase_dead(graph)
+        return graph
+
+    def _body(self, part: set[fx.Node], finals: list[fx.Node], entry: set[fx.Node]) -> list[fx.Node]:
+        """The calls of the part and the views and constants it makes again, in order."""
+        wanted: set[fx.Node] = set()
+        stack = [node for node in part if node.op == "call_function"] + [f for f in finals if f not in entry]
+        while stack:
+            node = stack.pop()
+            if node in wanted or node in entry:
+                continue
+            wanted.add(node)
+            stack.extend(node.all_input_nodes)
+        return sorted(wanted, key=self.order.__getitem__)
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    return node.op == "call_function" and (g.is_view(node) or g.op_name(node) in RECOMPUTED)
