@@ -14,7 +14,7 @@ from csc.capture.normalise import flatten
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
 
-__all__ = ["capture", "loss_of", "microbatch", "split_batch"]
+__all__ = ["capture", "dynamic_dimensions", "loss_of", "microbatch", "split_batch"]
 
 
 def capture(model: nn.Module, example: Any) -> Program:

@@ -193,10 +193,15 @@ def erase_dead(graph: fx.Graph) -> int:
 def type_text(val: Any) -> str:
     """`f32[2, 16]` for a tensor, its type's name for anything else."""
     if isinstance(val, torch.Tensor):
-        return f"{DTYPE_TEXT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}[{', '.join(map(str, val.shape))}]"
+        return type_text_of(val.dtype, val.shape)
     if isinstance(val, (tuple, list)):
         return "(" + ", ".join(type_text(item) for item in val) + ")"
     return type(val).__name__
+
+
+def type_text_of(dtype: torch.dtype, shape: Iterable[Any]) -> str:
+    """`f32[2, 16]`."""
+    return f"{DTYPE_TEXT.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
 
 
 DTYPE_TEXT = {

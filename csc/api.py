@@ -1,0 +1,314 @@
+"""csc.compile: an ordinary model in, a trainable compiled model out.
+
+    llava = csc.compile(model, mesh=csc.Mesh(pp=3), example=batch, freeze=["vision_tower"], microbatches=8)
+    optimizer = torch.optim.AdamW(llava.parameters())
+    for batch in loader:
+        loss = llava.train_step(batch)
+        optimizer.step(); optimizer.zero_grad()
+
+The same code runs in one process (all ranks inside it) and under torchrun (one rank a process).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from csc.capture import microbatch as one_of
+from csc.capture import split_batch
+from csc.compiler import Compiler, Progress, quiet
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options, Program
+from csc.runtime.launch import setup_distributed, under_torchrun
+from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
+
+Factory = Callable[[], nn.Module]
+
+
+def compile(
+    model: nn.Module | Factory | None = None,
+    *,
+    mesh: Mesh | Mapping[str, int] | str | Any = None,
+    example: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    freeze: Sequence[str] | None = None,
+    cuts: Sequence[str] | None = None,
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    loss_weight: str = "auto",
+    directory: str | Path | None = None,
+) -> Any:
+    """Compile a model, or decorate a function that makes one.
+
+    model: an nn.Module whose forward takes the batch's entries as keyword arguments and returns a loss; or a factory.
+    mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
+    example: one global batch (or a function that makes it): names, dtypes and shapes are taken from it.
+    freeze: component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
+    cuts: names of the regions that open the second, third, ... stage; None balances the FLOPs that freezing leaves.
+    schedule: "1f1b" or "gpipe".  microbatches: how many a step divides each replica's share of the batch into.
+    loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
+    directory: where the program is written; None: a temporary directory, removed at exit.
+
+    Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
+    """
+    options = Options(
+        mesh=Mesh.of(mesh) if mesh is not None else Mesh(),
+        freeze=_names("freeze", freeze),
+        cuts=_names("cuts", cuts),
+        schedule=schedule,
+        microbatches=_positive("microbatches", microbatches),
+        loss_weight=loss_weight,
+    )
+    if options.mesh.cp * options.mesh.tp > 1:
+        raise InputError(
+            f"the mesh asks for cp={options.mesh.cp}, tp={options.mesh.tp}", "mesh",
+            "this version runs dp and pp; leave cp and tp at 1",
+        )  # fmt: skip
+    if loss_weight not in ("auto", "tokens", "mean", "sum"):
+        raise InputError(f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+
+    def build(target: nn.Module | Factory) -> CompiledModel:
+        return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
+
+    if model is None:
+        return build
+    compiled = build(model)
+    if isinstance(model, nn.Module) and example is not None:
+        compiled.history()
+    return compiled
+
+
+class CompiledModel:
+    """A model as per-rank programs. Holds one program per batch signature; all of them share the parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module | Factory,
+        options: Options,
+        example: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        directory: Path | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self._model = model
+        self._example = example
+        self._directory = directory
+        self._compiler = compiler
+        self._histories: dict[Any, list[Program]] = {}
+        self._trainers: dict[Any, Trainer] = {}
+        self._last: Trainer | None = None
+        self.options = options
+        self.progress: Progress = quiet
+
+    # --- what it is made of --------------------------------------------------------------------------------------
+
+    @property
+    def compiler(self) -> Compiler:
+        """The compiler of the model; a factory is called here, once."""
+        if self._compiler is None:
+            model = self._model if isinstance(self._model, nn.Module) else self._model()
+            if not isinstance(model, nn.Module):
+                raise InputError(
+                    f"the factory returned a {type(model).__name__}", "compile", "return the nn.Module to be trained"
+                )
+            self._compiler = Compiler(model)
+        return self._compiler
+
+    @property
+    def model(self) -> nn.Module:
+        """The eager model. Its parameters are those that train (in one process: all of them)."""
+        return self.compiler.model
+
+    @property
+    def example(self) -> Mapping[str, Any]:
+        """The example batch. InputError if none was given."""
+        if callable(self._example):
+            self._example = self._example()
+        if self._example is None:
+            raise InputError(
+                "there is no example batch", "compile", "pass example=batch, one batch as your data loader makes it"
+            )
+        return self._example
+
+    def with_options(self, **changes: Any) -> CompiledModel:
+        """The same model and traces with other options: mesh, freeze, cuts, schedule, microbatches, loss_weight.
+
+        A new frozen set is compiled without tracing again: `phase2 = phase1.with_options(freeze=["vision_tower"])`.
+        """
+        if "mesh" in changes:
+            changes["mesh"] = Mesh.of(changes["mesh"])
+        for name in ("freeze", "cuts"):
+            if name in changes:
+                changes[name] = _names(name, changes[name])
+        if "microbatches" in changes:
+            _positive("microbatches", changes["microbatches"])
+        changed = CompiledModel(
+            self._model, replace(self.options, **changes), self._example, self._directory, self.compiler
+        )
+        changed.progress = self.progress
+        return changed
+
+    def history(self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None) -> list[Program]:
+        """The Program after capture and each pass, for a batch's signature (the example's by default)."""
+        options = replace(self.options, microbatches=microbatches or self.options.microbatches)
+        first = self._microbatch(self.example if batch is None else batch, options)
+        key = (_signature(first), options.microbatches)
+        if key not in self._histories:
+            if self._histories:  # the first program decides which rank holds what
+                earlier = next(iter(self._histories.values()))[-1]
+                options = replace(options, cuts=tuple(stage.regions[0] for stage in earlier.stages[1:]))
+            self._histories[key] = self.compiler.compile(first, options, self.progress)
+        return self._histories[key]
+
+    @property
+    def program(self) -> Program:
+        """The finished Program for the example batch."""
+        return self.history()[-1]
+
+    def write(self, directory: str | Path, with_weights: bool = False) -> Path:
+        """Write the program directory for the example batch. InputError if something else is there."""
+        first = self._microbatch(self.example, self.options)
+        return self.compiler.emit(self.program, self.options, Path(directory), first, with_weights)
+
+    def _microbatch(self, batch: Any, options: Options) -> dict[str, Any]:
+        if isinstance(batch, (list, tuple)):
+            return dict(batch[0])
+        tensors, extra = split_batch(batch)
+        return {**one_of(tensors, options.microbatches * options.mesh.dp), **extra}
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def trainer(self, batch: Any = None, microbatches: int | None = None) -> Trainer:
+        """The runtime for a batch's signature (the example's by default); its program is emitted and loaded."""
+        count = microbatches or self.options.microbatches
+        options = replace(self.options, microbatches=count)
+        first = self._microbatch(self.example if batch is None else batch, options)
+        key = (_signature(first), count)
+        if key not in self._trainers:
+            self._join_group()
+            program = self.history(batch, count)[-1]
+            directory = self._program_directory(len(self._trainers))
+            self.compiler.emit(program, options, directory, first)
+            self._trainers[key] = Trainer(load(directory), weights=dict(self.model.named_parameters()))
+        self._last = self._trainers[key]
+        return self._last
+
+    def _program_directory(self, index: int) -> Path:
+        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() else ""
+        if self._directory is None:
+            home = tempfile.TemporaryDirectory(prefix="csc-")
+            weakref.finalize(self, home.cleanup)
+            self._directory = Path(home.name) / "program"
+        return self._directory.with_name(f"{self._directory.name}{rank}{f'-{index}' if index else ''}")
+
+    def _join_group(self) -> None:
+        if under_torchrun() and not dist.is_initialized():
+            setup_distributed(next(self.model.parameters()).device.type)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world > 1 and world != self.options.mesh.size:
+            raise InputError(
+                f"{world} processes were started and the mesh has {self.options.mesh.size} ranks", "mesh",
+                f"start with --nproc-per-node {self.options.mesh.size}, or change the mesh",
+            )  # fmt: skip
+
+    def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
+        """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
+
+        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica). A batch of
+        another length is compiled once, from the same trace; other keys or dtypes than the example's are an InputError.
+        Returns the loss of the whole batch (0-d tensor, the same on every rank).
+        """
+        self._check_batch(batch)
+        trainer = self.trainer(batch, microbatches)
+        used = {item.name for item in trainer.program.manifest.inputs}
+        return trainer.train_step(_only(batch, used))
+
+    def _check_batch(self, batch: Any) -> None:
+        if self._example is None:
+            self._example = batch if not isinstance(batch, (list, tuple)) else batch[0]
+        expected, extra = split_batch(self.example)
+        for microbatch in batch if isinstance(batch, (list, tuple)) else [batch]:
+            found, other = split_batch(microbatch)
+            for name in expected.keys() | found.keys():
+                if name not in found:
+                    raise InputError(f"the batch has no entry {name!r}", "train_step", _keys_remedy(expected))
+                if name not in expected:
+                    raise InputError(f"the batch has an entry {name!r} that the example had not", "train_step", _keys_remedy(expected))
+                if found[name].dtype != expected[name].dtype:
+                    raise InputError(
+                        f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
+                        "train_step", f"convert it with .to({expected[name].dtype}), or compile with such an example",
+                    )  # fmt: skip
+            if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
+                raise InputError(
+                    f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
+                    "values that are no tensors are compiled in: compile again with an example that has these",
+                )  # fmt: skip
+
+    def _current(self) -> Trainer:
+        return self._last if self._last is not None else self.trainer()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of what trains on this process' ranks, under the model's own names."""
+        return self._current().named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What trains on this process' ranks; give it to an optimizer."""
+        return self._current().parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this process' parameters."""
+        self._current().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients, over all ranks, to at most this 2-norm. Returns the norm before."""
+        return self._current().clip_grad_norm_(max_norm)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This process' parameters by name."""
+        return self._current().state_dict()
+
+    def save(self, directory: str | Path) -> None:
+        """Write the weights as safetensors under the model's names; each rank writes what it owns."""
+        self._current().save(directory)
+
+
+def _only(batch: Any, names: set[str]) -> Any:
+    if isinstance(batch, (list, tuple)):
+        return [_only(microbatch, names) for microbatch in batch]
+    return {name: value for name, value in batch.items() if name in names}
+
+
+def _signature(microbatch: Mapping[str, Any]) -> Any:
+    return tuple(
+        (name, tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (name, repr(v))
+        for name, v in sorted(microbatch.items(), key=lambda item: item[0])
+    )
+
+
+def _keys_remedy(expected: Mapping[str, Any]) -> str:
+    return f"give the entries of the example: {', '.join(sorted(expected))}; or compile with another example"
+
+
+def _names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        given = [given]
+    if not all(isinstance(item, str) and item for item in given):
+        raise InputError(f"{option} holds something that is no name: {list(given)!r}", "compile", "pass a list of strings")
+    return tuple(given)
+
+
+def _positive(option: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{option} is {value!r}", "compile", "pass a whole number of at least 1")
+    return value

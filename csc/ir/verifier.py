@@ -1,0 +1,168 @@
+"""What always holds of a Program, checked after every pass. The numbers are those of the design's list.
+
+1 graphs are functional, typed, in topological order, with one producer a value and unique names
+3 nothing is computed for a frozen parameter; no gradient of an activation with nothing trainable above it
+4 every trainable parameter that the trace gives a gradient to gets it, from every region that uses it
+5 a schedule is complete and free of deadlock
+7 every name refers to something
+(2, equal numbers, is what tests and `csc verify` check; 6 is about context parallelism.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from csc.errors import CscError
+from csc.ir import graph as g
+from csc.ir.program import LOSS, Program, Region
+from csc.ir.schedule import verify as verify_schedule
+
+
+class VerificationError(CscError):
+    """A pass left a Program that breaks an invariant: a bug of that pass."""
+
+
+def verify(program: Program, after: str = "") -> None:
+    """Raise VerificationError naming the invariant, the place and the pass, unless every invariant holds."""
+    for problem in _problems(program):
+        raise VerificationError(problem, f"after pass {after}" if after else program.name, "report it: a pass of csc is wrong")
+
+
+def _problems(program: Program) -> Iterator[str]:
+    for place, graph in _graphs(program):
+        yield from (f"invariant 1: {place}: {problem}" for problem in _graph_problems(graph))
+    yield from _name_problems(program)
+    if program.variants:
+        yield from _gradient_problems(program)
+    if program.stages:
+        yield from _stage_problems(program)
+    if program.schedule is not None:
+        channels = [(m.kind, m.source, m.destination) for m in program.messages]
+        has_b, has_w = [s.has_b for s in program.stages], [s.has_w for s in program.stages]
+        try:
+            verify_schedule(program.schedule, channels, has_b, has_w, program.schedule.microbatches)
+        except CscError as error:
+            yield f"invariant 5: {error}"
+
+
+def _graphs(program: Program) -> Iterator[tuple[str, fx.Graph]]:
+    yield "graph", program.graph
+    if program.shared is not None:
+        yield "shared", program.shared
+    for template in program.templates.values():
+        yield template.name, template.graph
+        if template.joint is not None:
+            yield f"{template.name}, joint", template.joint
+    for variant in program.variants.values():
+        yield f"{variant.name}, pruned", variant.pruned
+        for letter, part in zip("FBW", (variant.forward, variant.backward_input, variant.backward_weight)):
+            if part is not None:
+                yield f"{variant.name}, {letter}", part
+
+
+def _graph_problems(graph: fx.Graph) -> Iterator[str]:
+    disorder = g.topological_error(graph)
+    if disorder:
+        yield disorder
+    names: set[str] = set()
+    for node in graph.nodes:
+        if node.name in names:
+            yield f"two values are called %{node.name}"
+        names.add(node.name)
+        if node.op == "output":
+            continue
+        if "val" not in node.meta:
+            yield f"%{node.name} has no type"
+        if node.op == "placeholder" and "role" not in node.meta:
+            yield f"%{node.name} has no role"
+        if node.op not in ("placeholder", "call_function"):
+            yield f"%{node.name} is a {node.op}"
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            yield f"%{node.name} writes to its argument ({node.target})"
+
+
+def _name_problems(program: Program) -> Iterator[str]:
+    parameters = {p.name for p in program.parameters}
+    tables = set(program.shared.output_node().meta["names"]) if program.shared is not None else set()
+    made: set[str] = set()
+    for region in program.regions:
+        template = program.templates.get(region.template)
+        if template is None:
+            yield f"invariant 7: region {region.name} has no template"
+            continue
+        yield from (f"invariant 7: {region.name} uses unknown parameter {p}" for p in region.parameters if p not in parameters)
+        yield from (f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables)
+        yield from (f"invariant 1: {region.name} reads {v} before it is made" for v in region.activations if v not in made)
+        yield from (f"invariant 1: {value} has two producers" for value in region.outputs if value in made)
+        made.update(region.outputs)
+        lengths = (len(region.activations), len(region.shared), len(region.parameters), len(region.outputs))
+        own = (len(template.activations), len(template.shared), len(template.parameters), len(template.outputs))
+        if lengths != own:
+            yield f"invariant 7: {region.name} does not fit its template {template.name}"
+    if program.regions and LOSS not in made:
+        yield "invariant 7: no region makes the loss"
+
+
+def _gradient_problems(program: Program) -> Iterator[str]:
+    trainable = {p.name for p in program.parameters if p.trainable}
+    needy = {LOSS}
+    above: set[str] = set()
+    for region in program.regions:
+        own = any(name in trainable for name in region.parameters)
+        if own or any(value in above for value in region.activations):
+            above.update(region.outputs)
+    for region in reversed(program.regions):
+        variant, template = program.variants[region.variant], program.templates[region.template]
+        yield from _region_problems(region, trainable, above)
+        gradients = g.outputs(variant.pruned)[len(template.outputs) :]
+        for wanted, gradient, name in zip((*region.dx, *region.dw), gradients, (*region.activations, *region.parameters)):
+            if wanted != (gradient is not None):
+                yield f"invariant {3 if gradient is not None else 4}: {region.name}: gradient of {name} is " + (
+                    "computed for nothing" if gradient is not None else "missing"
+                )
+        reached = any(value in needy for i, value in enumerate(region.outputs) if i in template.differentiable)
+        for name, wanted, there in zip(region.parameters, region.dw, template.parameter_gradients):
+            if name in trainable and there and reached and not wanted:
+                yield f"invariant 4: {region.name}: trainable {name} gets no gradient"
+        needy.update(value for value, needed in zip(region.activations, region.dx) if needed)
+        parts = [part for part in (variant.backward_input, variant.backward_weight) if part is not None]
+        if variant.forward is not None and parts and not (region.needs_dx or region.needs_dw):
+            yield f"invariant 3: {region.name} needs no gradient and has a backward"
+        if variant.backward_weight is not None and not region.needs_dw:
+            yield f"invariant 3: {region.name} is frozen and has a W"
+
+
+def _region_problems(region: Region, trainable: set[str], above: set[str]) -> Iterator[str]:
+    for name, wanted in zip(region.parameters, region.dw):
+        if wanted and name not in trainable:
+            yield f"invariant 3: {region.name}: frozen {name} has a gradient"
+    for value, wanted in zip(region.activations, region.dx):
+        if wanted and value not in above:
+            yield f"invariant 3: {region.name}: {value} has nothing trainable above it and gets a gradient"
+
+
+def _stage_problems(program: Program) -> Iterator[str]:
+    placed = [name for stage in program.stages for name in stage.regions]
+    if placed != [region.name for region in program.regions]:
+        yield "invariant 7: the stages do not hold every region once, in order"
+        return
+    home = {name: stage.index for stage in program.stages for name in stage.regions}
+    sent = {(m.kind, m.source, m.destination, value) for m in program.messages for value in m.values}
+    maker = {value: home[region.name] for region in program.regions for value in region.outputs}
+    needed = set()
+    for region in program.regions:
+        for value, dx in zip(region.activations, region.dx or [False] * len(region.activations)):
+            if maker[value] != home[region.name]:
+                needed.add(("F", maker[value], home[region.name], value))
+            if dx:
+                needed.add(("dx", value))
+    for key in sorted(needed - sent, key=str):
+        if key[0] == "F":
+            yield f"invariant 7: no message brings {key[3]} from stage {key[1]} to stage {key[2]}"
+    for message in program.messages:
+        for value in message.values:
+            if message.kind == "B" and ("dx", value) not in needed:
+                yield f"invariant 3: a message carries the gradient of {value}, which nobody needs"

@@ -1,0 +1,279 @@
+"""`python -m csc.run DIR`: train with a program directory, under torchrun or alone (then all ranks run in
+this process).
+
+    torchrun --nproc-per-node=3 -m csc.run DIR --steps 100 --data data.py:batches --weights llava/ --save out/
+    python -m csc.run DIR --steps 3 --json
+
+Exit codes: 0 done; 1 training failed (a loss that is not finite); 2 the program, an option or the data do not
+fit; 3 another rank was lost. Whatever goes wrong is said once, in one sentence on stderr, by the rank that
+saw it first; --debug adds every rank's traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from csc.errors import CscError, InputError, ProgramError, RankLost
+
+Batches = Iterator[Any]
+
+
+class Optimizer(StrEnum):
+    """Which torch optimizer makes the step."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, parsed."""
+
+    directory: Path
+    steps: int
+    batch: Path | None
+    data: str | None
+    weights: Path | None
+    save: Path | None
+    lr: float
+    optimizer: Optimizer
+    clip: float | None
+    seed: int
+    log_every: int
+    json: bool
+    timeout: float
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(help="A directory that csc compiled.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps.")] = 1,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            help="safetensors: a global batch, or a microbatch to repeat. Default: DIR/example.safetensors."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="path.py:function; the function yields global batches, the same on every rank."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="safetensors file or HF directory. Default: DIR/weights.safetensors, or random."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the weights there at the end, as HF does.")] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
+    optimizer: Annotated[Optimizer, typer.Option(help="Which optimizer.")] = Optimizer.adamw,
+    clip: Annotated[float | None, typer.Option(help="Largest 2-norm of all gradients.")] = None,
+    seed: Annotated[int, typer.Option(help="For random weights.")] = 0,
+    log_every: Annotated[int, typer.Option(min=1, help="Print every this many steps.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without an answer until a rank counts as lost.")
+    ] = 600.0,
+    debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
+) -> None:
+    """Train with a compiled program."""
+    options = Options(
+        directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout
+    )
+    raise typer.Exit(run(options, debug))
+
+
+def run(options: Options, debug: bool = False) -> int:
+    """Train; returns the exit code. Errors become one sentence on stderr."""
+    from csc.runtime.launch import first_to_speak, open_store, setup_distributed, under_torchrun
+    from csc.runtime.program import load
+
+    store: Any = None
+    try:
+        if under_torchrun():
+            store = open_store(options.timeout)
+            _leave_when_stopped(lambda: first_to_speak(store))
+        program = load(options.directory)
+        launch = setup_distributed(program.manifest.device, options.timeout, store) if store else None
+        _train(options, program, launch)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        known = isinstance(error, CscError)
+        speak = first_to_speak(store) if store else True
+        if debug or (speak and not known):
+            traceback.print_exc()
+        elif speak:
+            _say(str(error))
+        code = 3 if isinstance(error, RankLost) else 2 if isinstance(error, (InputError, ProgramError)) else 1
+        if store:  # do not let the destructors of a broken process group wait for the others
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
+
+
+def _say(sentence: str) -> None:
+    print(f"csc.run: {sentence}", file=sys.stderr, flush=True)
+
+
+def _leave_when_stopped(first_to_speak: Callable[[], bool]) -> None:
+    """torchrun stops the other ranks with SIGTERM as soon as one has died. Give them two seconds to find out
+    why and say it.
+    """
+
+    def leave() -> None:
+        if first_to_speak():
+            rank = os.environ["RANK"]
+            _say(f"rank {rank}: the launcher stopped this rank. Look for a rank that ended before it.")
+        os._exit(3)
+
+    def stopped(number: int, frame: Any) -> None:
+        timer = threading.Timer(2.0, leave)
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, stopped)
+
+
+def _train(options: Options, program: Any, launch: Any) -> None:
+    import torch
+
+    from csc.runtime.initial import STD, random_weights
+    from csc.runtime.trainer import Trainer
+
+    first = launch is None or launch.rank == 0
+    weights: Any = options.weights
+    if weights is None and not (program.directory / "weights.safetensors").is_file():
+        weights = random_weights(program.manifest.parameters, options.seed)
+        if first:
+            _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
+    if first and program.edited:
+        _say(f"edited since it was compiled: {', '.join(program.edited)}.")
+    trainer = Trainer(program, weights, device=launch.device if launch else None)
+    parameters = list(trainer.parameters())
+    make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
+    optimizer = make(parameters, lr=options.lr) if parameters else None  # a frozen stage has none
+    log = _Log(options, first)
+    batches = _batches(options, program)
+    with log:
+        for number in range(1, options.steps + 1):
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                raise InputError(
+                    f"the data ended after {number - 1} of {options.steps} steps",
+                    str(options.data),
+                    "Give more, or lower --steps",
+                )
+            trainer.zero_grad()
+            loss = trainer.train_step(batch)
+            norm = trainer.clip_grad_norm_(options.clip) if options.clip is not None else None
+            if optimizer is not None:
+                optimizer.step()
+            log.step(number, float(loss), None if norm is None else float(norm), time.perf_counter() - start)
+    if options.save is not None:
+        trainer.save(options.save)
+    if launch:
+        torch.distributed.destroy_process_group()
+
+
+def _batches(options: Options, program: Any) -> Batches:
+    if options.data is not None:
+        return _from_function(options.data)
+    from csc.runtime.batches import from_file
+
+    batch = from_file(program, options.batch)
+    return iter(lambda: batch, None)
+
+
+def _from_function(data: str) -> Batches:
+    """Import path.py and call its function. What that raises while it makes a batch goes through as it is."""
+    import importlib.util
+
+    path, _, name = data.rpartition(":")
+    form = "Write path/to/file.py:function"
+    if not path or not name or not Path(path).is_file():
+        raise InputError(f"there is no such file: {path or data!r}", "--data", form)
+    spec = importlib.util.spec_from_file_location(f"_csc_data_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path!r} is not a Python file", "--data", form)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # so that its functions can be pickled to the workers of a DataLoader
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(
+            f"importing {path} raised {type(error).__name__}: {error}", "--data", "Mend it"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise InputError(f"{path} has no function {name!r}; it has {there or 'none'}", "--data", form)
+    return iter(function())
+
+
+class _Log:
+    """Losses on rank 0: JSON lines, a progress bar on a terminal, or plain lines."""
+
+    def __init__(self, options: Options, first: bool) -> None:
+        self.options, self.first = options, first
+        self.progress: Any = None
+        if first and not options.json and sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            text = TextColumn("{task.description}")
+            self.progress = Progress(text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.task = self.progress.add_task("step", total=options.steps)
+
+    def __enter__(self) -> None:
+        if self.progress:
+            self.progress.start()
+
+    def __exit__(self, *error: object) -> None:
+        if self.progress:
+            self.progress.stop()
+
+    def step(self, number: int, loss: float, norm: float | None, seconds: float) -> None:
+        if not self.first:
+            return
+        if self.progress:
+            self.progress.update(self.task, completed=number, description=f"loss {loss:.4f}")
+        if number % self.options.log_every and number != self.options.steps:
+            return
+        if self.options.json:
+            print(
+                json.dumps({"step": number, "loss": loss, "grad_norm": norm, "seconds": seconds}), flush=True
+            )
+            return
+        line = (
+            f"step {number}  loss {loss:.6f}"
+            + ("" if norm is None else f"  norm {norm:.4f}")
+            + f"  {seconds:.3f} s"
+        )
+        if self.progress:
+            self.progress.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()
+
+
+if __name__ == "__main__":
+    main()

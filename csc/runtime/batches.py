@@ -1,0 +1,139 @@
+"""Batches: check what the user gives against what the program was compiled for, and split it.
+
+Terms: the *global batch* is the same on every rank. Along dim 0 it is split over dp replicas first, then over
+microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb + 1) * b) of m microbatches of
+b rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count
+samples, as with packed image patches).
+
+    split(manifest, batch) -> [replica][microbatch] -> {name: tensor}       InputError before anything else
+    happens
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csc.errors import InputError
+from csc.runtime.program import LoadedProgram, read_tensors
+from csc.runtime.specs import InputSpec, Manifest
+
+GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def split(manifest: Manifest, batch: GlobalBatch) -> list[list[dict[str, torch.Tensor]]]:
+    """Microbatches of every replica. InputError names the key, what was expected, what was found and the
+    remedy.
+
+    Entries that are None count as absent. Other values than tensors are refused: they were fixed when the
+    model was compiled.
+    """
+    replicas, count = manifest.mesh.dp, manifest.microbatches
+    pieces = replicas * count
+    if isinstance(batch, Sequence):
+        if len(batch) != pieces:
+            raise InputError(
+                f"the batch is a list of {len(batch)} microbatches, the program takes {count} microbatches "
+                f"on each of {replicas} replicas = {pieces}",
+                "batch",
+                f"Give {pieces}, or compile for another number",
+            )
+        ready = [_tensors(manifest, mb, f"batch[{i}]") for i, mb in enumerate(batch)]
+    elif hasattr(batch, "items"):  # a dict, or an HF BatchEncoding, which is a UserDict
+        tensors = _tensors(manifest, batch, "batch")
+        parts = {name: _pieces(manifest, name, tensor, pieces) for name, tensor in tensors.items()}
+        ready = [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
+    else:
+        raise InputError(
+            f"the batch is a {type(batch).__name__}",
+            "batch",
+            "Give a dict of tensors, or a list of microbatches",
+        )
+    for i, microbatch in enumerate(ready):
+        for spec in manifest.inputs:
+            _check(spec, microbatch[spec.name], f"microbatch {i}", pieces)
+    return [ready[d * count : (d + 1) * count] for d in range(replicas)]
+
+
+def from_file(program: LoadedProgram, file: Path | None) -> GlobalBatch:
+    """A global batch from safetensors. Inputs in the size of one microbatch, like the program's own example,
+    are repeated.
+    """
+    manifest = program.manifest
+    tensors = program.example() if file is None else read_tensors(file, remedy="Give a safetensors file")
+    if all(tuple(tensors[s.name].shape) == s.shape for s in manifest.inputs if s.name in tensors):
+        return [tensors] * (manifest.microbatches * manifest.mesh.dp)
+    return tensors
+
+
+def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[str, torch.Tensor]:
+    """The entries that the program reads; complains about others, and about missing ones."""
+    specs = {spec.name: spec for spec in manifest.inputs}
+    given = {name: value for name, value in batch.items() if value is not None}
+    for name in given:
+        if name not in specs:
+            close = difflib.get_close_matches(name, specs, 1)
+            raise InputError(
+                f"key {name!r} is not an input of the program; inputs: {', '.join(specs)}",
+                where,
+                f"Did you mean {close[0]!r}?"
+                if close
+                else "Leave it out, or compile with it in the example batch",
+            )
+    found: dict[str, torch.Tensor] = {}
+    for name, spec in specs.items():
+        if name not in given:
+            raise InputError(
+                f"key {name!r} is missing: expected {_text(spec.dtype, spec.shape)} for each microbatch",
+                where,
+                f"Add it; the keys given are {', '.join(given) or 'none'}",
+            )
+        value = given[name]
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"key {name!r}: expected a tensor, found {type(value).__name__}", where, "Convert it first"
+            )
+        found[name] = value
+    return found
+
+
+def _pieces(manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
+    how = f"{manifest.microbatches} microbatches on {manifest.mesh.dp} replicas"
+    if tensor.dim() == 0:
+        raise InputError(
+            f"key {name!r} has no dimension to split over {how}", "batch", "Give a list of ready microbatches"
+        )
+    if tensor.shape[0] % pieces:
+        raise InputError(
+            f"key {name!r}: dim 0 is {tensor.shape[0]}, which {how} = {pieces} pieces do not divide",
+            "batch",
+            f"Make it a multiple of {pieces}, or give a list of {pieces} ready microbatches",
+        )
+    return tensor.split(tensor.shape[0] // pieces) if tensor.shape[0] else (tensor,) * pieces
+
+
+def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> None:
+    if tensor.dtype != spec.dtype:
+        raise InputError(
+            f"key {spec.name!r}: expected dtype {_name(spec.dtype)}, found {_name(tensor.dtype)}",
+            where,
+            f"Convert it with .to(torch.{_name(spec.dtype)})",
+        )
+    if tuple(tensor.shape) != spec.shape:
+        raise InputError(
+            f"key {spec.name!r}: expected shape {list(spec.shape)}, found {list(tensor.shape)}",
+            where,
+            f"The program has this size in each of {pieces} microbatches: pad, crop, or compile again",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{_name(dtype)}{list(shape)}"

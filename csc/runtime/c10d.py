@@ -1,0 +1,234 @@
+"""The c10d transport: one process per rank, torch.distributed moves the tensors (gloo or NCCL).
+
+Terms: see csc.runtime.transport. Values travel as the bytes of their memory, in memory order, without being
+made contiguous: the receiver's tensor has the same strides. One process group carries F messages, another one
+B messages, so that the two directions between a pair of ranks never share a queue. With gloo, CUDA tensors
+pass through CPU memory.
+
+    Distributed(program, device)        Transport; creates its groups, the same ones in the same order on
+    every rank
+    rank_sets(manifest)                 the sets of ranks that sum something together
+
+gloo cannot tell whether a send is done without waiting for it. So its buffers are freed when an answer proves
+that the receiver had them (B of a microbatch comes after its F), and the rest at the end of the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from csc.errors import InputError, RankLost
+from csc.ir.schedule import Action, Message
+from csc.runtime.agreement import agree, agree_on_weights
+from csc.runtime.program import LoadedProgram
+from csc.runtime.specs import Manifest, MessageSpec
+from csc.runtime.transport import laid_out, summed
+
+
+def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
+    """Sets of two or more ranks, each ascending: dp replicas of a stage, holders of a tied parameter, all. No
+    set twice.
+    """
+    mesh = manifest.mesh
+    sets = [tuple(mesh.rank_of(dp=d, pp=s) for d in range(mesh.dp)) for s in range(mesh.pp)]
+    tied = sorted({tuple(sorted(p.stages)) for p in manifest.parameters if p.trainable})
+    sets += [tuple(mesh.rank_of(dp=d, pp=s) for s in stages) for stages in tied for d in range(mesh.dp)]
+    sets.append(tuple(range(mesh.size)))
+    return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
+
+
+@dataclass
+class _Sending:
+    """A message on its way; the buffers must live until `works` are done."""
+
+    microbatch: int
+    works: list[dist.Work]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Summing:
+    work: dist.Work
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+    parts: dict[int, torch.Tensor]
+    why: str
+
+
+class Distributed:
+    """This process' rank in the default process group. InputError if the group's size is not that of the
+    mesh.
+    """
+
+    def __init__(self, program: LoadedProgram, device: torch.device) -> None:
+        manifest = program.manifest
+        world, size = dist.get_world_size(), manifest.mesh.size
+        if world != size:
+            raise InputError(
+                f"the program is for {size} ranks ({manifest.mesh}), the process group has {world}",
+                manifest.name,
+                f"Start it with torchrun --nproc-per-node={size}, or compile for a mesh of {world} ranks",
+            )
+        self.rank = dist.get_rank()
+        self.ranks = (self.rank,)
+        self._manifest = manifest
+        self._device = device
+        direct = device.type == "cpu" or "nccl" in str(dist.get_backend_config())
+        self._wire = device if direct else torch.device("cpu")
+        self._pollable = self._wire.type == "cuda"
+        self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
+        everyone = list(range(size))
+        self._groups = {kind: dist.new_group(everyone) for kind in ("F", "B")}
+        self._sets = {ranks: dist.new_group(list(ranks)) for ranks in rank_sets(manifest)}
+        self._replica = manifest.mesh.coordinates(self.rank).dp
+        self.begin_step()
+
+    def endpoint(self, rank: int) -> Distributed:
+        assert rank == self.rank
+        return self
+
+    def begin_step(self) -> None:
+        self._posted: dict[
+            tuple[Message, int], list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]]
+        ] = {}
+        self._sending: dict[Message, list[_Sending]] = {}
+
+    # messages
+
+    def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
+        peer = self._peer(message.destination)
+        what = str(Action.send(message.channel, microbatch))
+        sending = _Sending(microbatch, [])
+        for tensor in laid_out(message, values, self.rank):
+            if tensor.numel() == 0:
+                continue
+            data = _bytes(tensor).to(self._wire)
+            work = self._guard(partial(dist.isend, data, peer, self._groups[message.kind]), what, peer)
+            sending.works.append(work)
+            sending.buffers.append(data)
+        queue = self._sending.setdefault(message.channel, [])
+        while self._pollable and queue and all(work.is_completed() for work in queue[0].works):
+            queue.pop(0)
+        queue.append(sending)
+
+    def post(self, message: MessageSpec, microbatch: int) -> None:
+        peer = self._peer(message.source)
+        what = str(Action.recv(message.channel, microbatch))
+        receipts: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
+        for spec in message.values:
+            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            if spec.numel == 0:
+                receipts.append((None, tensor, tensor))
+                continue
+            own = _bytes(tensor)
+            data = own if own.device == self._wire else torch.empty_like(own, device=self._wire)
+            work = self._guard(partial(dist.irecv, data, peer, self._groups[message.kind]), what, peer)
+            receipts.append((work, data, tensor))
+        self._posted[message.channel, microbatch] = receipts
+
+    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
+        if (message.channel, microbatch) not in self._posted:
+            self.post(message, microbatch)
+        peer = self._peer(message.source)
+        what = str(Action.recv(message.channel, microbatch))
+        values = {}
+        for spec, (work, data, tensor) in zip(
+            message.values, self._posted.pop((message.channel, microbatch)), strict=True
+        ):
+            if work is not None:
+                self._guard(work.wait, what, peer)
+                if data.device != tensor.device:
+                    _bytes(tensor).copy_(data)
+            values[spec.name] = tensor
+        if message.kind == "B":  # the peer ran B, so it has had the F message of the same microbatch
+            self._release(("F", message.destination, message.source), microbatch)
+        return values
+
+    def drain(self) -> None:
+        for channel in self._sending:
+            self._release(channel, self._manifest.microbatches)
+
+    def _release(self, channel: Message, microbatch: int) -> None:
+        queue = self._sending.get(channel, [])
+        peer = self._peer(channel[2])
+        for sending in [s for s in queue if s.microbatch <= microbatch]:
+            for work in sending.works:
+                self._guard(work.wait, str(Action.send(channel, sending.microbatch)), peer)
+            queue.remove(sending)
+
+    # sums
+
+    def start_sum(
+        self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False
+    ) -> _Summing | None:
+        if len(ranks) == 1:
+            return None
+        group = self._sets[tuple(sorted(ranks))]
+        buffer = tensor.detach().to(self._wire)
+        parts: dict[int, torch.Tensor] = {}
+        if ordered and len(ranks) > 2:  # two numbers have one sum; more depend on the order
+            parts = {rank: torch.empty_like(buffer) for rank in sorted(ranks)}
+            work = self._guard(
+                lambda: dist.all_gather(list(parts.values()), buffer, group=group, async_op=True), why
+            )
+        else:
+            work = self._guard(lambda: dist.all_reduce(buffer, group=group, async_op=True), why)
+        return _Summing(work, tensor, buffer, parts, why)
+
+    def finish_sum(self, ticket: _Summing | None) -> bool:
+        if ticket is not None:
+            self._guard(ticket.work.wait, ticket.why)
+            total = summed(ticket.parts) if ticket.parts else ticket.buffer
+            if total.data_ptr() != ticket.tensor.data_ptr():
+                ticket.tensor.copy_(total)
+        return True
+
+    def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
+        self.finish_sum(self.start_sum(tensor, tuple(range(self._manifest.mesh.size)), why))
+
+    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        compare = partial(agree_on_weights, self._manifest, weights, self.rank, self._wire)
+        self._guard(compare, "the comparison of weights before the first step")
+
+    # peers
+
+    def _peer(self, stage: int) -> int:
+        return self._manifest.mesh.rank_of(dp=self._replica, pp=stage)
+
+    def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
+        """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""
+        try:
+            return call()
+        except RuntimeError as error:
+            lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
+            reason = _reason(error)
+            silent = "timed out" in reason.lower() or "timeout" in reason.lower()
+            raise RankLost(
+                f"{lost} {'stopped answering' if silent else 'went away'} while this rank was at '{what}' "
+                f"({reason})",
+                f"rank {self.rank} {self._place(self.rank)}",
+                "Look at that rank's own output for the cause, then start again from saved weights",
+            ) from error
+
+    def _place(self, rank: int) -> str:
+        at = self._manifest.mesh.coordinates(rank)
+        return f"(stage {at.pp}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"(stage {at.pp})"
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first line of what the backend said, without source locations and advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*|\s*This is typically caused by.*$", "", line).rstrip(". ")[:200]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as flat bytes, sharing it."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

@@ -1,0 +1,205 @@
+"""The executor: runs one rank's list of actions for one step.
+
+Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own
+and opaque here. A rank that cannot go on *waits*; its generator then yields a text that says for what. With a
+transport that blocks it never yields.
+
+    Rank(...)                                                      one rank: its module, constants and
+    endpoint step(rank, microbatches, weights, trace) -> generator -> StepResult
+    interleave({rank: generator}) -> {rank: StepResult}            all ranks of a process in turns, always the
+    same ones
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from csc.errors import CscError
+from csc.ir.schedule import Action, Message
+from csc.runtime import losses
+from csc.runtime.gradients import GradientSums, reduce
+from csc.runtime.rank import Rank
+from csc.runtime.specs import MessageSpec
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When an action ran on this rank, in seconds of time.perf_counter. On a GPU: when it was launched."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class StepResult:
+    """What one rank knows after a step. `losses` is the same on every rank: see csc.runtime.losses."""
+
+    gradients: GradientSums
+    losses: losses.Losses
+    trace: list[Timed] = field(default_factory=list)
+
+
+@dataclass
+class _Inbox:
+    """Values that have arrived, by (F or B, microbatch) and then by the stage that sent them."""
+
+    values: dict[tuple[str, int], dict[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+    def put(self, message: MessageSpec, microbatch: int, values: dict[str, torch.Tensor]) -> None:
+        self.values.setdefault((message.kind, microbatch), {})[message.source] = values
+
+    def take(self, kind: str, microbatch: int) -> dict[str, torch.Tensor]:
+        """By name. A value that went to several stages gets its gradients summed, highest stage first, as
+        autograd does.
+        """
+        taken: dict[str, torch.Tensor] = {}
+        for _, values in sorted(self.values.pop((kind, microbatch), {}).items(), reverse=True):
+            for name, tensor in values.items():
+                taken[name] = taken[name] + tensor if name in taken else tensor
+        return taken
+
+
+class _Step:
+    """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
+
+    def __init__(
+        self, rank: Rank, microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        manifest = rank.program.manifest
+        self.rank = rank
+        self.batches = microbatches
+        self.weights = weights
+        self.messages: dict[Message, MessageSpec] = {m.channel: m for m in manifest.messages}
+        self.inbox = _Inbox()
+        self.outbox: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+        self.pending: dict[tuple[str, int], int] = {}  # messages that still have to be sent from an outbox
+        self.saved: dict[int, Any] = {}
+        self.saved_for_weights: dict[int, Any] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        self.loss_weights: dict[int, float] = {}
+        self.gradients = GradientSums(p for p in manifest.parameters if rank.stage.stage in p.stages)
+
+    def compute(self, action: Action) -> None:
+        """Run F, B or W of one microbatch."""
+        module, mb, constants = self.rank.module, action.microbatch, self.rank.constants
+        stage = self.rank.stage
+        if action.kind == "F":
+            received = self.inbox.take("F", mb)
+            sent, saved = module.forward(self.batches[mb], received, self.weights, constants)
+            if self.rank.program.manifest.loss.stage == stage.stage:
+                sent = dict(sent)
+                self.losses[mb] = sent.pop("loss")
+            if stage.backward_input:
+                self.saved[mb] = saved
+            self._to_send("F", mb, sent)
+        elif action.kind == "B":
+            received = self.inbox.take("B", mb)
+            if mb in self.losses:
+                loss = self.losses[mb]
+                received["loss"] = torch.tensor(self.loss_weights[mb], dtype=loss.dtype, device=loss.device)
+            sent, saved = module.backward_input(self.saved.pop(mb), received, self.weights, constants)
+            if stage.backward_weight:
+                self.saved_for_weights[mb] = saved
+            self._to_send("B", mb, sent)
+        else:
+            pairs = module.backward_weight(self.saved_for_weights.pop(mb), self.weights, constants)
+            for name, gradient in pairs:
+                self.gradients.add(name, gradient)
+
+    def _to_send(self, kind: str, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
+        count = sum(m.kind == kind and m.source == self.rank.stage.stage for m in self.messages.values())
+        if count:
+            self.outbox[kind, mb] = dict(sent)
+            self.pending[kind, mb] = count
+
+    def send(self, action: Action) -> None:
+        key = (action.message, action.microbatch)
+        self.rank.endpoint.send(self.messages[action.channel], action.microbatch, self.outbox[key])
+        self.pending[key] -= 1
+        if not self.pending[key]:
+            del self.pending[key], self.outbox[key]
+
+
+def step(
+    rank: Rank,
+    microbatches: Sequence[Batch],
+    weights: Mapping[str, torch.Tensor],
+    trace: bool = False,
+) -> Generator[str, None, StepResult]:
+    """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
+    name.
+
+    An error of the rank module keeps its type; a note says which rank and action raised it.
+    """
+    manifest = rank.program.manifest
+    actions = rank.program.schedule.stages[rank.stage.stage]
+    state = _Step(rank, microbatches, weights)
+    timed: list[Timed] = []
+    if manifest.loss.stage == rank.stage.stage:
+        state.loss_weights = yield from losses.weights(rank, microbatches)
+    try:
+        for i, action in enumerate(actions):
+            if i == 0 or action.computes:
+                _post(state, actions, i)
+            start = time.perf_counter()
+            if action.computes:
+                state.compute(action)
+            elif action.kind == "SEND":
+                state.send(action)
+            elif action.kind == "RECV":
+                message = state.messages[action.channel]
+                while (values := rank.endpoint.receive(message, action.microbatch)) is None:
+                    yield str(action)
+                state.inbox.put(message, action.microbatch, values)
+            else:
+                yield from reduce(
+                    state.gradients, rank.stage.stage, rank.replica, manifest.mesh, rank.endpoint, rank.device
+                )
+            if trace:
+                timed.append(Timed(action, start, time.perf_counter()))
+    except Exception as error:
+        error.add_note(f"in rank {rank.rank} at '{action}'")
+        raise
+    rank.endpoint.drain()
+    combined = yield from losses.combine(rank, state.losses, state.loss_weights)
+    return StepResult(state.gradients, combined, timed)
+
+
+def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
+    """Post the receives from `here` up to the next compute action: they arrive while this one computes."""
+    for action in actions[here + actions[here].computes :]:
+        if action.computes:
+            return
+        if action.kind == "RECV":
+            state.rank.endpoint.post(state.messages[action.channel], action.microbatch)
+
+
+def interleave(runs: Mapping[int, Generator[str, None, StepResult]]) -> dict[int, StepResult]:
+    """Run the ranks of this process in turns, each as far as it gets. CscError naming the waits if none can
+    go on.
+    """
+    running, waits, results = dict(runs), dict[int, str](), dict[int, StepResult]()
+    while running:
+        progress = False
+        for rank, run in list(running.items()):
+            try:
+                wait = next(run)
+                progress |= waits.get(rank) != wait
+                waits[rank] = wait
+            except StopIteration as end:
+                results[rank] = end.value
+                progress = True
+                del running[rank]
+                waits.pop(rank, None)
+        if running and not progress:
+            listed = "; ".join(f"rank {rank} waits at '{wait}'" for rank, wait in waits.items())
+            raise CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt")
+    return results

@@ -1,0 +1,128 @@
+"""Gradients of one step on one rank: added up over microbatches, then over ranks.
+
+Terms: a parameter is *tied* if several stages hold it; each of them then has a part of its gradient. A
+*bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
+sums run.
+
+    GradientSums(parameters).add(name, gradient)                           contributions, in the order in
+    which they come
+    reduce(sums, stage, replica, mesh, endpoint) -> generator              over holders, highest stage first,
+    then over dp
+
+The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+
+import torch
+
+from csc.errors import ProgramError
+from csc.ir.mesh import Mesh
+from csc.runtime.specs import ParameterSpec
+from csc.runtime.transport import Endpoint
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class GradientSums:
+    """Buffers by parameter name, in the parameter's dtype.
+
+    The first contribution is kept as it is, without a copy: it may share memory with another gradient or with
+    an activation. The second one makes a buffer of our own, and later ones are added to that in place. `own`
+    names the parameters that have one.
+    """
+
+    def __init__(self, parameters: Iterable[ParameterSpec]) -> None:
+        self.specs = {spec.name: spec for spec in parameters}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.own: set[str] = set()
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add one contribution. ProgramError for a name or shape that cannot be right."""
+        spec = self.specs.get(name)
+        if spec is None or not spec.trainable:
+            what = "is frozen" if spec else "is not on this stage"
+            raise ProgramError(f"there is a gradient for {name!r}, which {what}", "", "Mend the rank file")
+        if tuple(gradient.shape) != spec.shape:
+            raise ProgramError(
+                f"the gradient of {name!r} is {list(gradient.shape)}, the parameter is {list(spec.shape)}",
+                "",
+                "Mend the rank file",
+            )
+        gradient = gradient.to(spec.dtype)
+        if name not in self.buffers:
+            self.buffers[name] = gradient
+        elif name in self.own:
+            self.buffers[name] += gradient
+        else:
+            self.buffers[name] = self.buffers[name] + gradient
+            self.own.add(name)
+
+
+def reduce(
+    sums: GradientSums, stage: int, replica: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
+) -> Generator[str, None, None]:
+    """Sum over the stages that hold a tied parameter, then everything over dp. Every rank calls it once a
+    step.
+    """
+    for spec in sums.specs.values():
+        if spec.trainable and len(spec.stages) > 1:
+            if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
+                there = sums.buffers.get(spec.name)
+                zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                sums.buffers[spec.name] = (
+                    zeros if there is None else there.clone(memory_format=torch.contiguous_format)
+                )
+                sums.own.add(spec.name)
+            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=s) for s in spec.stages))
+            why = f"tied gradient of {spec.name}"
+            yield from wait_sum(endpoint, sums.buffers[spec.name], holders, why, ordered=True)
+    if mesh.dp == 1:
+        return
+    replicas = tuple(mesh.rank_of(dp=d, pp=stage) for d in range(mesh.dp))
+    tickets = []
+    for number, specs in enumerate(buckets(sums)):
+        flat = torch.cat([sums.buffers[spec.name].reshape(-1) for spec in specs])
+        for spec, part in zip(specs, flat.split([sums.buffers[s.name].numel() for s in specs]), strict=True):
+            sums.buffers[spec.name] = part.view(spec.shape)  # frees the gradient itself
+            sums.own.add(spec.name)
+        why = f"gradients of stage {stage} over dp, bucket {number}"
+        tickets.append((why, endpoint.start_sum(flat, replicas, why)))
+    for why, ticket in tickets:
+        while not endpoint.finish_sum(ticket):
+            yield why
+
+
+def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[list[ParameterSpec]]:
+    """Parameters with a gradient, in groups of one dtype and about `limit` bytes.
+
+    Parameters with the same holders share buckets, so that every holder of a tied one sums an equal bucket: a
+    ring adds in an order that depends on the position, and the holders must end with the same bits.
+    """
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[list[ParameterSpec]]] = {}
+    room: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    for spec in sums.specs.values():
+        if spec.name not in sums.buffers:
+            continue
+        kind = (spec.stages, spec.dtype)
+        size = sums.buffers[spec.name].numel() * spec.dtype.itemsize
+        if kind not in kinds or room[kind] < size:
+            kinds.setdefault(kind, []).append([])
+            room[kind] = limit
+        kinds[kind][-1].append(spec)
+        room[kind] -= size
+    return [group for groups in kinds.values() for group in groups]
+
+
+def wait_sum(
+    endpoint: Endpoint, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False
+) -> Generator[str, None, None]:
+    """Sum `tensor` over `ranks`, in place; yields `why` while the others have not come. Nothing to do for one
+    rank.
+    """
+    if len(ranks) > 1:
+        ticket = endpoint.start_sum(tensor, ranks, why, ordered)
+        while not endpoint.finish_sum(ticket):
+            yield why

@@ -1,0 +1,101 @@
+"""Joining the process group that torchrun starts, and leaving it with one sentence.
+
+Terms: torchrun gives every process RANK, WORLD_SIZE and LOCAL_RANK (its number on its node). The *store* is
+torchrun's own key-value server; it outlives any rank.
+
+    setup_distributed(device="cpu", timeout=600.0) -> Launch      joins the default process group
+    open_store(timeout) -> Store                                  connects to torchrun's store
+    first_to_speak(store) -> bool                                 True for one rank only: the first that asks
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from csc.errors import InputError, RankLost
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process' place in the group, and its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def under_torchrun() -> bool:
+    """True if the environment is that of a process started by torchrun."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+def open_store(timeout: float = 600.0) -> dist.Store:
+    """Connect to the store. RankLost if it does not answer within `timeout` seconds."""
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except RuntimeError as error:
+        raise _apart(error) from error
+    return store
+
+
+def first_to_speak(store: dist.Store) -> bool:
+    """When a rank dies, the others fail one by one, each for the one before: only the first knows why."""
+    try:
+        return store.add("csc/spoken", 1) == 1
+    except RuntimeError:  # the store is gone as well: nobody else can say it
+        return True
+
+
+def setup_distributed(device: str = "cpu", timeout: float = 600.0, store: dist.Store | None = None) -> Launch:
+    """Join the default process group, unless that was done already.
+
+    device: the program's, "cpu" or "cuda". timeout: seconds without an answer until a rank counts as lost.
+    NCCL if every process of this node has a GPU of its own; else gloo, where processes share what GPUs there
+    are. InputError if torchrun did not start this process or there is no such device; RankLost if a rank does
+    not come.
+    """
+    if not under_torchrun():
+        raise InputError(
+            "RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR are not all set",
+            "setup_distributed",
+            "Start with torchrun",
+        )
+    local = int(os.environ["LOCAL_RANK"])
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    backend, place = "gloo", torch.device("cpu")
+    if device.startswith("cuda"):
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            raise InputError(
+                "the program is for CUDA, and there is no CUDA device here",
+                "setup_distributed",
+                "Compile it with device='cpu', or run it on machines with GPUs",
+            )
+        place = torch.device("cuda", local % gpus)
+        torch.cuda.set_device(place)
+        if gpus >= neighbours and dist.is_nccl_available():
+            backend = "nccl"
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not dist.is_initialized():
+        group_store = dist.PrefixStore("csc", store or open_store(timeout))
+        wait = timedelta(seconds=timeout)
+        try:
+            dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=wait)
+        except RuntimeError as error:
+            raise _apart(error) from error
+    return Launch(rank, world, place)
+
+
+def _apart(error: RuntimeError) -> RankLost:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return RankLost(
+        f"not all ranks came together ({reason})",
+        f"rank {os.environ.get('RANK', '?')}",
+        "Check that every node was started, and that they reach each other",
+    )

@@ -1,0 +1,190 @@
+"""A program directory, read and checked; and the rank modules in it.
+
+Terms: a *program directory* is what the compiler wrote (program.json, schedule.txt, constants, one rank_R.py
+per rank). A file whose hash is no longer the one that program.json lists is *edited*: allowed, since the
+files are there to be read and changed.
+
+    load(directory) -> LoadedProgram                   ProgramError with a sentence for everything that does
+    not fit
+    rank_module(program, rank) -> ModuleType           the rank's functions, imported without touching
+    sys.path
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from csc.errors import ProgramError, ScheduleError
+from csc.ir.schedule import Schedule, parse, verify
+from csc.runtime.specs import Manifest, manifest
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """A checked program directory.
+
+    `package` is the unique name under which its modules are imported: two loads, of one directory or of two,
+    never share modules. `edited` lists the files whose content differs from what the compiler wrote.
+    """
+
+    directory: Path
+    manifest: Manifest
+    schedule: Schedule
+    edited: tuple[str, ...]
+    package: str
+
+    def example(self) -> dict[str, torch.Tensor]:
+        """Example inputs of one microbatch, by name."""
+        return read_tensors(self.directory / "example.safetensors")
+
+    def constants(self, stage: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """The constants that a stage reads, on `device`."""
+        names = [c.name for c in self.manifest.constants if stage in c.stages]
+        found = read_tensors(self.directory / "constants.safetensors", names)
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def load(directory: str | Path) -> LoadedProgram:
+    """Read DIR/program.json and DIR/schedule.txt and check both. Nothing is executed."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise ProgramError("there is no such directory", str(path), "Compile a model with output= this path")
+    file = path / "program.json"
+    try:
+        table = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ProgramError(
+            "there is no program.json", str(path), "Point to a directory that csc compiled"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ProgramError(f"it is not JSON: {error}", str(file), "Compile the program again") from None
+    checked = manifest(table, str(file))
+    edited = _edited(path, checked)
+    return LoadedProgram(path, checked, _schedule(path, checked), edited, f"_csc_program_{uuid.uuid4().hex}")
+
+
+def _edited(path: Path, checked: Manifest) -> tuple[str, ...]:
+    edited = []
+    needed = {"__init__.py", "schedule.txt", *(f"rank_{rank}.py" for rank in range(checked.mesh.size))}
+    for name in [*checked.files, *sorted(needed - set(checked.files))]:
+        file = path / name
+        if not file.is_file():
+            raise ProgramError(f"its file {name} is missing", str(path), "Compile the program again")
+        if name in checked.files and hashlib.sha256(file.read_bytes()).hexdigest() != checked.files[name]:
+            edited.append(name)
+    return tuple(edited)
+
+
+def _schedule(path: Path, checked: Manifest) -> Schedule:
+    file = path / "schedule.txt"
+    try:
+        schedule = parse(file.read_text())
+        verify(
+            schedule,
+            [message.channel for message in checked.messages],
+            [stage.backward_input for stage in checked.stages],
+            [stage.backward_weight for stage in checked.stages],
+            checked.microbatches,
+        )
+    except ScheduleError as error:
+        raise ScheduleError(error.what, f"{file}, {error.where}", error.remedy) from None
+    return schedule
+
+
+def read_tensors(
+    file: Path, names: list[str] | None = None, remedy: str = "Compile the program again"
+) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, or those named, on the CPU. ProgramError if it has none such."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            there = set(opened.keys())
+            wanted = sorted(there) if names is None else names
+            missing = [name for name in wanted if name not in there]
+            if missing:
+                raise ProgramError(f"{missing[0]!r} is not in it", str(file), remedy)
+            return {name: opened.get_tensor(name) for name in wanted}
+    except FileNotFoundError:
+        raise ProgramError("there is no such file", str(file), remedy) from None
+    except SafetensorError as error:
+        raise ProgramError(f"it is not safetensors: {error}", str(file), remedy) from None
+
+
+def rank_module(program: LoadedProgram, rank: int) -> ModuleType:
+    """Import rank_R.py as a member of the program's package, so that `from .layers import x` works in it.
+
+    No bytecode is written: a cached file could outlive an edit made within the same second. ProgramError for
+    code that does not import, with file and line, and for functions that are missing.
+    """
+    file = program.directory / f"rank_{rank}.py"
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        importlib.invalidate_caches()  # the directory may have been written a moment ago
+        if program.package not in sys.modules:
+            _import_package(program)
+        module = importlib.import_module(f"{program.package}.rank_{rank}")
+    except SyntaxError as error:
+        raise ProgramError(
+            f"syntax error: {error.msg}", f"{error.filename}, line {error.lineno}", "Mend that line"
+        ) from None
+    except Exception as error:
+        inside = [
+            f for f in traceback.extract_tb(error.__traceback__) if str(program.directory) in f.filename
+        ]
+        where = f"{inside[-1].filename}, line {inside[-1].lineno}" if inside else str(file)
+        raise ProgramError(
+            f"importing it raised {type(error).__name__}: {error}", where, "Mend that line"
+        ) from error
+    finally:
+        sys.dont_write_bytecode = writes
+    _check(program, rank, module, file)
+    return module
+
+
+def _import_package(program: LoadedProgram) -> None:
+    spec = importlib.util.spec_from_file_location(
+        program.package,
+        program.directory / "__init__.py",
+        submodule_search_locations=[str(program.directory)],
+    )
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[program.package] = package
+    try:
+        spec.loader.exec_module(package)
+    except BaseException:
+        del sys.modules[program.package]
+        raise
+
+
+def _check(program: LoadedProgram, rank: int, module: ModuleType, file: Path) -> None:
+    stage = program.manifest.stages[program.manifest.mesh.coordinates(rank).pp]
+    if getattr(module, "STAGE", None) != stage.stage:
+        raise ProgramError(
+            f"STAGE is {getattr(module, 'STAGE', None)}, rank {rank} runs stage {stage.stage}",
+            str(file),
+            "Mend it",
+        )
+    loss = program.manifest.loss
+    needed = {
+        "forward": True,
+        "backward_input": stage.backward_input,
+        "backward_weight": stage.backward_weight,
+        "loss_tokens": loss.stage == stage.stage and loss.weight == "tokens",
+    }
+    for name, there in needed.items():
+        if there and not callable(getattr(module, name, None)):
+            raise ProgramError(
+                f"function {name} is missing", str(file), "Stages with this work must define it"
+            )

@@ -1,0 +1,275 @@
+"""What program.json says, as frozen dataclasses.
+
+Terms: a *value* is a tensor that a message carries between two stages; its *stride* is dense, possibly
+permuted. A parameter's
+*holders* are the stages that hold it; the first is its *owner*. All sizes are those of ONE microbatch.
+
+    manifest(table, where) -> Manifest        ProgramError with a sentence for any field that is missing or
+    wrong
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from csc.errors import CscError, ProgramError
+from csc.ir.mesh import Mesh
+from csc.ir.schedule import Message
+
+FORMAT = 1
+LOSS_WEIGHTS = ("tokens", "sum", "mean")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of a microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter; `stages` are its holders, the owner first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    stages: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        return self.stages[0]
+
+
+@dataclass(frozen=True)
+class ConstantSpec:
+    """A tensor of constants.safetensors and the stages that read it."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """Layout of one value of a message. It occupies exactly `prod(shape)` elements in memory, in the order of
+    `stride`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """What one SEND moves. Kind F: the values themselves; kind B: gradients of the named values."""
+
+    kind: str
+    source: int
+    destination: int
+    values: tuple[ValueSpec, ...]
+
+    @property
+    def channel(self) -> Message:
+        return (self.kind, self.source, self.destination)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which inputs a stage reads and which of F, B and W it has."""
+
+    stage: int
+    regions: tuple[str, ...]
+    inputs: tuple[str, ...]
+    forward: bool
+    backward_input: bool
+    backward_weight: bool
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean."""
+
+    stage: int
+    weight: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """program.json, checked field by field."""
+
+    name: str
+    fingerprint: str
+    mesh: Mesh
+    device: str
+    microbatches: int
+    inputs: tuple[InputSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    constants: tuple[ConstantSpec, ...]
+    messages: tuple[MessageSpec, ...]
+    stages: tuple[StageSpec, ...]
+    loss: LossSpec
+    frozen: tuple[str, ...]
+    plan: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
+class _Table:
+    """A JSON object with its place in the file, so that every complaint can name both."""
+
+    def __init__(self, table: Any, where: str) -> None:
+        if not isinstance(table, dict):
+            raise ProgramError(f"this should be an object, not {type(table).__name__}", where, _REMEDY)
+        self.table, self.where = table, where
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        value = self.table.get(key, default)
+        if value is ...:
+            raise ProgramError(f"field {key!r} is missing", self.where, _REMEDY)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ProgramError(f"field {key!r} should be {names}, it is {value!r:.60}", self.where, _REMEDY)
+        return value
+
+    def rows(self, key: str) -> list[_Table]:
+        return [_Table(row, f"{self.where}, {key}[{i}]") for i, row in enumerate(self.get(key, list))]
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        sizes = self.get(key, list)
+        if not all(isinstance(n, int) and n >= 0 for n in sizes):
+            raise ProgramError(f"field {key!r} should list sizes, it is {sizes!r:.60}", self.where, _REMEDY)
+        return tuple(sizes)
+
+    def stages(self, key: str, count: int) -> tuple[int, ...]:
+        stages = self.sizes(key)
+        if not stages or max(stages) >= count or len(set(stages)) != len(stages):
+            raise ProgramError(
+                f"field {key!r} is {list(stages)}: different stages in 0..{count - 1}", self.where, _REMEDY
+            )
+        return stages
+
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.get("dtype", str), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ProgramError(f"{self.table['dtype']!r} is not a torch dtype", self.where, _REMEDY)
+        return dtype
+
+
+_REMEDY = "Compile the program again, or mend program.json"
+
+
+def manifest(table: Any, where: str) -> Manifest:
+    """Check and convert the parsed JSON. `where` names the file in errors."""
+    top = _Table(table, where)
+    version = top.get("format", int)
+    if version != FORMAT:
+        raise ProgramError(
+            f"its format is version {version}, this csc reads version {FORMAT}", where, "Compile it again"
+        )
+    try:
+        mesh = Mesh.of(top.get("mesh", dict))
+    except CscError as error:
+        raise ProgramError(error.what, f"{where}, mesh", error.remedy) from None
+    if mesh.cp * mesh.tp != 1:
+        raise ProgramError(f"mesh {mesh} has cp or tp above 1", where, "This runtime runs dp and pp only")
+    stages = tuple(_stage(row) for row in top.rows("stages"))
+    if [s.stage for s in stages] != list(range(mesh.pp)):
+        raise ProgramError(
+            f"it lists stages {[s.stage for s in stages]}, the mesh has pp={mesh.pp}", where, _REMEDY
+        )
+    loss = _Table(top.get("loss", dict), f"{where}, loss")
+    weight = loss.get("weight", str)
+    if weight not in LOSS_WEIGHTS:
+        raise ProgramError(f"loss weight {weight!r} is none of {', '.join(LOSS_WEIGHTS)}", where, _REMEDY)
+    microbatches = top.get("microbatches", int)
+    if microbatches < 1:
+        raise ProgramError(f"it has {microbatches} microbatches", where, _REMEDY)
+    return Manifest(
+        name=top.get("name", str),
+        fingerprint=top.get("fingerprint", str),
+        mesh=mesh,
+        device=top.get("device", str),
+        microbatches=microbatches,
+        inputs=tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs")),
+        parameters=tuple(
+            ParameterSpec(
+                r.get("name", str),
+                r.sizes("shape"),
+                r.dtype(),
+                r.get("trainable", bool),
+                r.stages("stages", mesh.pp),
+            )
+            for r in top.rows("parameters")
+        ),
+        constants=tuple(
+            ConstantSpec(r.get("name", str), r.stages("stages", mesh.pp)) for r in top.rows("constants")
+        ),
+        messages=tuple(_message(row, mesh.pp) for row in top.rows("messages")),
+        stages=stages,
+        loss=LossSpec(_end(loss, "stage", mesh.pp), weight),
+        frozen=tuple(top.get("frozen", list, [])),
+        plan=top.get("plan", dict, {}),
+        files=top.get("files", dict),
+    )
+
+
+def _stage(row: _Table) -> StageSpec:
+    return StageSpec(
+        row.get("stage", int),
+        tuple(row.get("regions", list, [])),
+        tuple(row.get("inputs", list)),
+        row.get("forward", bool),
+        row.get("backward_input", bool),
+        row.get("backward_weight", bool),
+    )
+
+
+def _end(row: _Table, key: str, count: int) -> int:
+    stage = row.get(key, int)
+    if not 0 <= stage < count:
+        raise ProgramError(f"{key} is stage {stage}, there are 0..{count - 1}", row.where, _REMEDY)
+    return stage
+
+
+def _message(row: _Table, count: int) -> MessageSpec:
+    kind = row.get("kind", str)
+    if kind not in ("F", "B"):
+        raise ProgramError(f"message kind {kind!r} is neither F nor B", row.where, _REMEDY)
+    values = []
+    for value in row.rows("values"):
+        spec = ValueSpec(value.get("name", str), value.sizes("shape"), value.sizes("stride"), value.dtype())
+        if not dense(spec.shape, spec.stride):
+            raise ProgramError(
+                f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: not dense",
+                value.where,
+                "Send a contiguous copy",
+            )
+        values.append(spec)
+    return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), tuple(values))
+
+
+def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """True if the elements fill a block of memory, each once, in some order of the dimensions."""
+    if len(shape) != len(stride):
+        return False
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted((st, n) for st, n in zip(stride, shape) if n > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

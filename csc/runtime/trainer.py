@@ -1,0 +1,225 @@
+"""The Trainer: a loaded program with its weights, ready for training steps.
+
+Terms: *this process' ranks* are all of them with the in-process transport, and one under torchrun. Its
+parameters are those that these ranks hold; ranks of one process share one nn.Parameter for a parameter that
+several of them hold.
+
+    Trainer(program, weights=None, transport=None, device=None, trace=False)
+    .train_step(batch) -> loss        .named_parameters()    .parameters()    .clip_grad_norm_(max_norm) ->
+    norm
+    .zero_grad()                      .state_dict()          .save(directory)
+
+Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from csc.errors import InputError
+from csc.runtime import batches, weights
+from csc.runtime.c10d import Distributed
+from csc.runtime.executor import StepResult, Timed, interleave, step
+from csc.runtime.program import LoadedProgram, rank_module
+from csc.runtime.rank import Rank
+from csc.runtime.specs import ParameterSpec
+from csc.runtime.transport import InProcess, Transport
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class Trainer:
+    """Runs a program's ranks that belong to this process.
+
+    weights: tensors or nn.Parameters by name (more names than needed are fine; Parameters are shared with the
+    caller, not copied); a path to safetensors; or None for DIR/weights.safetensors. transport: None takes the
+    default process group if there is one of the program's size, else all ranks run in this process. trace:
+    keep when each action ran, in `timeline`. InputError or ProgramError, before any step, for whatever does
+    not fit; RankLost if a peer goes away.
+    """
+
+    def __init__(
+        self,
+        program: LoadedProgram,
+        weights: Weights | str | Path | None = None,
+        transport: Transport | None = None,
+        device: torch.device | str | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.program = program
+        self.device = _device(program, device)
+        self.transport = transport or _transport(program, self.device)
+        mesh = program.manifest.mesh
+        held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
+        self._specs = [p for p in program.manifest.parameters if held & set(p.stages)]
+        self._weights = _parameters(program, self._specs, weights, self.device)
+        self.transport.compare_weights(self._weights)
+        constants = {stage: program.constants(stage, self.device) for stage in sorted(held)}
+        self._ranks = [
+            Rank(
+                program,
+                rank,
+                rank_module(program, rank),
+                self.transport.endpoint(rank),
+                constants[mesh.coordinates(rank).pp],
+                self.device,
+            )
+            for rank in self.transport.ranks
+        ]
+        self.trace = trace
+        self.timeline: dict[int, list[Timed]] = {}
+
+    @torch.no_grad()
+    def train_step(self, batch: batches.GlobalBatch, microbatches: int | None = None) -> torch.Tensor:
+        """Forward and backward of the global batch (the same one on every rank): sets or adds to `p.grad`, as
+        autograd does.
+
+        Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
+        only repeat the number that the program was compiled for. InputError before any data moves; CscError
+        that names the microbatches whose loss is not finite, with every `p.grad` left as it was; RankLost.
+        """
+        manifest = self.program.manifest
+        if microbatches not in (None, manifest.microbatches):
+            raise InputError(
+                f"asked for {microbatches} microbatches, the schedule has {manifest.microbatches}",
+                "train_step",
+                f"Compile with microbatches={microbatches}",
+            )
+        pieces = batches.split(manifest, batch)
+        self.transport.begin_step()
+        runs = {}
+        for rank in self._ranks:
+            names = rank.stage.inputs
+            own = [{n: mb[n].to(self.device) for n in names} for mb in pieces[rank.replica]]
+            held = {
+                p.name: self._weights[p.name].detach() for p in self._specs if rank.stage.stage in p.stages
+            }
+            runs[rank.rank] = step(rank, own, held, self.trace)
+        results = interleave(runs)
+        if self.trace:
+            self.timeline = {rank: result.trace for rank, result in results.items()}
+        loss = results[self._ranks[0].rank].losses.total(manifest.microbatches)
+        self._set_gradients(results)
+        return loss
+
+    def _set_gradients(self, results: Mapping[int, StepResult]) -> None:
+        done: set[str] = set()
+        for rank in self._ranks:  # after REDUCE all holders have the same bits: the first one's will do
+            sums = results[rank.rank].gradients
+            for name, gradient in sums.buffers.items():
+                if name in done:
+                    continue
+                done.add(name)
+                parameter = self._weights[name]
+                if parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                elif name in sums.own:
+                    parameter.grad = gradient
+                else:  # may share memory with another gradient or an activation
+                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trainable parameters of this process under the model's names, each once, in the program's
+        order.
+        """
+        return ((spec.name, self._weights[spec.name]) for spec in self._specs if spec.trainable)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What an optimizer takes. May be empty on a rank whose stage is frozen."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module.zero_grad."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm before, on
+        the CPU.
+
+        The norm is over all ranks, each parameter once: tied ones count at their owner, replicas not at all.
+        All ranks call it.
+        """
+        square = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for spec in self._specs:
+            gradient = self._weights[spec.name].grad
+            if gradient is not None and spec.trainable and self._counts(spec):
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
+        self.transport.sum_over_processes(square, "norm of the gradients over all ranks")
+        norm = square.sqrt().float().cpu().reshape(())
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.device)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+    def _counts(self, spec: ParameterSpec) -> bool:
+        mesh = self.program.manifest.mesh
+        return mesh.rank_of(dp=0, pp=spec.owner) in self.transport.ranks
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This process' parameters, frozen ones too, detached, under the model's names."""
+        return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
+
+    def save(self, directory: str | Path) -> None:
+        """Write the weights as HF does: a shard per stage, or one file from one process. All ranks call."""
+        manifest = self.program.manifest
+        if set(self.transport.ranks) == set(range(manifest.mesh.size)):
+            weights.write(directory, manifest, None, self.state_dict())
+            return
+        done = torch.zeros(1, device=self.device)
+        for rank in self._ranks:
+            if rank.replica == 0:
+                weights.write(directory, manifest, rank.stage.stage, self.state_dict())
+        self.transport.sum_over_processes(done, "saving: all shards are written")
+        if self._ranks[0].rank == 0:
+            weights.write_index(directory, manifest)
+        self.transport.sum_over_processes(done, "saving: the index is written")
+
+
+def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:
+    found = torch.device(device if device is not None else program.manifest.device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "the program is for CUDA, and there is no CUDA device here",
+            program.manifest.name,
+            "Compile it with device='cpu', or run it on a machine with a GPU",
+        )
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _transport(program: LoadedProgram, device: torch.device) -> Transport:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Distributed(program, device)
+    return InProcess(program)
+
+
+def _parameters(
+    program: LoadedProgram,
+    specs: list[ParameterSpec],
+    given: Weights | str | Path | None,
+    device: torch.device,
+) -> dict[str, nn.Parameter]:
+    if given is None:
+        given = program.directory / "weights.safetensors"
+    tensors = given if isinstance(given, Mapping) else weights.read(given, specs, device)
+    weights.check(specs, tensors)
+    found = {}
+    for spec in specs:
+        tensor = tensors[spec.name]
+        if not isinstance(tensor, nn.Parameter) or tensor.device != device:
+            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=spec.trainable)
+        found[spec.name] = tensor
+    return found

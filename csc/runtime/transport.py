@@ -1,0 +1,202 @@
+"""Transports: how ranks exchange values. Here what one must do, and the one that keeps all ranks in this
+process.
+
+Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a sum over ranks that has been
+started. Messages of a channel arrive in the order in which they were sent.
+
+    Transport                  the ranks of this process, their endpoints, sums over processes
+    Endpoint                   send, post, receive, start_sum, finish_sum, drain
+    InProcess(program)         mailboxes; one thread; a receive that is not there yet returns None
+    laid_out(message, values)  the values of a message, checked and brought to its strides
+
+The c10d transport is in csc.runtime.c10d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from csc.errors import ProgramError
+from csc.ir.schedule import Message
+from csc.runtime.program import LoadedProgram
+from csc.runtime.specs import MessageSpec
+
+
+class Endpoint(Protocol):
+    """One rank's side. Everything is done in the order in which the rank asks for it."""
+
+    rank: int
+
+    def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Send a message's values. Never waits for the receiver."""
+
+    def post(self, message: MessageSpec, microbatch: int) -> None:
+        """Announce a receive, so that the data can arrive while something else is computed."""
+
+    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
+        """The values, by name, with the strides of the message; None if they are not there and waiting is no
+        use.
+        """
+
+    def start_sum(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False) -> Any:
+        """Begin to sum `tensor` over these ranks, in place. All of them call it, in the same order.
+
+        ordered: add the highest rank first, whatever the backend would do. Returns a ticket.
+        """
+
+    def finish_sum(self, ticket: Any) -> bool:
+        """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
+
+    def drain(self) -> None:
+        """End of a step: all that was sent has left."""
+
+
+class Transport(Protocol):
+    """What a Trainer needs to know of the other ranks."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that this process runs."""
+
+    def endpoint(self, rank: int) -> Endpoint:
+        """The side of one of `ranks`."""
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed may have left behind."""
+
+    def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
+        """Sum a tensor over all processes, in place."""
+
+    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """InputError unless all processes that hold a parameter hold the same values."""
+
+
+def laid_out(message: MessageSpec, values: Mapping[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """The message's values in order, each with exactly the shape, dtype and stride that both ends agreed on.
+
+    ProgramError, before anything moves, for a value that is absent or of another shape or dtype. A tensor
+    with other strides is copied; codegen declares the strides that come out, so this happens only after an
+    edit.
+    """
+    tensors = []
+    where = f"rank {rank}, message {message.kind} {message.source}>{message.destination}"
+    for spec in message.values:
+        tensor = values.get(spec.name)
+        if tensor is None:
+            raise ProgramError(
+                f"the rank's function returned no value {spec.name!r} to send", where, "Mend the rank file"
+            )
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ProgramError(
+                f"value {spec.name!r} is {list(tensor.shape)} {tensor.dtype}, the message says "
+                f"{list(spec.shape)} {spec.dtype}",
+                where,
+                "Mend the rank file or program.json",
+            )
+        if tensor.stride() != spec.stride:
+            matters = [i for i, size in enumerate(spec.shape) if size > 1]
+            if all(tensor.stride(i) == spec.stride[i] for i in matters):
+                tensor = tensor.as_strided(spec.shape, spec.stride)
+            else:
+                copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
+                tensor = copy.copy_(tensor)
+        tensors.append(tensor)
+    return tensors
+
+
+def summed(tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Sum by rank, highest first: the order in which autograd meets the stages of one replica."""
+    ranks = sorted(tensors, reverse=True)
+    total = tensors[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += tensors[rank]
+    return total
+
+
+@dataclass
+class _Sum:
+    """A sum that some ranks have joined."""
+
+    ranks: tuple[int, ...]
+    joined: dict[int, torch.Tensor] = field(default_factory=dict)
+    total: torch.Tensor | None = None
+
+
+class _Hub:
+    """Mailboxes and open sums that the endpoints of one process share."""
+
+    def __init__(self) -> None:
+        self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (dp index, channel, mb)
+        self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
+        self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
+
+
+class InProcess:
+    """All ranks of the mesh in this process, on one device. Tensors are handed over without copying."""
+
+    def __init__(self, program: LoadedProgram) -> None:
+        self._mesh = program.manifest.mesh
+        self.ranks = tuple(range(self._mesh.size))
+        self._hub = _Hub()
+        self._endpoints = [_Local(self._hub, rank, self._mesh.coordinates(rank).dp) for rank in self.ranks]
+
+    def begin_step(self) -> None:
+        self._hub.mail.clear()
+        self._hub.sums.clear()
+        self._hub.counts.clear()
+
+    def endpoint(self, rank: int) -> Endpoint:
+        return self._endpoints[rank]
+
+    def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
+        """Nothing to do: there is one process."""
+
+    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: the ranks share their weights."""
+
+
+class _Local:
+    """Endpoint of the in-process transport."""
+
+    def __init__(self, hub: _Hub, rank: int, replica: int) -> None:
+        self.rank = rank
+        self._hub = hub
+        self._replica = replica
+
+    def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
+        tensors = laid_out(message, values, self.rank)
+        names = [spec.name for spec in message.values]
+        self._hub.mail[self._replica, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+
+    def post(self, message: MessageSpec, microbatch: int) -> None:
+        """Nothing to announce: the sender's tensor itself will be the receiver's."""
+
+    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
+        return self._hub.mail.pop((self._replica, message.channel, microbatch), None)
+
+    def start_sum(
+        self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False
+    ) -> tuple[_Sum, torch.Tensor]:
+        members = tuple(ranks)
+        number = self._hub.counts.get((self.rank, members), 0)
+        self._hub.counts[self.rank, members] = number + 1
+        open_sum = self._hub.sums.setdefault((members, number), _Sum(members))
+        open_sum.joined[self.rank] = tensor
+        if len(open_sum.joined) == len(members):
+            del self._hub.sums[members, number]
+            open_sum.total = summed(open_sum.joined)
+        return open_sum, tensor
+
+    def finish_sum(self, ticket: tuple[_Sum, torch.Tensor]) -> bool:
+        open_sum, tensor = ticket
+        if open_sum.total is None:
+            return False
+        tensor.copy_(open_sum.total)
+        return True
+
+    def drain(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,98 @@
+"""`csc verify`: the compiled program against eager PyTorch, on the same batch and the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from csc.api import CompiledModel
+from csc.capture import loss_of, split_batch
+from csc.ir import graph as g
+
+# A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. Differences
+# are taken relative to the gradient's own norm, but at least to this share of the root mean square over all gradients.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 over max(|eager|_2, FLOOR * rms of
+    all |eager|_2). missing: parameters that eager gives a gradient and the program does not; unexpected: the reverse."""
+
+    loss: float
+    loss_eager: float
+    loss_rel: float
+    grad_rel: Mapping[str, float]
+    bit_equal: int
+    params_missing: tuple[str, ...]
+    params_unexpected: tuple[str, ...]
+    random_ops: int
+
+    @property
+    def grad_rel_max(self) -> float:
+        """The largest entry of grad_rel; infinite if a gradient is missing or not a number."""
+        if self.params_missing or any(value != value for value in self.grad_rel.values()):
+            return float("inf")
+        return max(self.grad_rel.values(), default=0.0)
+
+    @property
+    def params_checked(self) -> int:
+        """How many gradients were compared."""
+        return len(self.grad_rel)
+
+
+def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
+    """Run eager and compiled on the example (or a given) batch, in this process. Gradients in `.grad` are left as they were."""
+    batch = compiled.example if batch is None else batch
+    model = compiled.model
+    trainable = {p.name for p in compiled.program.parameters if p.trainable}
+    kept = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    was_training = model.training
+    try:
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in trainable)
+            p.grad = None
+        model.train()
+        tensors, extra = split_batch(batch)
+        torch.manual_seed(0)
+        eager_loss = loss_of(model(**tensors, **extra))
+        eager_loss.backward()
+        eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for p in model.parameters():
+            p.grad = None
+        torch.manual_seed(0)
+        loss = compiled.train_step(batch)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    finally:
+        model.train(was_training)
+        for name, p in model.named_parameters():
+            p.requires_grad_(kept[name][0])
+            p.grad = kept[name][1]
+    return _compare(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
+
+
+def _compare(loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int) -> Verification:
+    norms = {name: gradient.double().norm() for name, gradient in eager.items()}
+    rms = torch.stack(list(norms.values())).square().mean().sqrt() if norms else torch.tensor(0.0)
+    relative = {}
+    for name, gradient in eager.items():
+        if name in found:
+            scale = torch.maximum(norms[name], FLOOR * rms).clamp_min(torch.finfo(torch.float64).tiny)
+            relative[name] = float((found[name].double() - gradient.double()).norm() / scale)
+    return Verification(
+        loss=loss,
+        loss_eager=loss_eager,
+        loss_rel=abs(loss - loss_eager) / max(abs(loss_eager), torch.finfo(torch.float32).tiny),
+        grad_rel=relative,
+        bit_equal=sum(torch.equal(found[name], eager[name]) for name in relative),
+        params_missing=tuple(sorted(eager.keys() - found.keys())),
+        params_unexpected=tuple(sorted(found.keys() - eager.keys())),
+        random_ops=random_ops,
+    )
+
+
+def _random_ops(compiled: CompiledModel) -> int:
+    return sum(g.is_random(node) for node in g.calls(compiled.program.graph))
