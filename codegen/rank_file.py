@@ -84,6 +84,10 @@ class _Writer:
         for index, segment in enumerate(self.segments):
             if segment.loops:
                 self.loop_names[index] = self._claim(self._span(segment))
+        self.saved = [
+            f"saved_{self.loop_names.get(index) or self.variable(segment.first.outputs[0])}"
+            for index, segment in enumerate(self.segments)
+        ]
         self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
         self.to_w: list[str] = []
 
@@ -110,12 +114,8 @@ class _Writer:
     def variant(self, segment: Segment) -> Variant:
         return self.program.variants[segment.first.variant]
 
-    def saved_name(self, index: int) -> str:
-        segment = self.segments[index]
-        return f"saved_{self.loop_names.get(index) or _short(segment.first.name)}"
-
     def kept_name(self, index: int) -> str:
-        return self.saved_name(index).replace("saved_", "kept_", 1)
+        return self.saved[index].replace("saved_", "kept_", 1)
 
     def prefixes_name(self, index: int) -> str:
         return self.loop_names[index].upper()
@@ -171,7 +171,7 @@ class _Writer:
             for part in (variant.backward_input, variant.backward_weight):
                 if part is not None:
                     tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
-        saving = [self.saved_name(i) for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
+        saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
         return [*dict.fromkeys(tables), *saving]
 
     def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
@@ -191,7 +191,7 @@ class _Writer:
         arguments += self._arguments(segment, variant.forward, self.weights_of(region))
         left = one_or_tuple(self.variable(value) for value in region.outputs)
         if variant.backward_input is not None:
-            left = f"{left}, {self.saved_name(index)}"
+            left = f"{left}, {self.saved[index]}"
         return wrapped(f"{left} = layers.{variant.name}.forward(", arguments, ")")
 
     def _carried_variable(self, segment: Segment) -> str:
@@ -203,10 +203,10 @@ class _Writer:
         arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
         saving = variant.backward_input is not None
         lines = [f"    {name} = {self.variable(segment.first.activations[segment.carried])}"]
-        lines += [f"    {self.saved_name(index)} = []"] if saving else []
+        lines += [f"    {self.saved[index]} = []"] if saving else []
         lines.append(f"    for layer in {self.prefixes_name(index)}:")
         lines += wrapped(f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8)
-        lines += [f"        {self.saved_name(index)}.append(saved)"] if saving else []
+        lines += [f"        {self.saved[index]}.append(saved)"] if saving else []
         lines.append(f"    {self.variable(segment.last.outputs[0])} = {name}")
         return lines
 
@@ -267,15 +267,15 @@ class _Writer:
 
     def _backward_call(self, index: int, segment: Segment) -> list[str]:
         region, variant = segment.first, self.variant(segment)
-        arguments = [self.saved_name(index), *self._arguments(segment, variant.backward_input, self.weights_of(region))]
+        arguments = [self.saved[index], *self._arguments(segment, variant.backward_input, self.weights_of(region))]
         arguments += self._tangents(segment, region)
         left = self._backward_left(segment, self.kept_name(index))
-        return [*wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"), f"    del {self.saved_name(index)}"]
+        return [*wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"), f"    del {self.saved[index]}"]
 
     def _backward_loop(self, index: int, segment: Segment) -> list[str]:
         variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
         keeping = variant.backward_weight is not None
-        arguments = [f"{self.saved_name(index)}.pop()"]
+        arguments = [f"{self.saved[index]}.pop()"]
         arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
         arguments += self._tangents(segment, segment.last, carried=name)
         lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]

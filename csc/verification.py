@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,15 @@ from csc.api import CompiledModel
 from csc.capture import loss_of, split_batch
 from csc.ir import graph as g
 
-# A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. Differences
-# are taken relative to the gradient's own norm, but at least to this share of the root mean square over all gradients.
-FLOOR = 1e-3
+# A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller than
+# this share of its module's whole gradient is taken for that, and its difference is measured against the module's.
+NOISE = 1e-4
 
 
 @dataclass(frozen=True)
 class Verification:
-    """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 over max(|eager|_2, FLOOR * rms of
-    all |eager|_2). missing: parameters that eager gives a gradient and the program does not; unexpected: the reverse."""
+    """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 / |eager|_2 (see NOISE).
+    missing: parameters that eager gives a gradient and the program does not; unexpected: the reverse."""
 
     loss: float
     loss_eager: float
@@ -75,18 +76,21 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
 
 
 def _compare(loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int) -> Verification:
-    norms = {name: gradient.double().norm() for name, gradient in eager.items()}
-    rms = torch.stack(list(norms.values())).square().mean().sqrt() if norms else torch.tensor(0.0)
+    norms = {name: float(gradient.double().norm()) for name, gradient in eager.items()}
+    of_module: dict[str, float] = {}
+    for name, norm in norms.items():
+        of_module[name.rpartition(".")[0]] = math.hypot(of_module.get(name.rpartition(".")[0], 0.0), norm)
     relative = {}
-    for name, gradient in eager.items():
-        if name in found:
-            scale = torch.maximum(norms[name], FLOOR * rms).clamp_min(torch.finfo(torch.float64).tiny)
-            relative[name] = float((found[name].double() - gradient.double()).norm() / scale)
+    for name in eager.keys() & found.keys():
+        whole = of_module[name.rpartition(".")[0]]
+        scale = norms[name] if norms[name] >= NOISE * whole else whole
+        difference = float((found[name].double() - eager[name].double()).norm())
+        relative[name] = difference / scale if scale else difference
     return Verification(
         loss=loss,
         loss_eager=loss_eager,
         loss_rel=abs(loss - loss_eager) / max(abs(loss_eager), torch.finfo(torch.float32).tiny),
-        grad_rel=relative,
+        grad_rel=dict(sorted(relative.items())),
         bit_equal=sum(torch.equal(found[name], eager[name]) for name in relative),
         params_missing=tuple(sorted(eager.keys() - found.keys())),
         params_unexpected=tuple(sorted(found.keys() - eager.keys())),
