@@ -9,6 +9,7 @@ import linecache
 import os
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +88,8 @@ def export(model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping
     was_training = model.training
     wrapped.train()
     try:
-        with _without_kv_cache(model):
+        with _without_kv_cache(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
             return torch.export.export(
                 wrapped,
                 (dict(tensors),),

@@ -7,6 +7,7 @@ decomposition drops them and frozen layers would start to receive gradients.
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     one placeholder. Raises CscError if the model writes to a buffer.
     """
     inline_regions(exported.graph_module)
-    functional = exported.run_decompositions({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
+        functional = exported.run_decompositions({})
     canonical = {id(p): name for name, p in model.named_parameters()}
     by_any_name = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))

@@ -1,0 +1,104 @@
+"""What every region costs and why: the rows of `csc explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from csc.analysis.flops import count
+from csc.ir import graph as g
+from csc.ir.program import Program, Region
+
+
+@dataclass(frozen=True)
+class Row:
+    """One region or, summed, one component. Parameters in numbers; F, B, W of one microbatch; pruned: against training all."""
+
+    name: str
+    component: str
+    template: str
+    stage: int
+    parameters: int
+    trainable: int
+    needs_dx: bool
+    needs_dw: bool
+    matmuls: tuple[int, int, int]
+    flops: tuple[int, int, int]
+    pruned_nodes: int
+    pruned_flops: int
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(program: Program) -> tuple[list[Row], list[Row]]:
+    """(rows of components, rows of regions), in order of execution. The Program must have been partitioned."""
+    trainable = {p.name: p.trainable for p in program.parameters}
+    numel = {p.name: p.numel for p in program.parameters}
+    stage = {name: s.index for s in program.stages for name in s.regions}
+    whole = {name: (count(t.joint).flops, len(g.calls(t.joint))) for name, t in program.templates.items() if t.joint}
+    regions = [_region_row(program, region, stage[region.name], trainable, numel, whole) for region in program.regions]
+    by_component: dict[str, list[Row]] = {}
+    for row in regions:
+        by_component.setdefault(row.component, []).append(row)
+    components = [_component_row(program, name, rows, trainable, numel) for name, rows in by_component.items()]
+    return components, regions
+
+
+def _region_row(program: Program, region: Region, stage: int, trainable: dict, numel: dict, whole: dict) -> Row:
+    variant = program.variants[region.variant]
+    flops, nodes = whole[region.template]
+    left = len(g.calls(variant.pruned))
+    return Row(
+        name=region.name,
+        component=region.component,
+        template=region.variant,
+        stage=stage,
+        parameters=sum(numel[p] for p in region.parameters),
+        trainable=sum(numel[p] for p in region.parameters if trainable[p]),
+        needs_dx=region.needs_dx,
+        needs_dw=region.needs_dw,
+        matmuls=variant.matmuls,
+        flops=variant.flops,
+        pruned_nodes=nodes - left,
+        pruned_flops=max(0, flops - sum(variant.flops)),
+        why=_why(region, any(trainable[p] for p in region.parameters)),
+    )
+
+
+def _why(region: Region, trains: bool) -> str:
+    if not region.needs_dx and not region.needs_dw:
+        return "frozen, nothing trainable above: F only" if region.parameters else "nothing trainable above: F only"
+    if region.needs_dx and not region.needs_dw:
+        return "frozen, on the way of a gradient: no W" if region.parameters else "on the way of a gradient"
+    partly = "" if all(region.dw) else f"{sum(region.dw)} of {len(region.dw)} parameters train"
+    if region.activations and not region.needs_dx:
+        return "nothing trainable above: no B" + (f"; {partly}" if partly else "")
+    return partly or ("trained" if trains else "")
+
+
+def _component_row(program: Program, name: str, rows: Sequence[Row], trainable: dict, numel: dict) -> Row:
+    regions = {r.name: r for r in program.regions}
+    own = {p for row in rows for p in regions[row.name].parameters}
+    stages = sorted({row.stage for row in rows})
+    return Row(
+        name=name,
+        component=name,
+        template=f"{len(rows)} regions",
+        stage=stages[0],
+        parameters=sum(numel[p] for p in own),
+        trainable=sum(numel[p] for p in own if trainable[p]),
+        needs_dx=any(row.needs_dx for row in rows),
+        needs_dw=any(row.needs_dw for row in rows),
+        matmuls=_sum3([row.matmuls for row in rows]),
+        flops=_sum3([row.flops for row in rows]),
+        pruned_nodes=sum(row.pruned_nodes for row in rows),
+        pruned_flops=sum(row.pruned_flops for row in rows),
+        why=f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]} to {stages[-1]}",
+    )
+
+
+def _sum3(items: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    return (sum(i[0] for i in items), sum(i[1] for i in items), sum(i[2] for i in items))
