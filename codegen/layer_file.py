@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, wrapped
 from torch import fx
 
-from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, wrapped
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
@@ -48,14 +48,21 @@ def layer_source(program: Program, variant: Variant, regions: Sequence[Region]) 
 
 
 def _docstring(program: Program, variant: Variant, template: Template, regions: Sequence[Region]) -> str:
-    kind = program.modules[regions[0].module].kind if regions[0].kind != "container" else "code of " + (
-        regions[0].module or program.name
+    kind = (
+        program.modules[regions[0].module].kind
+        if regions[0].kind != "container"
+        else "code of " + (regions[0].module or program.name)
     )
     same = f"{len(regions)} equal regions" if len(regions) > 1 else "one region"
     lines = [f'"""{variant.name}: {comment(kind)}, {same}.', ""]
     names = [comment(region.name) for region in regions]
     lines += [f"Regions  {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else "")]
-    work = zip("FBW", (variant.forward, variant.backward_input, variant.backward_weight), variant.matmuls, variant.flops)
+    work = zip(
+        "FBW",
+        (variant.forward, variant.backward_input, variant.backward_weight),
+        variant.matmuls,
+        variant.flops,
+    )
     reasons = {"B": "no gradient passes through", "W": "nothing here trains"}
     for letter, part, matmuls, flops in work:
         present = part is not None and (letter != "B" or any(variant.dx))
@@ -121,7 +128,11 @@ def _backward_input(variant: Variant) -> str:
     assert graph is not None
     lines, names = _start("backward_input", ["saved"], graph)
     gradients, kept = g.outputs(graph)
-    what = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
+    what = (
+        "B: gradients of the activations"
+        if gradients
+        else "No gradient passes on from here: keep what W needs"
+    )
     lines.append(f'    """{what}."""')
     lines += _types(graph, {"tangent"})
     lines += _unpack(graph, "saved")

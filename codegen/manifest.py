@@ -33,6 +33,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         for region in program.regions
         for i, value in enumerate(region.outputs)
     }
+    gradients = _gradients(program)
     content: dict[str, Any] = {
         "format": FORMAT,
         "csc": csc.__version__,
@@ -53,7 +54,10 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         "messages": [
             {
                 "kind": message.kind, "source": message.source, "destination": message.destination,
-                "values": [{"name": value, **_layout(values[value])} for value in message.values],
+                "values": [
+                    {"name": value, **_layout(values[value] if message.kind == "F" else gradients[message.source, value])}
+                    for value in message.values
+                ],
             }
             for message in program.messages
         ],
@@ -81,6 +85,19 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
     return content
 
 
+def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
+    """(stage, value) -> the value's gradient as it leaves that stage: as the stage's first reader of the value makes it."""
+    home = {name: stage.index for stage in program.stages for name in stage.regions}
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for region in reversed(program.regions):
+        template = program.templates[region.template]
+        assert template.joint is not None
+        for value, gradient in zip(region.activations, g.outputs(template.joint)[len(template.outputs) :]):
+            if gradient is not None:
+                found[home[region.name], value] = gradient.meta["val"]
+    return found
+
+
 def _loss_stage(program: Program) -> int:
     by_region = {region.name: region for region in program.regions}
     return next(s.index for s in program.stages if any(LOSS in by_region[name].outputs for name in s.regions))
@@ -91,4 +108,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _layout(val: torch.Tensor) -> dict[str, Any]:
+    """Messages are dense in memory; a gradient that is a slice of another tensor is sent contiguous."""
+    if not g.is_dense(val):
+        val = val.contiguous()
     return {"shape": list(val.shape), "stride": list(val.stride()), "dtype": _dtype(val.dtype)}

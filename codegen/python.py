@@ -17,6 +17,7 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
+from csc.torch_private import OpOverload
 
 WIDTH = 100
 
@@ -62,8 +63,10 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
+    if not isinstance(target, OpOverload):
+        raise CscError(
+            f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations"
+        )
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
     operands = [literal(argument, names) for argument in node.args]
     operands += [f"{key}={literal(value, names)}" for key, value in node.kwargs.items()]
@@ -81,8 +84,7 @@ def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = (
 
     names: the placeholders' source text; filled with the names of the calls.
     """
-    returned: set[fx.Node] = set()
-    fx.map_arg(graph.output_node().args, lambda node: returned.add(node) or node)
+    returned = set(graph.output_node().all_input_nodes)
     deletable = {n for n in graph.nodes if n.op == "call_function"} | {
         n for n in g.placeholders(graph) if n.meta["role"][0] in ("saved", "tangent", "activation")
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from torch import fx
-
 from csc.codegen import tables_file
 from csc.codegen.layer_file import signature
 from csc.codegen.python import comment, one_or_tuple, quoted, with_note, wrapped
 from csc.codegen.segments import Segment, prefixes_source, segments
+from torch import fx
+
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.naming import identifier, unique
@@ -53,8 +53,14 @@ def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Seq
             name += f" ... {comment(segment.last.name)} ({len(segment.regions)} layers)"
         own = [p for region in segment.regions for p in region.parameters]
         trained = sum(p in trainable for p in own)
-        state = "no parameters" if not own else "frozen" if not trained else "trained" if trained == len(own) else (
-            f"{trained} of {len(own)} parameters trained"
+        state = (
+            "no parameters"
+            if not own
+            else "frozen"
+            if not trained
+            else "trained"
+            if trained == len(own)
+            else (f"{trained} of {len(own)} parameters trained")
         )
         lines.append(f"{'Holds' if not position else '':<9} {name}: {state}")
     for title, end, other in (("Receives", "destination", "source"), ("Sends", "source", "destination")):
@@ -65,7 +71,9 @@ def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Seq
         ]  # fmt: skip
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
     parts_run = "F" + (", B" if stage.has_b else "") + (", W" if stage.has_w else "")
-    lines.append(f"{'Runs':<9} {parts_run} of every microbatch, in the order of the line 'stage {stage.index}' in schedule.txt")
+    lines.append(
+        f"{'Runs':<9} {parts_run} of every microbatch, in the order of the line 'stage {stage.index}' in schedule.txt"
+    )
     return "\n".join([*lines, '"""', "", ""])
 
 
@@ -77,7 +85,18 @@ class _Writer:
         self.stage = stage
         self.segments = segments(program, stage)
         self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
-        self.taken = {"batch", "received", "weights", "constants", "saved", "kept", "w", "under", "layer", "layers"}
+        self.taken = {
+            "batch",
+            "received",
+            "weights",
+            "constants",
+            "saved",
+            "kept",
+            "w",
+            "under",
+            "layer",
+            "layers",
+        }
         self.variables: dict[str, str] = {}
         self.loop_names: dict[int, str] = {}
         self.taken |= {self._carried_variable(segment) for segment in self.segments if segment.loops}
@@ -127,7 +146,13 @@ class _Writer:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def imports(self) -> str:
-        lines = ["from csc.runtime.names import under", "", "from . import layers", "", f"STAGE = {self.stage.index}"]
+        lines = [
+            "from csc.runtime.names import under",
+            "",
+            "from . import layers",
+            "",
+            f"STAGE = {self.stage.index}",
+        ]
         for index, segment in enumerate(self.segments):
             if segment.loops:
                 source = prefixes_source([region.module for region in segment.regions])
@@ -135,21 +160,32 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def forward(self) -> str:
-        lines = ["def forward(batch, received, weights, constants):", f'    """F of stage {self.stage.index}."""']
+        lines = [
+            "def forward(batch, received, weights, constants):",
+            f'    """F of stage {self.stage.index}."""',
+        ]
         for name, (kind, label) in tables_file.direct(self.program, self.stage).items():
-            lines.append(f"    {self.table_variables[name]} = {'batch' if kind == 'input' else 'constants'}[{quoted(label)}]")
+            lines.append(
+                f"    {self.table_variables[name]} = {'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
+            )
         wanted = tables_file.computed(self.program, self.stage)
         if wanted:
             function = tables_file.function_names(self.program)[tuple(wanted)]
             closing = "," if len(wanted) == 1 else ""
-            lines += wrapped("(", [self.table_variables[name] for name in wanted], f"{closing}) = layers.tables.{function}(batch, constants)")
+            lines += wrapped(
+                "(",
+                [self.table_variables[name] for name in wanted],
+                f"{closing}) = layers.tables.{function}(batch, constants)",
+            )
         for message in self.program.messages:
             if message.kind == "F" and message.destination == self.stage.index:
                 for value in message.values:
                     note = f"{value_type(self.program, value)} from stage {message.source}"
                     lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
         for index, segment in enumerate(self.segments):
-            lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
+            lines += (
+                self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
+            )
         sent = self._sent("F")
         returned = [f"{quoted(value)}: {self.variable(value)}" for value in sent]
         if LOSS in self.made:
@@ -171,7 +207,9 @@ class _Writer:
             for part in (variant.backward_input, variant.backward_weight):
                 if part is not None:
                     tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
-        saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
+        saving = [
+            self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None
+        ]
         return [*dict.fromkeys(tables), *saving]
 
     def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
@@ -181,7 +219,8 @@ class _Writer:
         own = dict(zip(labels, segment.first.shared))
         return [own[label] for label in signature(part).tables]
 
-    def _arguments(self, segment: Segment, part: fx.Graph, weights: str) -> list[str]:
+    def _arguments(self, segment: Segment, part: fx.Graph | None, weights: str) -> list[str]:
+        assert part is not None
         tables = [self.table_variables[name] for name in self._tables_of(segment, part)]
         return [*tables, *([weights] if signature(part).takes_w else [])]
 
@@ -199,19 +238,27 @@ class _Writer:
 
     def _forward_loop(self, index: int, segment: Segment) -> list[str]:
         variant, name = self.variant(segment), f"{self._carried_variable(segment)}"
-        arguments = [name if i == segment.carried else self.variable(v) for i, v in enumerate(segment.first.activations)]
+        arguments = [
+            name if i == segment.carried else self.variable(v)
+            for i, v in enumerate(segment.first.activations)
+        ]
         arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
         saving = variant.backward_input is not None
         lines = [f"    {name} = {self.variable(segment.first.activations[segment.carried])}"]
         lines += [f"    {self.saved[index]} = []"] if saving else []
         lines.append(f"    for layer in {self.prefixes_name(index)}:")
-        lines += wrapped(f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8)
+        lines += wrapped(
+            f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8
+        )
         lines += [f"        {self.saved[index]}.append(saved)"] if saving else []
         lines.append(f"    {self.variable(segment.last.outputs[0])} = {name}")
         return lines
 
     def backward_input(self) -> str:
-        lines = ["def backward_input(saved, received, weights, constants):", f'    """B of stage {self.stage.index}."""']
+        lines = [
+            "def backward_input(saved, received, weights, constants):",
+            f'    """B of stage {self.stage.index}."""',
+        ]
         names = self._saved_names()
         if names:
             lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
@@ -221,11 +268,21 @@ class _Writer:
                 note = f"{value_type(self.program, value)} from stage {message.source}"
                 lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
         if LOSS in self.made:
-            lines.append(with_note("d_loss = received[\"loss\"]", "weight of this microbatch in the loss of the whole batch"))
+            lines.append(
+                with_note(
+                    'd_loss = received["loss"]', "weight of this microbatch in the loss of the whole batch"
+                )
+            )
         for index, segment in reversed(list(enumerate(self.segments))):
             if self.variant(segment).backward_input is not None:
-                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
-        lines += wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
+                lines += (
+                    self._backward_loop(index, segment)
+                    if segment.loops
+                    else self._backward_call(index, segment)
+                )
+        lines += wrapped(
+            "sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}"
+        )
         if self.stage.has_w:
             lines += _packed("kept", self._kept_names())
             lines.append("    return sent, kept")
@@ -267,10 +324,16 @@ class _Writer:
 
     def _backward_call(self, index: int, segment: Segment) -> list[str]:
         region, variant = segment.first, self.variant(segment)
-        arguments = [self.saved[index], *self._arguments(segment, variant.backward_input, self.weights_of(region))]
+        arguments = [
+            self.saved[index],
+            *self._arguments(segment, variant.backward_input, self.weights_of(region)),
+        ]
         arguments += self._tangents(segment, region)
         left = self._backward_left(segment, self.kept_name(index))
-        return [*wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"), f"    del {self.saved[index]}"]
+        return [
+            *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
+            f"    del {self.saved[index]}",
+        ]
 
     def _backward_loop(self, index: int, segment: Segment) -> list[str]:
         variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
@@ -301,13 +364,19 @@ class _Writer:
                 continue
             tail = self._arguments(segment, variant.backward_weight, "w")
             if segment.loops:
-                lines.append(f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):")
+                lines.append(
+                    f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):"
+                )
                 lines.append("        w = under(weights, layer)")
-                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
+                lines += wrapped(
+                    f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8
+                )
                 lines.append("        yield from w.full_names(gradients)")
             else:
                 lines.append(f"    w = {self.weights_of(segment.first)}")
-                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", [self.kept_name(index), *tail], ")")
+                lines += wrapped(
+                    f"gradients = layers.{variant.name}.backward_weight(", [self.kept_name(index), *tail], ")"
+                )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import fx
-
 from csc.codegen.layer_file import HEADER
 from csc.codegen.python import body, quoted, wrapped
+from torch import fx
+
 from csc.ir import graph as g
 from csc.ir.program import Program, Stage
 
@@ -22,7 +22,9 @@ Each stage that needs one computes it by itself: that is cheaper than a message,
 def computed(program: Program, stage: Stage) -> list[str]:
     """The tables of a stage that take computation (the others are batch entries and constants as they are)."""
     nodes = _nodes(program)
-    return [name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens]
+    return [
+        name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens
+    ]
 
 
 def direct(program: Program, stage: Stage) -> dict[str, tuple[str, str]]:

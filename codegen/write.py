@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-
 from csc.codegen.layer_file import layer_source
 from csc.codegen.manifest import manifest
 from csc.codegen.rank_file import rank_source
 from csc.codegen.tables_file import function_names, tables_source
+from safetensors.torch import save_file
+
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 
@@ -54,7 +54,9 @@ def write(
     directory = Path(directory).resolve()
     if directory.exists() and not _replaceable(directory):
         raise InputError(
-            f"{directory} exists and holds no csc program", "output directory", "choose another directory, or empty it"
+            f"{directory} exists and holds no csc program",
+            "output directory",
+            "choose another directory, or empty it",
         )
     files = sources(program, options)
     content = manifest(program, options, files)
@@ -66,7 +68,10 @@ def write(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
         needed = {name for stage in program.stages for name in stage.constants}
-        save_file(_plain({n: t for n, t in program.constants.items() if n in needed}), building / "constants.safetensors")
+        save_file(
+            _plain({n: t for n, t in program.constants.items() if n in needed}),
+            building / "constants.safetensors",
+        )
         save_file(_plain({i.name: example[i.name] for i in program.inputs}), building / "example.safetensors")
         if weights is not None:
             save_file(_plain(weights), building / "weights.safetensors")

@@ -74,7 +74,9 @@ def compile(
             "this version runs dp and pp; leave cp and tp at 1",
         )  # fmt: skip
     if loss_weight not in ("auto", "tokens", "mean", "sum"):
-        raise InputError(f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+        raise InputError(
+            f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'"
+        )
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
@@ -105,6 +107,7 @@ class CompiledModel:
         self._histories: dict[Any, list[Program]] = {}
         self._trainers: dict[Any, Trainer] = {}
         self._last: Trainer | None = None
+        self._nothing = nn.Parameter(torch.empty(0))
         self.options = options
         self.progress: Progress = quiet
 
@@ -117,7 +120,9 @@ class CompiledModel:
             model = self._model if isinstance(self._model, nn.Module) else self._model()
             if not isinstance(model, nn.Module):
                 raise InputError(
-                    f"the factory returned a {type(model).__name__}", "compile", "return the nn.Module to be trained"
+                    f"the factory returned a {type(model).__name__}",
+                    "compile",
+                    "return the nn.Module to be trained",
                 )
             self._compiler = Compiler(model)
         return self._compiler
@@ -134,7 +139,9 @@ class CompiledModel:
             self._example = self._example()
         if self._example is None:
             raise InputError(
-                "there is no example batch", "compile", "pass example=batch, one batch as your data loader makes it"
+                "there is no example batch",
+                "compile",
+                "pass example=batch, one batch as your data loader makes it",
             )
         return self._example
 
@@ -156,7 +163,9 @@ class CompiledModel:
         changed.progress = self.progress
         return changed
 
-    def history(self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None) -> list[Program]:
+    def history(
+        self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None
+    ) -> list[Program]:
         """The Program after capture and each pass, for a batch's signature (the example's by default)."""
         options = replace(self.options, microbatches=microbatches or self.options.microbatches)
         first = self._microbatch(self.example if batch is None else batch, options)
@@ -241,7 +250,11 @@ class CompiledModel:
                 if name not in found:
                     raise InputError(f"the batch has no entry {name!r}", "train_step", _keys_remedy(expected))
                 if name not in expected:
-                    raise InputError(f"the batch has an entry {name!r} that the example had not", "train_step", _keys_remedy(expected))
+                    raise InputError(
+                        f"the batch has an entry {name!r} that the example had not",
+                        "train_step",
+                        _keys_remedy(expected),
+                    )
                 if found[name].dtype != expected[name].dtype:
                     raise InputError(
                         f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
@@ -261,8 +274,12 @@ class CompiledModel:
         return self._current().named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What trains on this process' ranks; give it to an optimizer."""
-        return self._current().parameters()
+        """What trains on this process' ranks; give it to an optimizer.
+
+        On a rank that holds only frozen layers: one parameter without elements, since torch.optim refuses an empty list.
+        """
+        own = list(self._current().parameters())
+        return iter(own or [self._nothing])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this process' parameters."""
@@ -304,7 +321,9 @@ def _names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(given, str):
         given = [given]
     if not all(isinstance(item, str) and item for item in given):
-        raise InputError(f"{option} holds something that is no name: {list(given)!r}", "compile", "pass a list of strings")
+        raise InputError(
+            f"{option} holds something that is no name: {list(given)!r}", "compile", "pass a list of strings"
+        )
     return tuple(given)
 
 

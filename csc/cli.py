@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,19 +19,26 @@ from rich.table import Table
 from csc import __version__
 from csc.errors import CscError, InputError
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__.split(":")[0])
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__.split(":")[0]
+)
 errors = Console(stderr=True)
 console = Console()
 
 Target = Annotated[str, typer.Argument(help="path.py:name of a compiled model, a module or a factory")]
-MeshOption = Annotated[Optional[str], typer.Option("--mesh", help="axis sizes, for example pp=3,dp=2")]
+MeshOption = Annotated[str | None, typer.Option("--mesh", help="axis sizes, for example pp=3,dp=2")]
 FreezeOption = Annotated[
-    Optional[list[str]], typer.Option("--freeze", help="component name or glob over parameter names; may be repeated")
+    list[str] | None,
+    typer.Option("--freeze", help="component name or glob over parameter names; may be repeated"),
 ]
-CutOption = Annotated[Optional[list[str]], typer.Option("--cut", help="region that opens a stage; may be repeated")]
-MicrobatchOption = Annotated[Optional[int], typer.Option("--microbatches", help="microbatches per step")]
-ScheduleOption = Annotated[Optional[str], typer.Option("--schedule", help="1f1b or gpipe")]
-ExampleOption = Annotated[Optional[str], typer.Option("--example", help="name of the example batch in the same file")]
+CutOption = Annotated[
+    list[str] | None, typer.Option("--cut", help="region that opens a stage; may be repeated")
+]
+MicrobatchOption = Annotated[int | None, typer.Option("--microbatches", help="microbatches per step")]
+ScheduleOption = Annotated[str | None, typer.Option("--schedule", help="1f1b or gpipe")]
+ExampleOption = Annotated[
+    str | None, typer.Option("--example", help="name of the example batch in the same file")
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
@@ -47,7 +54,9 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a usage error of the command line
+        if hasattr(error, "format_message") and hasattr(
+            error, "exit_code"
+        ):  # a usage error of the command line
             errors.print(f"[red]error:[/] {escape(error.format_message())}")
             sys.exit(2)
         raise
@@ -72,7 +81,13 @@ def _compiled(
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("loading")
         compiled = load_target(target, example)
-        changes = {"mesh": mesh, "freeze": freeze or None, "cuts": cuts or None, "microbatches": microbatches, "schedule": schedule}
+        changes = {
+            "mesh": mesh,
+            "freeze": freeze or None,
+            "cuts": cuts or None,
+            "microbatches": microbatches,
+            "schedule": schedule,
+        }
         compiled = overridden(compiled, changes)
         compiled.progress = lambda name: progress.update(task, description=name)
         yield compiled
@@ -88,7 +103,9 @@ def compile_command(
     microbatches: MicrobatchOption = None,
     schedule: ScheduleOption = None,
     example: ExampleOption = None,
-    weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="also write the parameters, as safetensors")
+    ] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -98,24 +115,37 @@ def compile_command(
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
     if json_output:
-        _json({"directory": str(directory), "ranks": ranks, "templates": sorted(program.variants), "passes": passes})
+        _json(
+            {
+                "directory": str(directory),
+                "ranks": ranks,
+                "templates": sorted(program.variants),
+                "passes": passes,
+            }
+        )
         return
-    table = Table("pass", "seconds", "leaves", title=f"{program.name}: {len(program.stages)} stages, {ranks} ranks")
+    table = Table(
+        "pass", "seconds", "leaves", title=f"{program.name}: {len(program.stages)} stages, {ranks} ranks"
+    )
     for row in passes:
         table.add_row(row["name"], f"{row['seconds']:.3f}", row["summary"])
     console.print(table)
     console.print(f"wrote {escape(str(directory))}", soft_wrap=True)
-    console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
+    console.print(
+        f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True
+    )
 
 
 @app.command()
 def dump(
     target: Target,
     after: Annotated[str, typer.Option("--after", help="pass name, or capture")] = "schedule",
-    rank: Annotated[Optional[int], typer.Option("--rank", help="only this rank")] = None,
-    region: Annotated[Optional[str], typer.Option("--region", help="only this region")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="only this rank")] = None,
+    region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     form: Annotated[str, typer.Option("--format", help="text, python, dot, mermaid or html")] = "text",
-    output: Annotated[Optional[Path], typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")
+    ] = None,
     mesh: MeshOption = None,
     freeze: FreezeOption = None,
     cut: CutOption = None,
@@ -140,7 +170,7 @@ def diff(
     target: Target,
     first: Annotated[str, typer.Argument(help="pass name, or capture")],
     second: Annotated[str, typer.Argument(help="a later pass")],
-    region: Annotated[Optional[str], typer.Option("--region", help="only this region")] = None,
+    region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     mesh: MeshOption = None,
     freeze: FreezeOption = None,
     cut: CutOption = None,
@@ -168,7 +198,9 @@ def passes(json_output: JsonOption = False) -> None:
         return
     table = Table("pass", "does", "requires", "ensures", show_lines=True)
     for contract in found:
-        table.add_row(*(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures)))
+        table.add_row(
+            *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))
+        )
     console.print(table)
 
 
@@ -198,7 +230,19 @@ def explain(
 
 def explain_table(title: str, rows: list[Any]) -> Table:
     """The rows of csc.analysis.explain as a table."""
-    table = Table("name", "stage", "parameters", "trainable", "dx", "dw", "matmuls F/B/W", "MFLOPs F/B/W", "pruned MFLOPs", "why", title=title)
+    table = Table(
+        "name",
+        "stage",
+        "parameters",
+        "trainable",
+        "dx",
+        "dw",
+        "matmuls F/B/W",
+        "MFLOPs F/B/W",
+        "pruned MFLOPs",
+        "why",
+        title=title,
+    )
     for row in rows:
         table.add_row(
             escape(row.name), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
@@ -218,7 +262,9 @@ def verify(
     microbatches: MicrobatchOption = None,
     schedule: ScheduleOption = None,
     example: ExampleOption = None,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative difference that passes")] = 1e-6,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="largest relative difference that passes")
+    ] = 1e-6,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -243,13 +289,19 @@ def verify(
         for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
             table.add_row(escape(name), f"{value:.3g}")
         console.print(table)
-        console.print(f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}")
-        console.print(f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, largest difference {result.grad_rel_max:.3g}")
+        console.print(
+            f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}"
+        )
+        console.print(
+            f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, largest difference {result.grad_rel_max:.3g}"
+        )
         for title, names in (("missing", result.params_missing), ("unexpected", result.params_unexpected)):
             for name in names:
                 console.print(f"[red]{title}[/] {escape(name)}")
         if result.random_ops:
-            console.print(f"{result.random_ops} random operations (dropout): eager and compiled draw different numbers")
+            console.print(
+                f"{result.random_ops} random operations (dropout): eager and compiled draw different numbers"
+            )
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
     if not good:
         raise typer.Exit(1)

@@ -39,7 +39,9 @@ class Compiler:
     captures: dict[Any, Program] = field(default_factory=dict)
     traced: dict[Any, list[Program]] = field(default_factory=dict)
 
-    def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
+    def compile(
+        self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet
+    ) -> list[Program]:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
         tensors, extra = split_batch(microbatch)
         capture_key, key = _keys(tensors, extra)
@@ -48,7 +50,12 @@ class Compiler:
                 progress(CAPTURE)
                 self.captures[capture_key] = capture(self.model, microbatch)
             captured = _with_shapes(self.captures[capture_key], tensors)
-            self.traced[key] = run([captured], TRACING, replace(options, microbatches=1, mesh=replace(options.mesh, dp=1)), progress)
+            self.traced[key] = run(
+                [captured],
+                TRACING,
+                replace(options, microbatches=1, mesh=replace(options.mesh, dp=1)),
+                progress,
+            )
         self._check_loss(self.traced[key], options)
         history = [self._as_the_model_says(program) for program in self.traced[key]]
         return run(history, PLANNING, options, progress)
@@ -62,10 +69,17 @@ class Compiler:
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""
         flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
+        return replace(
+            program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters)
+        )
 
     def emit(
-        self, program: Program, options: Options, directory: Path, microbatch: Mapping[str, Any], with_weights: bool = False
+        self,
+        program: Program,
+        options: Options,
+        directory: Path,
+        microbatch: Mapping[str, Any],
+        with_weights: bool = False,
     ) -> Path:
         """Write the program directory; see csc.codegen.write."""
         tensors, _ = split_batch(microbatch)
@@ -78,7 +92,11 @@ def _keys(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> tupl
     plain = repr(sorted(extra.items(), key=lambda item: item[0]))
     shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(tensors.items()))
     fixed = tuple(
-        (name, str(t.dtype), tuple(-1 if dim in dynamic_dimensions(t) else size for dim, size in enumerate(t.shape)))
+        (
+            name,
+            str(t.dtype),
+            tuple(-1 if dim in dynamic_dimensions(t) else size for dim, size in enumerate(t.shape)),
+        )
         for name, t in sorted(tensors.items())
     )
     return (fixed, plain), (shapes, plain)

@@ -35,7 +35,10 @@ def dot(program: Program, regions: Sequence[Region]) -> str:
     """DOT text: one box a region, one cluster a stage; solid edges have a gradient coming back."""
     names = {region.name for region in regions}
     home = {name: stage.index for stage in program.stages for name in stage.regions}
-    lines = ["digraph program {", '  rankdir=TB; node [shape=box, style="rounded,filled", fontname="Helvetica"];']
+    lines = [
+        "digraph program {",
+        '  rankdir=TB; node [shape=box, style="rounded,filled", fontname="Helvetica"];',
+    ]
     by_stage: dict[int, list[Region]] = {}
     for region in regions:
         by_stage.setdefault(home.get(region.name, -1), []).append(region)

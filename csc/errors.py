@@ -19,9 +19,7 @@ class CscError(Exception):
     """What is wrong, where, and what to do. `str()` joins the three into one line of prose."""
 
     def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
-        super().__init__(
-            what, where, remedy
-        )  # all three as args: the error survives copying between processes
+        super().__init__(what, where, remedy)  # all three as args: the error survives copying between processes
         self.what = what
         self.where = where
         self.remedy = remedy

@@ -17,14 +17,22 @@ from csc.passes.runner import after
 FORMATS = ("text", "python", "dot", "mermaid", "html")
 
 
-def dump(compiled: CompiledModel, pass_name: str, form: str = "text", rank: int | None = None, region: str | None = None) -> str:
+def dump(
+    compiled: CompiledModel,
+    pass_name: str,
+    form: str = "text",
+    rank: int | None = None,
+    region: str | None = None,
+) -> str:
     """The Program after a pass, whole or of one rank or region. Raises InputError for what does not exist."""
     if form not in FORMATS:
         raise InputError(f"there is no format {form!r}", "--format", f"choose one of {', '.join(FORMATS)}")
     program = after(compiled.history(), pass_name)
     final = compiled.program
     if rank is not None and not 0 <= rank < compiled.options.mesh.size:
-        raise InputError(f"there is no rank {rank}", "--rank", f"the mesh has ranks 0 to {compiled.options.mesh.size - 1}")
+        raise InputError(
+            f"there is no rank {rank}", "--rank", f"the mesh has ranks 0 to {compiled.options.mesh.size - 1}"
+        )
     if form == "python":
         return _python(compiled, final, rank, region)
     stages = None if rank is None else (compiled.options.mesh.coordinates(rank).pp,)
@@ -34,17 +42,23 @@ def dump(compiled: CompiledModel, pass_name: str, form: str = "text", rank: int 
         return program_text(program, names, stages if program.stages else None)
     if not program.regions:
         raise InputError(
-            f"after {pass_name} the graph is not cut into regions yet", "--after", "draw it after `regions` or a later pass"
+            f"after {pass_name} the graph is not cut into regions yet",
+            "--after",
+            "draw it after `regions` or a later pass",
         )
     if form == "html":
         return page(program, chosen, program_text(program, names))
     return dot(program, chosen) if form == "dot" else mermaid(program, chosen)
 
 
-def _chosen(program: Program, final: Program, stages: tuple[int, ...] | None, region: str | None) -> Sequence[Region]:
+def _chosen(
+    program: Program, final: Program, stages: tuple[int, ...] | None, region: str | None
+) -> Sequence[Region]:
     if region is not None and not any(r.name == region for r in final.regions):
         close = difflib.get_close_matches(region, [r.name for r in final.regions], n=3, cutoff=0.4)
-        raise InputError(f"there is no region {region!r}", "--region", f"close names: {', '.join(close) or 'none'}")
+        raise InputError(
+            f"there is no region {region!r}", "--region", f"close names: {', '.join(close) or 'none'}"
+        )
     held = {name for s in final.stages if stages is None or s.index in stages for name in s.regions}
     return [r for r in program.regions if r.name in held and region in (None, r.name)]
 
@@ -57,7 +71,9 @@ def _python(compiled: CompiledModel, program: Program, rank: int | None, region:
     elif rank is not None:
         wanted = [f"rank_{rank}.py"]
     else:
-        wanted = sorted((p for p in files if PurePosixPath(p).stem != "__init__"), key=lambda p: ("/" in p, p))
+        wanted = sorted(
+            (p for p in files if PurePosixPath(p).stem != "__init__"), key=lambda p: ("/" in p, p)
+        )
     if len(wanted) == 1:
         return files[wanted[0]]
     return "\n".join(f"# ===== {path}\n{files[path]}" for path in wanted)
@@ -65,5 +81,5 @@ def _python(compiled: CompiledModel, program: Program, rank: int | None, region:
 
 def difference(compiled: CompiledModel, first: str, second: str, region: str | None = None) -> str:
     """A unified diff of the Program's text after two passes; empty if nothing changed."""
-    texts = [dump(compiled, name, region=region).splitlines(keepends=True) for name in (first, second)]
-    return "".join(difflib.unified_diff(*texts, fromfile=f"after {first}", tofile=f"after {second}"))
+    before, after_it = (dump(compiled, name, region=region).splitlines(keepends=True) for name in (first, second))
+    return "".join(difflib.unified_diff(before, after_it, fromfile=f"after {first}", tofile=f"after {second}"))

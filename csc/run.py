@@ -1,5 +1,6 @@
-"""`python -m csc.run DIR`: train with a program directory, under torchrun or alone (then all ranks run in
-this process).
+"""`python -m csc.run DIR`: train with a program directory.
+
+Under torchrun each process runs its rank; without it, all ranks run in this process.
 
     torchrun --nproc-per-node=3 -m csc.run DIR --steps 100 --data data.py:batches --weights llava/ --save out/
     python -m csc.run DIR --steps 3 --json
@@ -62,9 +63,7 @@ def command(
     steps: Annotated[int, typer.Option(min=0, help="Optimizer steps.")] = 1,
     batch: Annotated[
         Path | None,
-        typer.Option(
-            help="safetensors: a global batch, or a microbatch to repeat. Default: DIR/example.safetensors."
-        ),
+        typer.Option(help="safetensors: a global batch, or a microbatch to repeat. Default: DIR/example.safetensors."),
     ] = None,
     data: Annotated[
         str | None,
@@ -81,9 +80,7 @@ def command(
     seed: Annotated[int, typer.Option(help="For random weights.")] = 0,
     log_every: Annotated[int, typer.Option(min=1, help="Print every this many steps.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds without an answer until a rank counts as lost.")
-    ] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds without an answer until a rank counts as lost.")] = 600.0,
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
@@ -150,6 +147,7 @@ def _leave_when_stopped(first_to_speak: Callable[[], bool]) -> None:
 def _train(options: Options, program: Any, launch: Any) -> None:
     import torch
 
+    from csc.runtime.c10d import Distributed
     from csc.runtime.initial import STD, random_weights
     from csc.runtime.trainer import Trainer
 
@@ -161,7 +159,8 @@ def _train(options: Options, program: Any, launch: Any) -> None:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
     if first and program.edited:
         _say(f"edited since it was compiled: {', '.join(program.edited)}.")
-    trainer = Trainer(program, weights, device=launch.device if launch else None)
+    transport = Distributed(program, launch.device, options.timeout) if launch else None
+    trainer = Trainer(program, weights, transport, device=launch.device if launch else None)
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make(parameters, lr=options.lr) if parameters else None  # a frozen stage has none
@@ -214,9 +213,7 @@ def _from_function(data: str) -> Batches:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(
-            f"importing {path} raised {type(error).__name__}: {error}", "--data", "Mend it"
-        ) from error
+        raise InputError(f"importing {path} raised {type(error).__name__}: {error}", "--data", "Mend it") from error
     function = getattr(module, name, None)
     if not callable(function):
         there = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
@@ -253,15 +250,9 @@ class _Log:
         if number % self.options.log_every and number != self.options.steps:
             return
         if self.options.json:
-            print(
-                json.dumps({"step": number, "loss": loss, "grad_norm": norm, "seconds": seconds}), flush=True
-            )
+            print(json.dumps({"step": number, "loss": loss, "grad_norm": norm, "seconds": seconds}), flush=True)
             return
-        line = (
-            f"step {number}  loss {loss:.6f}"
-            + ("" if norm is None else f"  norm {norm:.4f}")
-            + f"  {seconds:.3f} s"
-        )
+        line = f"step {number}  loss {loss:.6f}" + ("" if norm is None else f"  norm {norm:.4f}") + f"  {seconds:.3f} s"
         if self.progress:
             self.progress.console.print(line, highlight=False)
         else:

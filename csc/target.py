@@ -25,7 +25,9 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
     """
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise InputError(f"{target!r} names no model", "target", "write path.py:name, for example train.py:llava")
+        raise InputError(
+            f"{target!r} names no model", "target", "write path.py:name, for example train.py:llava"
+        )
     module = _load(Path(path))
     found = _attribute(module, name, path)
     if isinstance(found, CompiledModel):
@@ -34,17 +36,23 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
         compiled = CompiledModel(found, compile(lambda: nn.Module()).options, None)
     else:
         raise InputError(
-            f"{name} is a {type(found).__name__}", target, "name a compiled model, an nn.Module or a function that makes one"
+            f"{name} is a {type(found).__name__}",
+            target,
+            "name a compiled model, an nn.Module or a function that makes one",
         )
     if example is not None:
         batch = _attribute(module, example, path)
-        compiled = CompiledModel(compiled._model, compiled.options, batch() if callable(batch) else batch, compiled._directory)
+        compiled = CompiledModel(
+            compiled._model, compiled.options, batch() if callable(batch) else batch, compiled._directory
+        )
     return compiled
 
 
 def _load(path: Path) -> Any:
     if not path.is_file():
-        raise InputError(f"there is no file {path}", "target", "give the path of a Python file, then a colon and a name")
+        raise InputError(
+            f"there is no file {path}", "target", "give the path of a Python file, then a colon and a name"
+        )
     specification = importlib.util.spec_from_file_location(f"csc_target_{path.stem}", path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -55,11 +63,15 @@ def _load(path: Path) -> Any:
     except CscError:
         raise
     except SyntaxError as error:
-        raise InputError(f"syntax error: {error.msg}", f"{error.filename}:{error.lineno}", "mend that line") from error
+        raise InputError(
+            f"syntax error: {error.msg}", f"{error.filename}:{error.lineno}", "mend that line"
+        ) from error
     except Exception as error:
         where = user_line(error) or str(path)
         last = traceback.format_exception_only(error)[-1].strip()
-        raise InputError(f"the file fails when it is loaded: {last}", where, "mend it so that python can import it") from error
+        raise InputError(
+            f"the file fails when it is loaded: {last}", where, "mend it so that python can import it"
+        ) from error
     return module
 
 

@@ -75,7 +75,9 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
     return _compare(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
 
 
-def _compare(loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int) -> Verification:
+def _compare(
+    loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int
+) -> Verification:
     norms = {name: float(gradient.double().norm()) for name, gradient in eager.items()}
     of_module: dict[str, float] = {}
     for name, norm in norms.items():

@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.naming import identifier
-from csc.ir.program import Options, Program, Template
-from csc.torch_private import fx_traceback, make_fx
+from csc.ir.naming import identifier, unique
+from csc.ir.program import Options, Program, Region, Template
+from csc.torch_private import OpOverload, fx_traceback, make_fx
+
+Layout = tuple[int, ...]  # strides
 
 
 def differentiate(program: Program, options: Options) -> Program:
@@ -25,15 +27,40 @@ def differentiate(program: Program, options: Options) -> Program:
     Before    llama_decoder_layer(hidden_states, mask, w) -> out
     After     joint(hidden_states, mask, w, d_out) -> out, d_hidden_states, d_w
     """
-    done = {
-        name: template if template.joint is not None else joint_of(template, program.fake_mode)
-        for name, template in program.templates.items()
-    }
-    return replace(program, templates=done)
+    layouts: dict[str, Layout] = {}  # of the gradient of each value, as the last region to touch it leaves it
+    templates: dict[str, Template] = {}
+    names: dict[Any, str] = {}
+    final: list[Region] = []
+    for region in reversed(program.regions):
+        template = program.templates[region.template]
+        arriving = [region.outputs[i] for i in template.differentiable]
+        arriving += [region.activations[i] for i in template.threaded]
+        incoming = tuple(layouts.get(value) for value in arriving)
+        key = (template.name, incoming)
+        if key not in names:
+            names[key] = unique(template.name, templates)
+            traced = joint_of(template, program.fake_mode, layouts=incoming)
+            templates[names[key]] = replace(traced, name=names[key])
+        gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
+        for value, gradient in zip(region.activations, gradients):
+            if gradient is not None:
+                layouts[value] = tuple(gradient.meta["val"].stride())
+        final.append(replace(region, template=names[key]))
+    order = dict.fromkeys(region.template for region in final[::-1])
+    return replace(program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order})
 
 
-def joint_of(template: Template, fake_mode: Any, frozen: Sequence[int] = (), constant: Sequence[int] = ()) -> Template:
+def joint_of(
+    template: Template,
+    fake_mode: Any,
+    frozen: Sequence[int] = (),
+    constant: Sequence[int] = (),
+    layouts: Sequence[Layout | None] = (),
+) -> Template:
     """The template with its joint graph traced.
+
+    layouts: strides of the incoming gradients (outputs', then threaded ones), None for those of the value itself. They
+    are traced as they come, since a reduction over another layout may round in another order than eager's.
 
     frozen: positions of parameters, constant: positions of activations that ask for no gradient while tracing. Both are
     empty in the compiler; tests trace with them to check what pass `prune` derives from the full trace.
@@ -51,12 +78,17 @@ def joint_of(template: Template, fake_mode: Any, frozen: Sequence[int] = (), con
     finals = g.outputs(template.graph)
     tangents = [finals[i].meta["val"] for i in template.differentiable]
     tangents += [values[i] for i in template.threaded]
+    given = list(layouts) + [None] * (len(tangents) - len(layouts))
     with fake_mode:
-        tangents = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tangents]
+        tangents = [
+            torch.empty_strided(t.shape, t.stride() if layout is None else layout, dtype=t.dtype, device=t.device)
+            for t, layout in zip(tangents, given)
+        ]
 
     def joint(primals: list[torch.Tensor], seeds_in: list[torch.Tensor]) -> tuple[Any, ...]:
         inputs = [
-            p.detach().requires_grad_(True) if i in differentiated else p.detach() for i, p in enumerate(primals)
+            p.detach().requires_grad_(True) if i in differentiated else p.detach()
+            for i, p in enumerate(primals)
         ]
         with torch.enable_grad(), fx_traceback.preserve_node_meta():
             results = _Marking(template.graph).run(*inputs)
@@ -160,7 +192,7 @@ class _Replaying(fx.Interpreter):
 
 
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Graph:
@@ -180,7 +212,11 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
             mapping[node] = mapping[node.args[0]]
             continue
         argument = mapping[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
-        if g.op_name(node) == "aten::t" and isinstance(argument, fx.Node) and g.op_name(argument) == "aten::t":
+        if (
+            g.op_name(node) == "aten::t"
+            and isinstance(argument, fx.Node)
+            and g.op_name(argument) == "aten::t"
+        ):
             mapping[node] = argument.args[0]
             continue
         copied = g.copy_node(tidy, node, mapping, name=_joint_name(node, last_of))
@@ -189,6 +225,9 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     finals = [mapping[r] if isinstance(r, fx.Node) else None for r in g.outputs(graph)]
     wanted = len(template.outputs)
     layouts = [None] * wanted + [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
+    for i in range(len(template.activations)):
+        if isinstance(finals[wanted + i], fx.Node) and not _overlaps(finals[wanted + i].meta["val"]):
+            layouts[wanted + i] = None
     tidy.output(tuple(_in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
     g.erase_dead(tidy)
     return tidy
@@ -217,11 +256,21 @@ def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
     return identifier(f"d_{origin['name']}" if op == "getitem" else f"d_{origin['name']}_{op}")
 
 
+def _overlaps(val: torch.Tensor) -> bool:
+    """True if two elements may share memory (a gradient that was expanded): such a layout is not handed on."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(val.stride(), val.shape) if size != 1):
+        if stride < reach:
+            return True
+        reach = stride * size
+    return False
+
+
 def _in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None) -> fx.Node | None:
     """The gradient with the strides of the value it belongs to, so that whoever gets it can rely on them."""
     if node is None or layout is None or node.meta["val"].stride() == layout.stride():
         return node
-    order = sorted(range(layout.dim()), key=lambda dim: (-layout.stride(dim), dim))
+    order = sorted(range(layout.dim()), key=lambda dim: (-layout.stride()[dim], dim))
     if order == list(range(layout.dim())):
         steps: list[tuple[Any, tuple, dict]] = [
             (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -24,7 +25,9 @@ def freeze(program: Program, options: Options) -> Program:
         matched = {p.name for p in program.parameters if matches(pattern, p, program.modules)}
         if not matched:
             raise InputError(
-                f"the pattern {pattern!r} matches no parameter of {program.name}", "freeze", _suggestion(pattern, program)
+                f"the pattern {pattern!r} matches no parameter of {program.name}",
+                "freeze",
+                _suggestion(pattern, program),
             )
         frozen |= matched
     parameters = tuple(
@@ -40,7 +43,7 @@ def freeze(program: Program, options: Options) -> Program:
     return replace(program, parameters=parameters)
 
 
-def matches(pattern: str, parameter: Parameter, modules: dict[str, ModuleInfo] | object) -> bool:
+def matches(pattern: str, parameter: Parameter, modules: Mapping[str, ModuleInfo]) -> bool:
     """True if a component name, a dotted part of a name, or a glob pattern covers the parameter (or an alias)."""
     if re.search(r"[*?\[]", pattern):
         return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
@@ -49,10 +52,10 @@ def matches(pattern: str, parameter: Parameter, modules: dict[str, ModuleInfo] |
     return component_of(parameter.name, modules) == pattern
 
 
-def component_of(name: str, modules: dict[str, ModuleInfo] | object) -> str:
+def component_of(name: str, modules: Mapping[str, ModuleInfo]) -> str:
     """The component of the module that owns a parameter."""
     path = name.rpartition(".")[0]
-    known = modules.get(path)  # type: ignore[attr-defined]
+    known = modules.get(path)
     return known.component if known else ""
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
+from csc.torch_private import OpOverload
 
 TOKEN_LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
 MEAN, SUM = 1, 2  # values of ATen's `reduction` argument
@@ -64,15 +65,24 @@ def _reduction(result: Any) -> tuple[str, fx.Node | None, int]:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return "", None, 0
-    name, bound = g.op_name(node), g.bind(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+    name, bound = g.op_name(node), g.bind(node) if isinstance(node.target, OpOverload) else {}
     if name in TOKEN_LOSSES and bound.get("weight") is None:
         reduction = bound.get("reduction", MEAN)
         target = bound["target"]
-        if reduction == MEAN and target.meta["val"].dtype is torch.int64 and not _depends_on_parameters(target):
+        if (
+            reduction == MEAN
+            and target.meta["val"].dtype is torch.int64
+            and not _depends_on_parameters(target)
+        ):
             return "tokens", target, int(bound.get("ignore_index", -100))
         if reduction == SUM:
             return "sum", None, 0
-    if name in ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::binary_cross_entropy_with_logits"):
+    if name in (
+        "aten::mse_loss",
+        "aten::l1_loss",
+        "aten::smooth_l1_loss",
+        "aten::binary_cross_entropy_with_logits",
+    ):
         return {MEAN: "mean", SUM: "sum"}.get(bound.get("reduction", MEAN), ""), None, 0
     if name == "aten::mean":
         return "mean", None, 0

@@ -15,6 +15,7 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
+from csc.torch_private import OpOverload
 
 
 def prune(program: Program, options: Options) -> Program:
@@ -35,8 +36,13 @@ def prune(program: Program, options: Options) -> Program:
             found and i in template.inexact and value in needy
             for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
         )
-        dw = tuple(found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients))
-        reached = gradients.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
+        dw = tuple(
+            found and name in trainable
+            for name, found in zip(region.parameters, template.parameter_gradients)
+        )
+        reached = gradients.outputs_reached(
+            template.graph, dx, dw, len(template.activations), len(template.shared)
+        )
         needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
         marked.append(replace(region, dx=dx, dw=dw))
     _check_chain(marked, program)
@@ -54,7 +60,9 @@ def prune(program: Program, options: Options) -> Program:
         if key not in by_need:
             by_need[key] = unique(_variant_name(template, region), variants)
             pruned = specialise(template, region.dx, region.dw, tangents)
-            variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
+            variants[by_need[key]] = Variant(
+                by_need[key], template.name, region.dx, region.dw, tangents, pruned
+            )
         final.append(replace(region, variant=by_need[key]))
     return replace(program, regions=tuple(final), variants=variants)
 
@@ -75,13 +83,17 @@ def _check_chain(regions: Sequence[Region], program: Program) -> None:
         for i, value in enumerate(region.activations):
             if region.dx[i] and i in template.threaded and value not in available:
                 raise CscError(
-                    f"the gradient of {value} has no last reader", region.name, "report this model: csc cut it wrongly"
+                    f"the gradient of {value} has no last reader",
+                    region.name,
+                    "report this model: csc cut it wrongly",
                 )
             if region.dx[i]:
                 available.add(value)
 
 
-def specialise(template: Template, dx: Sequence[bool], dw: Sequence[bool], tangents: Sequence[bool]) -> fx.Graph:
+def specialise(
+    template: Template, dx: Sequence[bool], dw: Sequence[bool], tangents: Sequence[bool]
+) -> fx.Graph:
     """The joint graph with only the wanted gradients: dead nodes, unused tangents and masked outputs removed."""
     assert template.joint is not None
     graph, _ = g.copy_graph(template.joint)
@@ -108,7 +120,7 @@ def _mask_outputs(graph: fx.Graph) -> bool:
     """Backward ops with several outputs (layer norm, convolution) compute only those that are still used."""
     changed = False
     for node in g.calls(graph):
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         names = [argument.name for argument in node.target._schema.arguments]
         if "output_mask" not in names:
@@ -129,7 +141,9 @@ def _zero(graph: fx.Graph, tangent: fx.Node) -> None:
     """An output that the loss depends on only through paths without a gradient: its gradient is zero."""
     val = tangent.meta["val"]
     with graph.inserting_after(tangent):
-        zero = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0.0), {"dtype": val.dtype, "device": val.device})
+        zero = graph.call_function(
+            torch.ops.aten.full.default, (list(val.shape), 0.0), {"dtype": val.dtype, "device": val.device}
+        )
     zero.meta.update(val=val, source="", module="")
     tangent.replace_all_uses_with(zero)
     graph.erase_node(tangent)

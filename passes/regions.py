@@ -27,7 +27,9 @@ def regions(program: Program, options: Options) -> Program:
     result, *counted = g.outputs(graph)
     shared = g.merge_equal(graph, cutting.shared_nodes(graph))
     runs = cutting.cut(graph, program.modules, shared)
-    builder = _Builder(program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result]))
+    builder = _Builder(
+        program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result])
+    )
     for run in runs:
         builder.plan(run)
     found = [builder.build(index) for index in range(len(runs))]
@@ -75,7 +77,12 @@ class _Builder:
     """Turns runs into regions and their graphs; keeps the names of the values between them."""
 
     def __init__(
-        self, program: Program, graph: fx.Graph, shared: set[fx.Node], carrying: set[fx.Node], live: set[fx.Node]
+        self,
+        program: Program,
+        graph: fx.Graph,
+        shared: set[fx.Node],
+        carrying: set[fx.Node],
+        live: set[fx.Node],
     ) -> None:
         self.program = program
         self.graph = graph
@@ -119,7 +126,9 @@ class _Builder:
         activations = [u for u in used if u in self.home]
         parameters = [u for u in used if u.op == "placeholder" and u.meta["role"][0] == "parameter"]
         tables = [u for u in used if u not in self.home and u not in parameters]
-        results = [n for n in run.nodes if n is self.loss or any(self.home.get(user) != index for user in n.users)]
+        results = [
+            n for n in run.nodes if n is self.loss or any(self.home.get(user) != index for user in n.users)
+        ]
         results = [n for n in results if not isinstance(n.meta["val"], (tuple, list))]
         for position, node in enumerate(results):
             label = name if len(results) == 1 else f"{name}:{position}"
@@ -137,12 +146,16 @@ class _Builder:
             table = self.table(node)
             mapping[node] = g.add_placeholder(graph, table, node.meta["val"], ("shared", table))
         for node, short in zip(parameters, local):
-            mapping[node] = g.add_placeholder(graph, identifier(short), node.meta["val"], ("parameter", short))
+            mapping[node] = g.add_placeholder(
+                graph, identifier(short), node.meta["val"], ("parameter", short)
+            )
         for node in run.nodes:
             g.copy_node(graph, node, mapping, name=value_name(node, run.module))
         finals = [self._densify(graph, mapping[node]) for node in results]
         graph.output(tuple(finals))
-        differentiable = [i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_float(n)]
+        differentiable = [
+            i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_float(n)
+        ]
         reached = gradients.live(run.nodes, [results[i] for i in differentiable])
         self.templates[name] = Template(
             name=template_name(info.kind, run.module) if prefix else identifier(name.split(".")[-1]),
@@ -152,7 +165,9 @@ class _Builder:
             parameters=tuple(local),
             outputs=tuple(n.name for n in finals),
             differentiable=tuple(differentiable),
-            inexact=tuple(i for i, n in enumerate(activations) if n in self.carrying and n in reached and g.is_float(n)),
+            inexact=tuple(
+                i for i, n in enumerate(activations) if n in self.carrying and n in reached and g.is_float(n)
+            ),
             threaded=(),
         )
         return Region(

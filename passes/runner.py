@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from csc.errors import InputError
-from csc.ir.program import Options, Program, Record
-from csc.ir.verifier import verify
 from csc.passes.differentiate import differentiate
 from csc.passes.freeze import freeze
 from csc.passes.loss import loss
@@ -24,6 +21,10 @@ from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.shapes import shapes
 from csc.passes.split import split
+
+from csc.errors import InputError
+from csc.ir.program import Options, Program, Record
+from csc.ir.verifier import verify
 
 Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
@@ -60,7 +61,10 @@ def _contract(one: Pass) -> Contract:
 
 
 def run(
-    history: Sequence[Program], passes: Sequence[Pass], options: Options, progress: Callable[[str], None] = lambda name: None
+    history: Sequence[Program],
+    passes: Sequence[Pass],
+    options: Options,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Program]:
     """`history` and the Program after each of the passes. Raises CscError if a pass or its verification fails."""
     programs = list(history)

@@ -21,7 +21,9 @@ def schedule(program: Program, options: Options) -> Program:
     """
     if options.schedule not in SCHEDULES:
         raise InputError(
-            f"there is no schedule {options.schedule!r}", "schedule", f"choose one of {', '.join(sorted(SCHEDULES))}"
+            f"there is no schedule {options.schedule!r}",
+            "schedule",
+            f"choose one of {', '.join(sorted(SCHEDULES))}",
         )
     channels = [(m.kind, m.source, m.destination) for m in program.messages]
     has_b = [stage.has_b for stage in program.stages]

@@ -51,17 +51,15 @@ def shapes(program: Program, options: Options) -> Program:
     return replace(program, graph=graph, fake_mode=mode)
 
 
-def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]) -> None:
+def _evaluate(
+    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]
+) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
     try:
         result = node.target(*arguments, **keywords)  # type: ignore[operator]
     except Exception as error:
-        raise InputError(
-            f"the batch's shapes do not fit the model: {g.op_name(node)}: {str(error).splitlines()[0]}",
-            node.meta.get("source") or node.meta.get("module") or "model",
-            "check the shapes of the batch entries against what the model expects",
-        ) from error
+        raise _misfit(node, error) from error
     values[node] = result
     if isinstance(result, (int, float, bool)):
         mapping[node] = result
@@ -70,6 +68,22 @@ def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], value
     else:
         copied = g.copy_node(graph, node, mapping)
         copied.meta["val"] = result
+
+
+def _misfit(node: fx.Node, error: Exception) -> InputError:
+    where = node.meta.get("source") or node.meta.get("module") or "model"
+    if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
+        return InputError(
+            f"the size of a result depends on the values in the batch ({g.op_name(node)})",
+            where,
+            "select with torch.where or masked_scatter instead of boolean indexing or nonzero, or make the selection in "
+            "the data loader",
+        )
+    return InputError(
+        f"the batch's shapes do not fit the model: {g.op_name(node)}: {str(error).splitlines()[0]}",
+        where,
+        "check the shapes of the batch entries against what the model expects",
+    )
 
 
 def _same_layout(before: Any, after: Any) -> bool:

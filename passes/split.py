@@ -26,7 +26,10 @@ def split(program: Program, options: Options) -> Program:
     Before    (x, w, d_out) -> out, d_x, d_w
     After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
     """
-    done = {name: _divide(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
+    done = {
+        name: _divide(variant, program.templates[variant.template])
+        for name, variant in program.variants.items()
+    }
     return replace(program, variants=done)
 
 
@@ -41,16 +44,25 @@ def _divide(variant: Variant, template: Template) -> Variant:
     parts = _Parts(variant.pruned)
     if not (any(variant.dx) or any(variant.dw)):
         forward = parts.extract(in_f, values, None, _entry_roles(variant.pruned))
-        return replace(variant, forward=forward, flops=(count(forward).flops, 0, 0), matmuls=(count(forward).matmuls, 0, 0))
+        return replace(
+            variant,
+            forward=forward,
+            flops=(count(forward).flops, 0, 0),
+            matmuls=(count(forward).matmuls, 0, 0),
+        )
     direct = {n for n in g.placeholders(variant.pruned) if n.meta["role"][0] in ("shared", "parameter")}
     tangents = [n for n in g.placeholders(variant.pruned) if n.meta["role"][0] == "tangent"]
     later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents))
     forward = parts.extract(in_f, values, later, _entry_roles(variant.pruned))
     for_w = parts.needs(in_w, dw, direct)
-    backward_input = parts.extract(in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)])
+    backward_input = parts.extract(
+        in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)]
+    )
     backward_weight = None
     if any(variant.dw):
-        backward_weight = parts.extract(in_w, [r for r in dw if r is not None], None, [*_saved(for_w), *_direct(direct)])
+        backward_weight = parts.extract(
+            in_w, [r for r in dw if r is not None], None, [*_saved(for_w), *_direct(direct)]
+        )
     counts = [count(part) for part in (forward, backward_input, backward_weight)]
     return replace(
         variant,
@@ -112,7 +124,9 @@ class _Parts:
                 found.add(node)
         return sorted(found, key=self.order.__getitem__)
 
-    def extract(self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]) -> fx.Graph:
+    def extract(
+        self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]
+    ) -> fx.Graph:
         """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved)."""
         graph = fx.Graph()
         mapping: dict[fx.Node, Any] = {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from csc.torch_private import OpOverload
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
@@ -24,7 +25,7 @@ def count(graph: fx.Graph | None) -> Work:
         return Work(0, 0)
     flops = matmuls = 0
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         formula = flop_registry.get(node.target.overloadpacket)
         if formula is not None:

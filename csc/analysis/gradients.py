@@ -54,6 +54,10 @@ def outputs_reached(
     found = {inputs[i] for i, needed in enumerate(dx) if needed}
     found |= {inputs[activations + shared + j] for j, needed in enumerate(dw) if needed}
     for node in g.calls(graph):
-        if g.op_name(node) not in STOPS and _can_carry(node) and any(used in found for used in node.all_input_nodes):
+        if (
+            g.op_name(node) not in STOPS
+            and _can_carry(node)
+            and any(used in found for used in node.all_input_nodes)
+        ):
             found.add(node)
     return {i for i, result in enumerate(g.outputs(graph)) if result in found}

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from csc.capture.batch import dynamic_dimensions, microbatch, split_batch
-from csc.capture.export import export, loss_of
+from csc.capture.export import export, loss_of, untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
+from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
 
@@ -26,12 +27,19 @@ def capture(model: nn.Module, example: Any) -> Program:
     """
     tensors, extra = split_batch(example)
     exported = export(model, tensors, extra)
-    graph, constants = flatten(exported, model)
+    try:
+        graph, constants = flatten(exported, model)
+    except CscError:
+        raise
+    except Exception as error:
+        raise untraceable(error) from error
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters = tuple(
-        Parameter(name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name))
+        Parameter(
+            name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name)
+        )
         for name, p in model.named_parameters()
     )
     used = {node.meta["role"] for node in g.placeholders(graph)}

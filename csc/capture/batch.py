@@ -35,7 +35,9 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         elif value is not None:
             others[str(name)] = value
     if not tensors:
-        raise InputError("the example batch holds no tensor", "example batch", "pass one real batch of your data")
+        raise InputError(
+            "the example batch holds no tensor", "example batch", "pass one real batch of your data"
+        )
     return tensors, others
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 import warnings
@@ -67,7 +68,11 @@ def loss_of(result: Any) -> torch.Tensor:
 @contextmanager
 def _without_kv_cache(model: nn.Module) -> Iterator[None]:
     """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")}
+    configs = {
+        id(c): c
+        for m in model.modules()
+        if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")
+    }
     before = {key: config.use_cache for key, config in configs.items()}
     try:
         for config in configs.values():
@@ -78,11 +83,14 @@ def _without_kv_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = before[key]
 
 
-def export(model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> torch.export.ExportedProgram:
+def export(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]
+) -> torch.export.ExportedProgram:
     """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
     automatic = torch.export.Dim.AUTO
     shapes = {
-        name: {dim: automatic for dim in dynamic_dimensions(tensor)} or None for name, tensor in tensors.items()
+        name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None
+        for name, tensor in tensors.items()
     }
     wrapped = LossOnly(model, extra)
     was_training = model.training
@@ -107,8 +115,8 @@ def export(model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping
 
 def untraceable(error: Exception) -> CscError:
     """The sentence for a model that export cannot trace: the cause, the user's line, the remedy."""
-    where = user_line(error)
     root = _root_cause(error)
+    where = _traced_line(error) or user_line(error)
     first = str(root).strip().splitlines()[0] if str(root).strip() else type(root).__name__
     if isinstance(root, GuardOnDataDependentSymNode) or "data-dependent" in str(root).lower():
         return InputError(
@@ -122,6 +130,15 @@ def untraceable(error: Exception) -> CscError:
         where,
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
     )
+
+
+def _traced_line(error: BaseException) -> str:
+    """`file:line` out of the traceback that fx prints for a node of a graph ("Original traceback"); "" if there is none."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
+    torch_home = os.path.dirname(torch.__file__)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    outside = [f"{file}:{line}" for file, line in found if not file.startswith((torch_home, ours))]
+    return outside[-1] if outside else ""
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -144,7 +161,9 @@ def user_line(error: BaseException) -> str:
     for item in chain:
         for frame in traceback.extract_tb(item.__traceback__):
             name = frame.filename
-            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
+            library = name.startswith((torch_home, ours)) or (
+                name.startswith(standard) and "site-packages" not in name
+            )
             if not library and not name.startswith("<"):
                 code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
                 innermost = f"{name}:{frame.lineno}: {code}"

@@ -26,8 +26,10 @@ def _is_layer_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
         return False
     children = list(module.children())
-    return all(type(child) is type(children[0]) for child in children) and all(map(_has_parameters, children)) and any(
-        True for _ in children[0].children()
+    return (
+        all(type(child) is type(children[0]) for child in children)
+        and all(map(_has_parameters, children))
+        and any(True for _ in children[0].children())
     )
 
 

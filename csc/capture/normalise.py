@@ -80,7 +80,9 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
     module.graph.erase_node(node)
 
 
-def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def flatten(
+    exported: torch.export.ExportedProgram, model: nn.Module
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """(graph, constants by name): functional ATen, placeholders with roles, `loss` its one output.
 
     Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
@@ -106,7 +108,9 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     mapping: dict[fx.Node, Any] = {}
     constants: dict[str, torch.Tensor] = {}
     parameter_nodes: dict[str, fx.Node] = {}
-    specs = {spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    specs = {
+        spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")
+    }
     for node in functional.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -114,19 +118,29 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
             if spec.kind is InputKind.PARAMETER:
                 name = canonical[id(by_any_name[target])]
                 if name not in parameter_nodes:
-                    parameter_nodes[name] = g.add_placeholder(graph, _identifier(name), node.meta["val"], ("parameter", name))
+                    parameter_nodes[name] = g.add_placeholder(
+                        graph, _identifier(name), node.meta["val"], ("parameter", name)
+                    )
                 mapping[node] = parameter_nodes[name]
             elif spec.kind is InputKind.USER_INPUT:
                 name = node.name.removeprefix("batch_")
                 mapping[node] = g.add_placeholder(graph, _identifier(name), node.meta["val"], ("input", name))
             else:
-                tensor = buffers[target] if spec.kind is InputKind.BUFFER else functional.constants[str(spec.target)]
+                tensor = (
+                    buffers[target]
+                    if spec.kind is InputKind.BUFFER
+                    else functional.constants[str(spec.target)]
+                )
                 constants[target] = tensor.detach()
-                mapping[node] = g.add_placeholder(graph, _identifier(target), node.meta["val"], ("constant", target))
+                mapping[node] = g.add_placeholder(
+                    graph, _identifier(target), node.meta["val"], ("constant", target)
+                )
         elif node.op == "output":
             loss = node.args[0][0]
             if not isinstance(loss, fx.Node):
-                raise InputError("the loss does not depend on the batch", "model output", "return the loss of the batch")
+                raise InputError(
+                    "the loss does not depend on the batch", "model output", "return the loss of the batch"
+                )
             graph.output((mapping[loss],))
         elif node.op == "call_function":
             if g.op_name(node) in ASSERTIONS:
@@ -166,7 +180,9 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """`modeling_llama.py:182` of the innermost line in the recorded stack; "" if none was recorded."""
     found = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
+    outside = [
+        (f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f
+    ]
     if not outside:
         return ""
     file, line = outside[-1]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.torch_private import OpOverload
+
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of")
 
 VIEWS = frozenset(
@@ -29,7 +31,7 @@ VIEWS = frozenset(
 def op_name(node: fx.Node) -> str:
     """`aten::mm` for a call of torch.ops.aten.mm.default; the function's own name for operators such as getitem."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name
     return getattr(target, "__name__", str(target))
 
@@ -51,7 +53,7 @@ def is_view(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """True for ops that draw from the random generator."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if op_name(node).startswith("aten::scaled_dot_product"):
         arguments = bind(node)
@@ -61,7 +63,7 @@ def is_random(node: fx.Node) -> bool:
 
 def bind(node: fx.Node) -> dict[str, Any]:
     """The arguments of an ATen call by schema name, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     bound: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):
         if index < len(node.args) and not argument.kwarg_only:
@@ -218,7 +220,9 @@ def _value_key(val: Any) -> Any:
     return type_text(val)
 
 
-def canonical(graph: fx.Graph, role: Callable[[fx.Node], Any] = lambda node: node.meta.get("role", ("",))[0]) -> tuple:
+def canonical(
+    graph: fx.Graph, role: Callable[[fx.Node], Any] = lambda node: node.meta.get("role", ("",))[0]
+) -> tuple:
     """The graph up to names: per node its op, its arguments by position, its type. Placeholders keep `role(node)`."""
     index: dict[fx.Node, int] = {}
 
@@ -231,7 +235,7 @@ def canonical(graph: fx.Graph, role: Callable[[fx.Node], Any] = lambda node: nod
             return tuple((name, key(item)) for name, item in sorted(argument.items()))
         return repr(argument)
 
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for position, node in enumerate(graph.nodes):
         index[node] = position
         if node.op == "placeholder":

@@ -123,9 +123,7 @@ class Mesh:
             )
         found = cls._named(dict(zip(names, (int(n) for n in shape), strict=True)))
         order = [a for a in cls.AXES if a in names]
-        if [n for n in names if n in order and getattr(found, n) > 1] != [
-            a for a in order if getattr(found, a) > 1
-        ]:
+        if [n for n in names if n in order and getattr(found, n) > 1] != [a for a in order if getattr(found, a) > 1]:
             raise InputError(
                 f"the DeviceMesh has its axes in the order {', '.join(names)}",
                 "mesh",
@@ -137,7 +135,5 @@ class Mesh:
     def _named(cls, sizes: dict[str, int]) -> Mesh:
         unknown = [name for name in sizes if name not in cls.AXES]
         if unknown:
-            raise InputError(
-                f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}"
-            )
+            raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
         return cls(**sizes)

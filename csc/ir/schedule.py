@@ -232,18 +232,12 @@ def _places(
         if action in places:
             raise ScheduleError(f"'{action}' stands there twice", where, "Remove one")
         if action.kind != "REDUCE" and not 0 <= action.microbatch < microbatches:
-            raise ScheduleError(
-                f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it"
-            )
+            raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
         if action.computes and action.kind not in needed:
-            raise ScheduleError(
-                f"'{action}' has nothing to do: the stage has no {action.kind}", where, "Remove it"
-            )
+            raise ScheduleError(f"'{action}' has nothing to do: the stage has no {action.kind}", where, "Remove it")
         if action.kind in ("SEND", "RECV") and action.channel not in channels:
             known = ", ".join(f"{k} {a}>{b}" for k, a, b in sorted(channels)) or "none"
-            raise ScheduleError(
-                f"'{action}': there is no such message; there are: {known}", where, "Remove it"
-            )
+            raise ScheduleError(f"'{action}': there is no such message; there are: {known}", where, "Remove it")
         places[action] = i
     wanted = [Action(kind, stage, mb) for mb in range(microbatches) for kind in sorted(needed)]  # type: ignore[arg-type]
     for channel in sorted(channels):
@@ -255,9 +249,7 @@ def _places(
         if action not in places:
             raise ScheduleError(f"'{action}' is missing", where, "Every action is needed once per microbatch")
     if actions[-1].kind != "REDUCE":
-        raise ScheduleError(
-            f"'{actions[-1]}' comes after REDUCE", where, "Put REDUCE at the end of the stage"
-        )
+        raise ScheduleError(f"'{actions[-1]}' comes after REDUCE", where, "Put REDUCE at the end of the stage")
     return places
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region
 from csc.ir.schedule import verify as verify_schedule
+from csc.torch_private import OpOverload
 
 
 class VerificationError(CscError):
@@ -28,7 +28,9 @@ class VerificationError(CscError):
 def verify(program: Program, after: str = "") -> None:
     """Raise VerificationError naming the invariant, the place and the pass, unless every invariant holds."""
     for problem in _problems(program):
-        raise VerificationError(problem, f"after pass {after}" if after else program.name, "report it: a pass of csc is wrong")
+        raise VerificationError(
+            problem, f"after pass {after}" if after else program.name, "report it: a pass of csc is wrong"
+        )
 
 
 def _problems(program: Program) -> Iterator[str]:
@@ -80,7 +82,7 @@ def _graph_problems(graph: fx.Graph) -> Iterator[str]:
             yield f"%{node.name} has no role"
         if node.op not in ("placeholder", "call_function"):
             yield f"%{node.name} is a {node.op}"
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             yield f"%{node.name} writes to its argument ({node.target})"
 
 
@@ -93,13 +95,28 @@ def _name_problems(program: Program) -> Iterator[str]:
         if template is None:
             yield f"invariant 7: region {region.name} has no template"
             continue
-        yield from (f"invariant 7: {region.name} uses unknown parameter {p}" for p in region.parameters if p not in parameters)
-        yield from (f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables)
-        yield from (f"invariant 1: {region.name} reads {v} before it is made" for v in region.activations if v not in made)
+        yield from (
+            f"invariant 7: {region.name} uses unknown parameter {p}"
+            for p in region.parameters
+            if p not in parameters
+        )
+        yield from (
+            f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables
+        )
+        yield from (
+            f"invariant 1: {region.name} reads {v} before it is made"
+            for v in region.activations
+            if v not in made
+        )
         yield from (f"invariant 1: {value} has two producers" for value in region.outputs if value in made)
         made.update(region.outputs)
         lengths = (len(region.activations), len(region.shared), len(region.parameters), len(region.outputs))
-        own = (len(template.activations), len(template.shared), len(template.parameters), len(template.outputs))
+        own = (
+            len(template.activations),
+            len(template.shared),
+            len(template.parameters),
+            len(template.outputs),
+        )
         if lengths != own:
             yield f"invariant 7: {region.name} does not fit its template {template.name}"
     if program.regions and LOSS not in made:
@@ -118,12 +135,17 @@ def _gradient_problems(program: Program) -> Iterator[str]:
         variant, template = program.variants[region.variant], program.templates[region.template]
         yield from _region_problems(region, trainable, above)
         gradients = g.outputs(variant.pruned)[len(template.outputs) :]
-        for wanted, gradient, name in zip((*region.dx, *region.dw), gradients, (*region.activations, *region.parameters)):
+        for wanted, gradient, name in zip(
+            (*region.dx, *region.dw), gradients, (*region.activations, *region.parameters)
+        ):
             if wanted != (gradient is not None):
-                yield f"invariant {3 if gradient is not None else 4}: {region.name}: gradient of {name} is " + (
-                    "computed for nothing" if gradient is not None else "missing"
+                yield (
+                    f"invariant {3 if gradient is not None else 4}: {region.name}: gradient of {name} is "
+                    + ("computed for nothing" if gradient is not None else "missing")
                 )
-        reached = any(value in needy for i, value in enumerate(region.outputs) if i in template.differentiable)
+        reached = any(
+            value in needy for i, value in enumerate(region.outputs) if i in template.differentiable
+        )
         for name, wanted, there in zip(region.parameters, region.dw, template.parameter_gradients):
             if name in trainable and there and reached and not wanted:
                 yield f"invariant 4: {region.name}: trainable {name} gets no gradient"
@@ -152,7 +174,7 @@ def _stage_problems(program: Program) -> Iterator[str]:
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     sent = {(m.kind, m.source, m.destination, value) for m in program.messages for value in m.values}
     maker = {value: home[region.name] for region in program.regions for value in region.outputs}
-    needed = set()
+    needed: set[tuple] = set()
     for region in program.regions:
         for value, dx in zip(region.activations, region.dx or [False] * len(region.activations)):
             if maker[value] != home[region.name]:

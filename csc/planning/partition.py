@@ -85,13 +85,9 @@ def at_cuts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
     for cut in cuts:
         if cut not in index:
             close = difflib.get_close_matches(cut, names, 3, 0.5) or list(names[:3])
-            raise InputError(
-                f"there is no region {cut!r} to cut before", "cuts", f"Close names: {', '.join(close)}"
-            )
+            raise InputError(f"there is no region {cut!r} to cut before", "cuts", f"Close names: {', '.join(close)}")
         if index[cut] == 0:
-            raise InputError(
-                f"{cut!r} is the first region, stage 0 begins there anyway", "cuts", "Leave it out"
-            )
+            raise InputError(f"{cut!r} is the first region, stage 0 begins there anyway", "cuts", "Leave it out")
         if index[cut] in firsts:
             raise InputError(f"{cut!r} is named twice", "cuts", "Name it once")
         firsts.append(index[cut])

@@ -4,9 +4,9 @@ Terms: see csc.ir.schedule. *Warm-up*: the forwards a stage runs before its firs
 gradients must flow to or through it, and W if it has trainable parameters; a stage without both (frozen) only
 runs F and frees right after.
 
-    gpipe(stages, microbatches, messages, has_b, has_w) -> Schedule            all F, then all B and W
-    one_f_one_b(stages, microbatches, messages, has_b, has_w) -> Schedule      in turns, at most pp - s
-    microbatches alive on stage s
+    gpipe(stages, microbatches, messages, has_b, has_w) -> Schedule         all F, then all B and W
+    one_f_one_b(stages, microbatches, messages, has_b, has_w) -> Schedule   in turns; on stage s at most
+                                                                            pp - s microbatches are alive
 
 `messages` are (kind, source, destination): F messages lead to later stages, B messages to earlier ones. In
 both schedules a stage sends its gradients right after B and before W, so nobody waits for W, and adds up

@@ -4,9 +4,8 @@ Terms: a *digest* is the SHA-256 of something that must be the same everywhere. 
 wrong dtype in silence and aborts the process on one of a wrong size, so a disagreement must be found first.
 
     digests(program) -> {what: 32 bytes}
-    agree_on_weights(manifest, weights, rank, device)       the same for the values of shared parameters
-    agree(program, device)            all ranks call it; ProgramError, on every rank, that names the ranks
-    that differ
+    agree(program, device)                              ProgramError, on every rank, naming those that differ
+    agree_on_weights(manifest, weights, rank, device)   the same for the values of shared parameters
 
 Digests travel as uint8 tensors: nothing is unpickled.
 """
@@ -63,9 +62,7 @@ def agree(program: LoadedProgram, device: torch.device) -> None:
         )
 
 
-def agree_on_weights(
-    manifest: Manifest, weights: Mapping[str, torch.Tensor], rank: int, device: torch.device
-) -> None:
+def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], rank: int, device: torch.device) -> None:
     """Compare checksums of the parameters that several ranks hold. InputError, on every rank, that names one
     that differs.
 
@@ -74,10 +71,7 @@ def agree_on_weights(
     mesh = manifest.mesh
     shared = [p for p in manifest.parameters if len(p.stages) * mesh.dp > 1]
     stage = mesh.coordinates(rank).pp
-    sums = [
-        _checksum(weights[p.name]) if stage in p.stages else torch.zeros((), dtype=torch.int64)
-        for p in shared
-    ]
+    sums = [_checksum(weights[p.name]) if stage in p.stages else torch.zeros((), dtype=torch.int64) for p in shared]
     if not sums:
         return
     own = torch.stack([s.cpu() for s in sums]).to(device)
@@ -89,8 +83,7 @@ def agree_on_weights(
         differing = sorted(r for r in holders if rows[r, i] != rows[holders[0], i])
         if differing:
             raise InputError(
-                f"parameter {spec.name!r} starts with other values on rank {differing[0]} than on "
-                f"rank {holders[0]}",
+                f"parameter {spec.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
                 manifest.name,
                 "Give all ranks the same weights: a file, or the same seed before the model is built",
             )

@@ -5,8 +5,8 @@ microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb 
 b rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count
 samples, as with packed image patches).
 
-    split(manifest, batch) -> [replica][microbatch] -> {name: tensor}       InputError before anything else
-    happens
+    split(manifest, batch) -> [replica][microbatch] -> {name: tensor}   InputError before anything happens
+    from_file(program, file) -> global batch                            None: the program's example, repeated
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
             raise InputError(
                 f"key {name!r} is not an input of the program; inputs: {', '.join(specs)}",
                 where,
-                f"Did you mean {close[0]!r}?"
-                if close
-                else "Leave it out, or compile with it in the example batch",
+                f"Did you mean {close[0]!r}?" if close else "Leave it out, or compile with it in the example batch",
             )
     found: dict[str, torch.Tensor] = {}
     for name, spec in specs.items():

@@ -5,9 +5,9 @@ made contiguous: the receiver's tensor has the same strides. One process group c
 B messages, so that the two directions between a pair of ranks never share a queue. With gloo, CUDA tensors
 pass through CPU memory.
 
-    Distributed(program, device)        Transport; creates its groups, the same ones in the same order on
-    every rank
-    rank_sets(manifest)                 the sets of ranks that sum something together
+    Distributed(program, device, timeout)   the Transport; every rank creates the same groups in the same
+    order
+    rank_sets(manifest)                     the sets of ranks that sum something together
 
 gloo cannot tell whether a send is done without waiting for it. So its buffers are freed when an answer proves
 that the receiver had them (B of a microbatch comes after its F), and the rest at the end of the step.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -63,11 +64,13 @@ class _Summing:
 
 
 class Distributed:
-    """This process' rank in the default process group. InputError if the group's size is not that of the
-    mesh.
+    """This process' rank in the default process group.
+
+    timeout: seconds without an answer until a peer counts as lost; new groups do not inherit the default
+    group's. InputError if the size of the group is not that of the mesh.
     """
 
-    def __init__(self, program: LoadedProgram, device: torch.device) -> None:
+    def __init__(self, program: LoadedProgram, device: torch.device, timeout: float = 600.0) -> None:
         manifest = program.manifest
         world, size = dist.get_world_size(), manifest.mesh.size
         if world != size:
@@ -85,8 +88,9 @@ class Distributed:
         self._pollable = self._wire.type == "cuda"
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
         everyone = list(range(size))
-        self._groups = {kind: dist.new_group(everyone) for kind in ("F", "B")}
-        self._sets = {ranks: dist.new_group(list(ranks)) for ranks in rank_sets(manifest)}
+        wait = timedelta(seconds=timeout)
+        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in ("F", "B")}
+        self._sets = {ranks: dist.new_group(list(ranks), timeout=wait) for ranks in rank_sets(manifest)}
         self._replica = manifest.mesh.coordinates(self.rank).dp
         self.begin_step()
 
@@ -95,9 +99,7 @@ class Distributed:
         return self
 
     def begin_step(self) -> None:
-        self._posted: dict[
-            tuple[Message, int], list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]]
-        ] = {}
+        self._posted: dict[tuple[Message, int], list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]]] = {}
         self._sending: dict[Message, list[_Sending]] = {}
 
     # messages
@@ -175,9 +177,7 @@ class Distributed:
         parts: dict[int, torch.Tensor] = {}
         if ordered and len(ranks) > 2:  # two numbers have one sum; more depend on the order
             parts = {rank: torch.empty_like(buffer) for rank in sorted(ranks)}
-            work = self._guard(
-                lambda: dist.all_gather(list(parts.values()), buffer, group=group, async_op=True), why
-            )
+            work = self._guard(lambda: dist.all_gather(list(parts.values()), buffer, group=group, async_op=True), why)
         else:
             work = self._guard(lambda: dist.all_reduce(buffer, group=group, async_op=True), why)
         return _Summing(work, tensor, buffer, parts, why)
@@ -210,9 +210,9 @@ class Distributed:
             lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
             reason = _reason(error)
             silent = "timed out" in reason.lower() or "timeout" in reason.lower()
+            happened = "did not answer in time (or waits itself)" if silent else "went away"
             raise RankLost(
-                f"{lost} {'stopped answering' if silent else 'went away'} while this rank was at '{what}' "
-                f"({reason})",
+                f"{lost} {happened} while this rank was at '{what}' ({reason})",
                 f"rank {self.rank} {self._place(self.rank)}",
                 "Look at that rank's own output for the cause, then start again from saved weights",
             ) from error

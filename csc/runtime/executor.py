@@ -4,10 +4,8 @@ Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; 
 and opaque here. A rank that cannot go on *waits*; its generator then yields a text that says for what. With a
 transport that blocks it never yields.
 
-    Rank(...)                                                      one rank: its module, constants and
-    endpoint step(rank, microbatches, weights, trace) -> generator -> StepResult
-    interleave({rank: generator}) -> {rank: StepResult}            all ranks of a process in turns, always the
-    same ones
+    step(rank, microbatches, weights, trace) -> generator -> StepResult
+    interleave({rank: generator}) -> {rank: StepResult}     the ranks of a process in turns, in a fixed order
 """
 
 from __future__ import annotations
@@ -70,9 +68,7 @@ class _Inbox:
 class _Step:
     """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
 
-    def __init__(
-        self, rank: Rank, microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, rank: Rank, microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]) -> None:
         manifest = rank.program.manifest
         self.rank = rank
         self.batches = microbatches

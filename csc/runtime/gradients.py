@@ -4,10 +4,8 @@ Terms: a parameter is *tied* if several stages hold it; each of them then has a 
 *bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
 sums run.
 
-    GradientSums(parameters).add(name, gradient)                           contributions, in the order in
-    which they come
-    reduce(sums, stage, replica, mesh, endpoint) -> generator              over holders, highest stage first,
-    then over dp
+    GradientSums(parameters).add(name, gradient)      contributions are added in the order in which they come
+    reduce(sums, stage, replica, mesh, ...)           a generator: over holders, highest stage first, then dp
 
 The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 """
@@ -72,9 +70,7 @@ def reduce(
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
                 there = sums.buffers.get(spec.name)
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-                sums.buffers[spec.name] = (
-                    zeros if there is None else there.clone(memory_format=torch.contiguous_format)
-                )
+                sums.buffers[spec.name] = zeros if there is None else there.clone(memory_format=torch.contiguous_format)
                 sums.own.add(spec.name)
             holders = tuple(sorted(mesh.rank_of(dp=replica, pp=s) for s in spec.stages))
             why = f"tied gradient of {spec.name}"

@@ -1,7 +1,8 @@
 """Random weights, for trying a program out before there are real ones.
 
-random_weights(parameters, seed) -> {name: tensor}        normal with standard deviation 0.02, by name: the
-same on every rank
+Terms: the *seed* and a parameter's name alone decide its values, so every rank draws the same ones.
+
+    random_weights(parameters, seed) -> {name: tensor}        normal with standard deviation 0.02
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it 
 over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
 process would compute it. With `mean` it is 1 / (microbatches * dp), with `sum` it is 1.
 
-    weights(rank, microbatches) -> generator -> {microbatch: weight}          loss stage only, before the
-    first F
-    combine(rank, losses, weights) -> generator -> Losses                     every rank, after the last
-    action
+    weights(rank, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
+    combine(rank, losses, weights) -> generator -> Losses               every rank, after the last action
 
 Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches:
 every rank has the same bits.
@@ -55,9 +53,7 @@ class Losses:
         return torch.tensor(sum(self.parts), dtype=torch.float64).to(self.dtype)
 
 
-def weights(
-    rank: Rank, microbatches: Sequence[Mapping[str, torch.Tensor]]
-) -> Generator[str, None, dict[int, float]]:
+def weights(rank: Rank, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> Generator[str, None, dict[int, float]]:
     """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0."""
     manifest = rank.program.manifest
     mesh, count = manifest.mesh, len(microbatches)
@@ -65,9 +61,7 @@ def weights(
         return dict.fromkeys(range(count), 1.0)
     if manifest.loss.weight == "mean":
         return dict.fromkeys(range(count), 1.0 / (count * mesh.dp))
-    tokens = torch.stack(
-        [rank.module.loss_tokens(batch, rank.constants).reshape(()) for batch in microbatches]
-    )
+    tokens = torch.stack([rank.module.loss_tokens(batch, rank.constants).reshape(()) for batch in microbatches])
     total = tokens.sum().reshape(1)
     replicas = tuple(mesh.rank_of(dp=d, pp=manifest.loss.stage) for d in range(mesh.dp))
     yield from wait_sum(rank.endpoint, total, replicas, "count of labels over dp")

@@ -4,10 +4,9 @@ Terms: a *program directory* is what the compiler wrote (program.json, schedule.
 per rank). A file whose hash is no longer the one that program.json lists is *edited*: allowed, since the
 files are there to be read and changed.
 
-    load(directory) -> LoadedProgram                   ProgramError with a sentence for everything that does
-    not fit
-    rank_module(program, rank) -> ModuleType           the rank's functions, imported without touching
-    sys.path
+    load(directory) -> LoadedProgram             ProgramError with a sentence for everything that does not fit
+    rank_module(program, rank) -> ModuleType     the rank's functions, imported without touching sys.path
+    read_tensors(file) -> {name: tensor}         of a safetensors file
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def load(directory: str | Path) -> LoadedProgram:
     try:
         table = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ProgramError(
-            "there is no program.json", str(path), "Point to a directory that csc compiled"
-        ) from None
+        raise ProgramError("there is no program.json", str(path), "Point to a directory that csc compiled") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ProgramError(f"it is not JSON: {error}", str(file), "Compile the program again") from None
     checked = manifest(table, str(file))
@@ -139,13 +136,9 @@ def rank_module(program: LoadedProgram, rank: int) -> ModuleType:
             f"syntax error: {error.msg}", f"{error.filename}, line {error.lineno}", "Mend that line"
         ) from None
     except Exception as error:
-        inside = [
-            f for f in traceback.extract_tb(error.__traceback__) if str(program.directory) in f.filename
-        ]
+        inside = [f for f in traceback.extract_tb(error.__traceback__) if str(program.directory) in f.filename]
         where = f"{inside[-1].filename}, line {inside[-1].lineno}" if inside else str(file)
-        raise ProgramError(
-            f"importing it raised {type(error).__name__}: {error}", where, "Mend that line"
-        ) from error
+        raise ProgramError(f"importing it raised {type(error).__name__}: {error}", where, "Mend that line") from error
     finally:
         sys.dont_write_bytecode = writes
     _check(program, rank, module, file)
@@ -185,6 +178,4 @@ def _check(program: LoadedProgram, rank: int, module: ModuleType, file: Path) ->
     }
     for name, there in needed.items():
         if there and not callable(getattr(module, name, None)):
-            raise ProgramError(
-                f"function {name} is missing", str(file), "Stages with this work must define it"
-            )
+            raise ProgramError(f"function {name} is missing", str(file), "Stages with this work must define it")

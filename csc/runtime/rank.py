@@ -1,6 +1,8 @@
 """A rank: one position of the mesh with what it needs to run its part of a program.
 
-Rank(program, rank, module, endpoint, constants, device)
+Terms: a rank's *replica* is its index on the dp axis, its *stage* the one on the pp axis.
+
+    Rank(program, rank, module, endpoint, constants, device)
 """
 
 from __future__ import annotations

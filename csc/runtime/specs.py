@@ -1,11 +1,10 @@
 """What program.json says, as frozen dataclasses.
 
 Terms: a *value* is a tensor that a message carries between two stages; its *stride* is dense, possibly
-permuted. A parameter's
-*holders* are the stages that hold it; the first is its *owner*. All sizes are those of ONE microbatch.
+permuted. A parameter's *holders* are the stages that hold it; the first is its *owner*. All sizes are those
+of ONE microbatch.
 
-    manifest(table, where) -> Manifest        ProgramError with a sentence for any field that is missing or
-    wrong
+    manifest(table, where) -> Manifest        ProgramError for any field that is missing or wrong
 """
 
 from __future__ import annotations
@@ -187,9 +186,7 @@ def manifest(table: Any, where: str) -> Manifest:
         raise ProgramError(f"mesh {mesh} has cp or tp above 1", where, "This runtime runs dp and pp only")
     stages = tuple(_stage(row) for row in top.rows("stages"))
     if [s.stage for s in stages] != list(range(mesh.pp)):
-        raise ProgramError(
-            f"it lists stages {[s.stage for s in stages]}, the mesh has pp={mesh.pp}", where, _REMEDY
-        )
+        raise ProgramError(f"it lists stages {[s.stage for s in stages]}, the mesh has pp={mesh.pp}", where, _REMEDY)
     loss = _Table(top.get("loss", dict), f"{where}, loss")
     weight = loss.get("weight", str)
     if weight not in LOSS_WEIGHTS:
@@ -214,9 +211,7 @@ def manifest(table: Any, where: str) -> Manifest:
             )
             for r in top.rows("parameters")
         ),
-        constants=tuple(
-            ConstantSpec(r.get("name", str), r.stages("stages", mesh.pp)) for r in top.rows("constants")
-        ),
+        constants=tuple(ConstantSpec(r.get("name", str), r.stages("stages", mesh.pp)) for r in top.rows("constants")),
         messages=tuple(_message(row, mesh.pp) for row in top.rows("messages")),
         stages=stages,
         loss=LossSpec(_end(loss, "stage", mesh.pp), weight),

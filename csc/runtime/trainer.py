@@ -5,9 +5,8 @@ parameters are those that these ranks hold; ranks of one process share one nn.Pa
 several of them hold.
 
     Trainer(program, weights=None, transport=None, device=None, trace=False)
-    .train_step(batch) -> loss        .named_parameters()    .parameters()    .clip_grad_norm_(max_norm) ->
-    norm
-    .zero_grad()                      .state_dict()          .save(directory)
+    .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
+    .named_parameters()             .parameters()                           .state_dict()    .save(directory)
 
 Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
 """
@@ -96,9 +95,7 @@ class Trainer:
         for rank in self._ranks:
             names = rank.stage.inputs
             own = [{n: mb[n].to(self.device) for n in names} for mb in pieces[rank.replica]]
-            held = {
-                p.name: self._weights[p.name].detach() for p in self._specs if rank.stage.stage in p.stages
-            }
+            held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.stage.stage in p.stages}
             runs[rank.rank] = step(rank, own, held, self.trace)
         results = interleave(runs)
         if self.trace:

@@ -1,5 +1,4 @@
-"""Transports: how ranks exchange values. Here what one must do, and the one that keeps all ranks in this
-process.
+"""Transports: how ranks exchange values. Here what one must do, and one with all ranks in this process.
 
 Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a sum over ranks that has been
 started. Messages of a channel arrive in the order in which they were sent.

@@ -4,12 +4,10 @@ Terms: a *shard* is one file of several; its *index* (model.safetensors.index.js
 which shard. A stage's first dp replica writes what the stage *owns*: a tied parameter is written by its owner
 alone.
 
-    read(path, parameters, device) -> {name: tensor}          only these, lazily; path: a file, or a directory
-    in HF's layout
-    write(directory, manifest, stages, tensors)               one shard per stage, or model.safetensors for
-    one file
-    write_index(directory, manifest)                          once all shards are there
-    check(parameters, tensors)                                tensors in memory against what the program needs
+    read(path, parameters, device) -> {name: tensor}     only these, lazily; a file, or a directory as of HF
+    write(directory, manifest, stage, tensors)           a stage's shard, or (stage None) all in one file
+    write_index(directory, manifest)                     once all shards are there
+    check(parameters, tensors)                           tensors in memory against what the program needs
 
 Files appear whole or not at all: written under another name, then renamed.
 """
@@ -52,9 +50,7 @@ def read(
                     _check(specs[name], tuple(piece.get_shape()), dtype, str(file))
                     found[name] = opened.get_tensor(name)
         except FileNotFoundError:
-            raise InputError(
-                "there is no such file", str(file), "Give a safetensors file or directory"
-            ) from None
+            raise InputError("there is no such file", str(file), "Give a safetensors file or directory") from None
         except SafetensorError as error:
             raise InputError(f"it is not safetensors: {error}", str(file), "Save the weights again") from None
     return found
@@ -68,9 +64,7 @@ def _files(path: Path, names: list[str]) -> dict[Path, list[str]]:
         try:
             table = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"it is not an index of shards: {error}", str(index), "Save the weights again"
-            ) from None
+            raise InputError(f"it is not an index of shards: {error}", str(index), "Save the weights again") from None
         files: dict[Path, list[str]] = {}
         for name in names:
             if name not in table:
@@ -133,9 +127,7 @@ def shard_name(manifest: Manifest, stage: int) -> str:
     return SINGLE[0] if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
 
 
-def write(
-    directory: str | Path, manifest: Manifest, stage: int | None, tensors: Mapping[str, torch.Tensor]
-) -> None:
+def write(directory: str | Path, manifest: Manifest, stage: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write what `stage` owns into its shard; stage None: everything into model.safetensors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,115 @@
+"""Real processes over gloo, started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import handmade
+import pytest
+
+pytestmark = pytest.mark.gloo
+WORKER = Path(__file__).parent / "worker.py"
+
+
+def torchrun(processes: int, *command: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+
+
+def check(processes: int, *command: object) -> None:
+    done = torchrun(processes, WORKER, *command)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_three_stages(tmp_path: Path) -> None:
+    check(
+        3,
+        "stages",
+        handmade.write(tmp_path / "1f1b"),
+        handmade.write(tmp_path / "gpipe", schedule="gpipe"),
+        handmade.write(tmp_path / "prefix", frozen="prefix"),
+        tmp_path / "out",
+    )
+
+
+def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
+    check(2, "replicas", handmade.write(tmp_path / "p", pp=1, dp=2, microbatches=2))
+    one = handmade.write(tmp_path / "one", pp=1, dp=2)
+    handmade.write(tmp_path / "one_3")
+    check(2, "disagree", one, handmade.write(tmp_path / "two", pp=1, dp=2, schedule="gpipe"))
+
+
+def test_csc_run(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p")
+    options = ["--steps", 3, "--lr", 0.1, "--optimizer", "sgd", "--clip", 1.0, "--json"]
+    done = torchrun(3, "-m", "csc.run", directory, *options, "--save", tmp_path / "out")
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = subprocess.run(
+        [sys.executable, "-m", "csc.run", str(directory), *map(str, options)], capture_output=True, text=True
+    )
+    assert alone.returncode == 0, alone.stderr
+    rows, expected = ([json.loads(line) for line in d.stdout.splitlines()] for d in (done, alone))
+    assert len(rows) == 3
+    for row, other in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"]) and row["grad_norm"] == pytest.approx(other["grad_norm"])
+    assert (tmp_path / "out/model.safetensors.index.json").is_file()
+
+
+def test_a_killed_rank_ends_the_others_with_one_sentence(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p")
+    rank = directory / "rank_2.py"
+    rank.write_text(
+        rank.read_text()
+        + "import os, signal, sys\n_forward, _calls = forward, []\n"
+        + "def forward(*args):\n    _calls.append(1)\n    if len(_calls) == 10:\n"
+        + "        print('killed at', __import__('time').time(), file=sys.stderr, flush=True)\n"
+        + "        os.kill(os.getpid(), signal.SIGKILL)\n    return _forward(*args)\n"
+    )
+    done = torchrun(3, "-m", "csc.run", directory, "--steps", 100000)
+    ended = time.time()
+    assert done.returncode != 0
+    killed = next(float(line.split()[-1]) for line in done.stderr.splitlines() if line.startswith("killed at"))
+    assert ended - killed < 10
+    said = [line for line in done.stderr.splitlines() if line.startswith("csc.run: rank")]
+    assert len(said) == 1, done.stderr
+    assert "rank 2 (stage 2) went away while this rank was at '" in said[0]
+    assert done.stderr.count("Traceback") == 1, "only torchrun's own, which it prints when any process fails"
+
+
+def test_bad_input_is_said_once(tmp_path: Path) -> None:
+    done = torchrun(2, "-m", "csc.run", tmp_path / "nowhere")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("csc.run:")]
+    assert len(said) == 1 and "there is no such directory" in said[0], done.stderr
+
+
+@pytest.mark.slow
+def test_six_ranks_with_tied_weights_and_replicas(tmp_path: Path) -> None:
+    check(6, "replicas", handmade.write(tmp_path / "p", dp=2, microbatches=2))
+
+
+@pytest.mark.slow
+def test_a_silent_rank_counts_as_lost_after_the_timeout(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p")
+    rank = directory / "rank_2.py"
+    rank.write_text(rank.read_text() + "import time\ndef forward(*args):\n    time.sleep(1000)\n")
+    done = torchrun(3, "-m", "csc.run", directory, "--timeout", 3)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("csc.run: rank")]
+    # ranks 0 and 1 give up at about the same time: one of them speaks, and names the peer that it waited for
+    assert len(said) == 1, done.stderr
+    assert ") did not answer in time (or waits itself) while this rank was at 'RECV" in said[0]

@@ -1,0 +1,126 @@
+"""`python -m csc.run` in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import handmade
+import pytest
+from safetensors.torch import save_file
+
+from csc.errors import InputError
+from csc.run import Optimizer, Options, run
+from csc.runtime.launch import setup_distributed
+
+DATA = """
+import torch
+def batches():
+    for step in range(3):
+        yield {"ids": torch.full((8, 5), step), "labels": torch.ones(8, 5, dtype=torch.int64)}
+def broken():
+    raise KeyError("mine")
+"""
+
+
+def options(program: Path, **changes: object) -> Options:
+    base: dict[str, object] = {
+        "directory": program,
+        "steps": 2,
+        "batch": None,
+        "data": None,
+        "weights": None,
+        "save": None,
+        "lr": 0.1,
+        "optimizer": Optimizer.adamw,
+        "clip": None,
+        "seed": 0,
+        "log_every": 1,
+        "json": True,
+        "timeout": 30.0,
+    }
+    return Options(**{**base, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return handmade.write(tmp_path / "p")
+
+
+def losses(text: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in text.splitlines()]
+
+
+def test_trains_and_saves(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(options(directory, steps=5, clip=1.0, save=tmp_path / "out")) == 0
+    first = losses(capsys.readouterr().out)
+    assert len(first) == 5 and first[-1] < first[0]
+    assert run(options(directory, steps=1, weights=tmp_path / "out")) == 0
+    assert losses(capsys.readouterr().out)[0] < first[-1]
+
+
+def test_data_and_batches(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    assert run(options(directory, steps=3, data=f"{tmp_path}/data.py:batches")) == 0
+    assert len(losses(capsys.readouterr().out)) == 3
+    save_file(handmade.batch(4), tmp_path / "global.safetensors")
+    assert run(options(directory, batch=tmp_path / "global.safetensors", json=False, log_every=2)) == 0
+    assert capsys.readouterr().out.startswith("step 2  loss ")
+
+
+def test_random_weights_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = handmade.write(tmp_path / "q", with_weights=False, frozen="all")
+    assert run(options(directory)) == 0
+    assert "random ones, normal with standard deviation 0.02, seed 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "part"),
+    [
+        ({"directory": Path("/nowhere")}, 2, "/nowhere: there is no such directory"),
+        ({"data": "nowhere.py:f"}, 2, "there is no such file: 'nowhere.py'"),
+        ({"data": "{tmp}/data.py:f"}, 2, "has no function 'f'; it has batches, broken"),
+        ({"data": "{tmp}/data.py:batches", "steps": 4}, 2, "the data ended after 3 of 4 steps"),
+        ({"batch": Path("nowhere")}, 2, "nowhere: there is no such file. Give a safetensors file"),
+        ({"weights": Path("nowhere")}, 2, "nowhere: there is no such file"),
+        ({"lr": 1e30, "steps": 9, "optimizer": Optimizer.sgd}, 1, "is not finite"),
+        ({"data": "{tmp}/data.py:broken"}, 1, "KeyError: 'mine'"),
+    ],
+)
+def test_errors_are_one_sentence(
+    directory: Path,
+    tmp_path: Path,
+    changes: dict[str, object],
+    code: int,
+    part: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    changes = {k: v.replace("{tmp}", str(tmp_path)) if isinstance(v, str) else v for k, v in changes.items()}
+    assert run(options(directory, **changes)) == code
+    said = capsys.readouterr().err
+    assert part in said
+    if "KeyError" not in part:  # an error of the user's own function keeps its traceback
+        assert len(said.splitlines()) == 1 and "Traceback" not in said
+
+
+def test_the_runtime_leaves_the_compiler_alone(directory: Path) -> None:
+    # sympy is not in the list after a step: torch.optim imports torch._dynamo, and that imports it
+    code = (
+        "import sys\nfrom csc.run import main\nsys.argv = ['csc.run', sys.argv[1], '--steps', '1']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "names = ('csc.passes', 'csc.capture', 'csc.codegen', 'csc.api', 'csc.analysis', 'transformers')\n"
+        "found = [m for m in sys.modules if m.startswith(names)]\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 1  loss ")
+
+
+def test_setup_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="Start with torchrun"):
+        setup_distributed()

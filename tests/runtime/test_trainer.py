@@ -1,0 +1,257 @@
+"""Training in one process: the loss and every gradient are those of eager autograd."""
+
+from __future__ import annotations
+
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import handmade
+import pytest
+import torch
+from torch import nn
+
+from csc.errors import CscError, InputError
+from csc.ir.schedule import Action, peak_in_flight
+from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
+
+
+def make(path: Path, **options: Any) -> Trainer:
+    return Trainer(load(handmade.write(path / "program", **options)))
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in trainer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (1, 2), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_are_eager(tmp_path: Path, pp: int, dp: int, microbatches: int, schedule: str) -> None:
+    trainer = make(tmp_path, pp=pp, dp=dp, microbatches=microbatches, schedule=schedule, dtype="float64")
+    batch = handmade.batch(microbatches * dp)
+    loss, expected = handmade.eager(handmade.weights(torch.float64), batch)
+    found = trainer.train_step(batch)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    assert gradients(trainer).keys() == expected.keys()
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["prefix", "middle", "all"])
+def test_frozen_parameters_get_nothing(tmp_path: Path, frozen: str) -> None:
+    trainer = make(tmp_path, frozen=frozen, dp=2)
+    batch = handmade.batch(8)
+    loss, expected = handmade.eager(handmade.weights(), batch)
+    torch.testing.assert_close(trainer.train_step(batch), loss)
+    names = {n for n in expected if n not in handmade.FROZEN[frozen]}
+    assert gradients(trainer).keys() == names == {n for n, _ in trainer.named_parameters()}
+    for name in names:
+        torch.testing.assert_close(gradients(trainer)[name], expected[name])
+    assert set(trainer.state_dict()) == set(handmade.SHAPES)
+
+
+def test_gpipe_and_1f1b_give_the_same_bits(tmp_path: Path) -> None:
+    batch = handmade.batch(12)
+    results = []
+    for schedule in ("gpipe", "1f1b"):
+        trainer = make(tmp_path / schedule, schedule=schedule, dp=2, microbatches=6)
+        results.append((trainer.train_step(batch), gradients(trainer)))
+    (loss_a, a), (loss_b, b) = results
+    assert torch.equal(loss_a, loss_b)
+    assert all(torch.equal(a[name], b[name]) for name in handmade.SHAPES)
+
+
+def test_one_microbatch_is_eager_to_the_bit_in_the_loss(tmp_path: Path) -> None:
+    trainer = make(tmp_path, microbatches=1)
+    loss = trainer.train_step(handmade.batch(1))
+    rank = trainer._ranks[2]
+    data = handmade.batch(1)
+    first, _ = trainer._ranks[0].module.forward(data, {}, trainer.state_dict(), {})
+    second, _ = trainer._ranks[1].module.forward(data, first, trainer.state_dict(), {})
+    sent, _ = rank.module.forward(data, first | second, trainer.state_dict(), rank.constants)
+    assert torch.equal(loss, sent["loss"])
+
+
+@pytest.mark.parametrize("weight", ["sum", "mean"])
+def test_other_loss_weights(tmp_path: Path, weight: str) -> None:
+    trainer = make(tmp_path, weight=weight, dp=2, microbatches=3)
+    batch = handmade.batch(6)
+    if weight == "sum":
+        loss, expected = handmade.eager(handmade.weights(), batch, "sum")
+    else:
+        parts = [
+            handmade.eager(handmade.weights(), {k: v[2 * i : 2 * i + 2] for k, v in batch.items()}) for i in range(6)
+        ]
+        loss = torch.stack([part[0] for part in parts]).mean()
+        expected = {n: torch.stack([p[1][n] for p in parts]).mean(0) for n in handmade.SHAPES}
+    torch.testing.assert_close(trainer.train_step(batch), loss)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_microbatch_without_labels_counts_nothing(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    batch = handmade.batch(4)
+    batch["labels"][2:4] = -100  # all of microbatch 1
+    loss, expected = handmade.eager(handmade.weights(), batch)
+    torch.testing.assert_close(trainer.train_step(batch), loss)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_gradients_add_up_until_zero_grad(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    batch = handmade.batch(4)
+    trainer.train_step(batch)
+    once = {n: g.clone() for n, g in gradients(trainer).items()}
+    trainer.train_step(batch)
+    assert all(torch.equal(g, 2 * once[n]) for n, g in gradients(trainer).items())
+    trainer.zero_grad()
+    assert not gradients(trainer)
+    trainer.train_step(batch)
+    assert all(torch.equal(g, once[n]) for n, g in gradients(trainer).items())
+
+
+def test_ready_microbatches_and_user_dicts(tmp_path: Path) -> None:
+    trainer = make(tmp_path, dp=2, microbatches=2)
+    batch = handmade.batch(4)
+    pieces = [{k: v[2 * i : 2 * i + 2] for k, v in batch.items()} for i in range(4)]
+    losses = [trainer.train_step(form) for form in (batch, pieces, UserDict(batch), {**batch, "mask": None})]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_optimizer_trains(tmp_path: Path) -> None:
+    trainer = make(tmp_path, dp=2)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.05)
+    batch = handmade.batch(8)
+    losses = []
+    for _ in range(20):
+        trainer.zero_grad()
+        losses.append(float(trainer.train_step(batch)))
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_parameters_are_the_callers_own(tmp_path: Path) -> None:
+    own = {n: nn.Parameter(w) for n, w in handmade.weights().items()}
+    trainer = Trainer(load(handmade.write(tmp_path / "p")), own)
+    assert all(p is own[n] for n, p in trainer.named_parameters())
+    before = trainer.train_step(handmade.batch(4))
+    own["w0"].data = torch.zeros_like(own["w0"])
+    assert trainer.train_step(handmade.batch(4)) != before
+
+
+def test_clip_is_torchs(tmp_path: Path) -> None:
+    trainer = make(tmp_path, dp=2)
+    batch = handmade.batch(8)
+    trainer.train_step(batch)
+    other = [nn.Parameter(p.detach().clone()) for p in trainer.parameters()]
+    for mine, theirs in zip(trainer.parameters(), other, strict=True):
+        assert mine.grad is not None
+        theirs.grad = mine.grad.clone()
+    expected = nn.utils.clip_grad_norm_(other, 0.01)
+    torch.testing.assert_close(trainer.clip_grad_norm_(0.01), expected)
+    for mine, theirs in zip(trainer.parameters(), other, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_loss_that_is_not_finite_names_the_microbatch(tmp_path: Path) -> None:
+    trainer = make(tmp_path, dp=2, microbatches=2, weight="mean")
+    batch = handmade.batch(4)
+    trainer.train_step(batch)
+    before = {n: g.clone() for n, g in gradients(trainer).items()}
+    batch["labels"][4:6] = -100
+    with pytest.raises(CscError, match=r"microbatch 0 of replica 1 is not finite.*No gradient was touched"):
+        trainer.train_step(batch)
+    assert all(torch.equal(g, before[n]) for n, g in gradients(trainer).items())
+
+
+def test_no_labels_at_all(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    batch = handmade.batch(4)
+    batch["labels"][:] = -100
+    with pytest.raises(CscError, match="microbatch 0, 1, 2, 3 is not finite \\(nan\\)"):
+        trainer.train_step(batch)
+
+
+def test_timeline(tmp_path: Path) -> None:
+    trainer = Trainer(load(handmade.write(tmp_path / "p")), trace=True)
+    trainer.train_step(handmade.batch(4))
+    for stage, actions in enumerate(trainer.program.schedule.stages):
+        assert tuple(t.action for t in trainer.timeline[stage]) == actions
+        assert all(t.start <= t.end for t in trainer.timeline[stage])
+
+
+def test_an_error_in_a_rank_file_says_where(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p")
+    file = directory / "layers/stage_1.py"
+    file.write_text(file.read_text().replace("dx = received", "dx = reecived"))
+    program = load(directory)
+    assert program.edited == ("layers/stage_1.py",)
+    with pytest.raises(NameError) as caught:
+        Trainer(program).train_step(handmade.batch(4))
+    assert caught.value.__notes__ == [f"in rank 1 at '{Action('B', 1, 0)}'"]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"ids": None}, "key 'ids' is missing: expected int64[2, 5] for each microbatch"),
+        (
+            {"id": torch.zeros(8, 5)},
+            "key 'id' is not an input of the program; inputs: ids, labels. Did you mean 'ids'?",
+        ),
+        ({"use_cache": False}, "key 'use_cache' is not an input"),
+        ({"ids": [1]}, "key 'ids': expected a tensor, found list"),
+        ({"ids": torch.zeros(8, 5)}, "key 'ids': expected dtype int64, found float32"),
+        ({"ids": torch.zeros(8, 6, dtype=torch.int64)}, "key 'ids': expected shape [2, 5], found [2, 6]"),
+        ({"ids": torch.zeros(7, 5, dtype=torch.int64)}, "key 'ids': dim 0 is 7"),
+        ({"ids": torch.tensor(1)}, "key 'ids' has no dimension to split"),
+    ],
+)
+def test_batches_that_do_not_fit(tmp_path: Path, change: dict[str, object], part: str) -> None:
+    trainer = make(tmp_path)
+    with pytest.raises(InputError) as caught:
+        trainer.train_step({**handmade.batch(4), **change})
+    assert part in str(caught.value)
+
+
+def test_other_input_errors(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    with pytest.raises(InputError, match="list of 3 microbatches, the program takes 4"):
+        trainer.train_step([handmade.batch(1)] * 3)
+    with pytest.raises(InputError, match="the batch is a int"):
+        trainer.train_step(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Compile with microbatches=2"):
+        trainer.train_step(handmade.batch(4), microbatches=2)
+
+
+def test_saved_activations_live_as_long_as_the_schedule_says(tmp_path: Path) -> None:
+    trainer = make(tmp_path, microbatches=6)
+    for rank in trainer._ranks:
+        alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        peak = [0]
+        vars(rank.module)["forward"] = _mark(rank.module.forward, alive, peak)
+        vars(rank.module)["backward_input"] = _unmark(rank.module.backward_input)
+        trainer.train_step(handmade.batch(6))
+        assert peak[0] == peak_in_flight(trainer.program.schedule)[rank.rank]
+        assert not alive
+
+
+def _mark(forward: Callable[..., Any], alive: weakref.WeakSet[torch.Tensor], peak: list[int]) -> Callable[..., Any]:
+    def marked(*args: Any) -> Any:
+        sent, saved = forward(*args)
+        marker = torch.zeros(1)
+        alive.add(marker)
+        peak[0] = max(peak[0], len(alive))
+        return sent, (saved, marker)
+
+    return marked
+
+
+def _unmark(backward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda saved, *rest: backward(saved[0], *rest)
