@@ -108,7 +108,4 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _layout(val: torch.Tensor) -> dict[str, Any]:
-    """Messages are dense in memory; a gradient that is a slice of another tensor is sent contiguous."""
-    if not g.is_dense(val):
-        val = val.contiguous()
     return {"shape": list(val.shape), "stride": list(val.stride()), "dtype": _dtype(val.dtype)}

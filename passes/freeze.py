@@ -45,11 +45,10 @@ def freeze(program: Program, options: Options) -> Program:
 
 def matches(pattern: str, parameter: Parameter, modules: Mapping[str, ModuleInfo]) -> bool:
     """True if a component name, a dotted part of a name, or a glob pattern covers the parameter (or an alias)."""
+    names = (parameter.name, *parameter.aliases)
     if re.search(r"[*?\[]", pattern):
-        return any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases))
-    if f".{pattern}." in f".{parameter.name}.":
-        return True
-    return component_of(parameter.name, modules) == pattern
+        return any(fnmatchcase(name, pattern) for name in names)
+    return any(f".{pattern}." in f".{name}." or component_of(name, modules) == pattern for name in names)
 
 
 def component_of(name: str, modules: Mapping[str, ModuleInfo]) -> str:

@@ -29,8 +29,8 @@ from csc.errors import InputError, RankLost
 from csc.ir.schedule import Action, Message
 from csc.runtime.agreement import agree, agree_on_weights
 from csc.runtime.program import LoadedProgram
-from csc.runtime.specs import Manifest, MessageSpec
-from csc.runtime.transport import laid_out, summed
+from csc.runtime.specs import Manifest, MessageSpec, dense
+from csc.runtime.transport import in_layout, laid_out, summed
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
@@ -108,10 +108,10 @@ class Distributed:
         peer = self._peer(message.destination)
         what = str(Action.send(message.channel, microbatch))
         sending = _Sending(microbatch, [])
-        for tensor in laid_out(message, values, self.rank):
+        for spec, tensor in zip(message.values, laid_out(message, values, self.rank), strict=True):
             if tensor.numel() == 0:
                 continue
-            data = _bytes(tensor).to(self._wire)
+            data = _bytes(tensor if dense(spec.shape, spec.stride) else tensor.contiguous()).to(self._wire)
             work = self._guard(partial(dist.isend, data, peer, self._groups[message.kind]), what, peer)
             sending.works.append(work)
             sending.buffers.append(data)
@@ -125,7 +125,8 @@ class Distributed:
         what = str(Action.recv(message.channel, microbatch))
         receipts: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
         for spec in message.values:
-            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            stride = spec.stride if dense(spec.shape, spec.stride) else torch.empty(spec.shape, device="meta").stride()
+            tensor = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=self._device)
             if spec.numel == 0:
                 receipts.append((None, tensor, tensor))
                 continue
@@ -148,7 +149,7 @@ class Distributed:
                 self._guard(work.wait, what, peer)
                 if data.device != tensor.device:
                     _bytes(tensor).copy_(data)
-            values[spec.name] = tensor
+            values[spec.name] = in_layout(spec, tensor)
         if message.kind == "B":  # the peer ran B, so it has had the F message of the same microbatch
             self._release(("F", message.destination, message.source), microbatch)
         return values

@@ -58,8 +58,8 @@ class ConstantSpec:
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """Layout of one value of a message. It occupies exactly `prod(shape)` elements in memory, in the order of
-    `stride`.
+    """Layout of one value of a message, as the receiver gets it. Elements do not overlap. A dense value travels as its
+    memory is, another (a slice of a larger tensor) as a contiguous copy.
     """
 
     name: str
@@ -246,14 +246,26 @@ def _message(row: _Table, count: int) -> MessageSpec:
     values = []
     for value in row.rows("values"):
         spec = ValueSpec(value.get("name", str), value.sizes("shape"), value.sizes("stride"), value.dtype())
-        if not dense(spec.shape, spec.stride):
+        if overlaps(spec.shape, spec.stride):
             raise ProgramError(
-                f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: not dense",
+                f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: elements overlap",
                 value.where,
                 "Send a contiguous copy",
             )
         values.append(spec)
     return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), tuple(values))
+
+
+def overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """True if two elements may share memory, or the two tuples do not belong together."""
+    if len(shape) != len(stride):
+        return True
+    reach = 1
+    for step, size in sorted((st, n) for st, n in zip(stride, shape) if n > 1):
+        if step < reach:
+            return True
+        reach = step * size
+    return False
 
 
 def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from csc.errors import ProgramError
 from csc.ir.schedule import Message
 from csc.runtime.program import LoadedProgram
-from csc.runtime.specs import MessageSpec
+from csc.runtime.specs import MessageSpec, ValueSpec
 
 
 class Endpoint(Protocol):
@@ -101,10 +101,16 @@ def laid_out(message: MessageSpec, values: Mapping[str, torch.Tensor], rank: int
             if all(tensor.stride(i) == spec.stride[i] for i in matters):
                 tensor = tensor.as_strided(spec.shape, spec.stride)
             else:
-                copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
-                tensor = copy.copy_(tensor)
+                tensor = in_layout(spec, tensor)
         tensors.append(tensor)
     return tensors
+
+
+def in_layout(spec: ValueSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of the message; itself if it has them already."""
+    if tensor.stride() == spec.stride:
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
 
 
 def summed(tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from csc.errors import CscError, ProgramError
 from csc.runtime.agreement import digests
 from csc.runtime.executor import interleave
 from csc.runtime.program import load, rank_module
-from csc.runtime.specs import dense
+from csc.runtime.specs import dense, overlaps
 from csc.runtime.trainer import Trainer
 
 
@@ -60,7 +60,7 @@ Edit = Callable[[dict[str, Any]], object]
         (lambda t: t["inputs"][0].update(shape=[-1]), "should list sizes"),
         (lambda t: t["parameters"][0].update(stages=[5]), "different stages in 0..2"),
         (lambda t: t["messages"][0].update(kind="G"), "neither F nor B"),
-        (lambda t: t["messages"][0]["values"][0].update(stride=[1, 1, 1]), "not dense"),
+        (lambda t: t["messages"][0]["values"][0].update(stride=[1, 1, 1]), "elements overlap"),
         (lambda t: t["messages"].pop(0), "'SEND F 0>1 0': there is no such message"),
         (lambda t: t["stages"][1].update(backward_weight=False), "the stage has no W"),
         (lambda t: t["files"].update({"layers/gone.py": "0"}), "its file layers/gone.py is missing"),
@@ -178,6 +178,11 @@ def test_digests_tell_programs_apart(tmp_path: Path) -> None:
     }
     gpipe = digests(load(handmade.write(tmp_path / "d", schedule="gpipe")))
     assert {what for what in base if base[what] != gpipe[what]} == {"schedules"}
+
+
+def test_overlaps() -> None:
+    assert not overlaps((2, 3), (3, 1)) and not overlaps((2, 3), (4, 1)) and not overlaps((), ())
+    assert overlaps((2, 3), (0, 1)) and overlaps((2,), (1, 1)) and overlaps((4, 3), (2, 1))
 
 
 def test_dense() -> None:
