@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 
 from csc.codegen import tables_file
 from csc.codegen.layer_file import signature
-from csc.codegen.python import comment, one_or_tuple, quoted, with_note, wrapped
+from csc.codegen.python import WIDTH, comment, one_or_tuple, quoted, with_note, wrapped
 from csc.codegen.segments import Segment, prefixes_source, segments
 from torch import fx
 
@@ -67,14 +68,24 @@ def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Seq
         rows = [
             f"{'' if m.kind == 'F' else 'gradient of '}{comment(value)} {value_type(program, value)} "
             f"{'from' if other == 'source' else 'to'} stage {getattr(m, other)}"
-            for m in program.messages if getattr(m, end) == stage.index for value in m.values
+            for m in sorted(program.messages, key=lambda m: m.kind, reverse=True) if getattr(m, end) == stage.index for value in m.values
         ]  # fmt: skip
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
-    parts_run = "F" + (", B" if stage.has_b else "") + (", W" if stage.has_w else "")
-    lines.append(
-        f"{'Runs':<9} {parts_run} of every microbatch, in the order of the line 'stage {stage.index}' in schedule.txt"
-    )
+    lines += _order(program, stage)
     return "\n".join([*lines, '"""', "", ""])
+
+
+ORDER_LINES = 6
+
+
+def _order(program: Program, stage: Stage) -> list[str]:
+    """The stage's actions as in schedule.txt, the first lines of them where there are many."""
+    assert program.schedule is not None
+    text = " | ".join(map(str, program.schedule.stages[stage.index]))
+    rows = textwrap.wrap(text, WIDTH - 10)
+    if len(rows) > ORDER_LINES:
+        rows = [*rows[: ORDER_LINES - 1], f"... and so on: see 'stage {stage.index}' in schedule.txt"]
+    return [f"{'Order' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
 class _Writer:

@@ -107,6 +107,7 @@ class CompiledModel:
         self._histories: dict[Any, list[Program]] = {}
         self._trainers: dict[Any, Trainer] = {}
         self._last: Trainer | None = None
+        self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._nothing = nn.Parameter(torch.empty(0))
         self.options = options
         self.progress: Progress = quiet
@@ -161,6 +162,7 @@ class CompiledModel:
             self._model, replace(self.options, **changes), self._example, self._directory, self.compiler
         )
         changed.progress = self.progress
+        changed._before = self._last or self._before
         return changed
 
     def history(
@@ -203,6 +205,7 @@ class CompiledModel:
         key = (_signature(first), count)
         if key not in self._trainers:
             self._join_group()
+            self._gather_weights()
             program = self.history(batch, count)[-1]
             directory = self._program_directory(len(self._trainers))
             self.compiler.emit(program, options, directory, first)
@@ -227,6 +230,21 @@ class CompiledModel:
                 f"{world} processes were started and the mesh has {self.options.mesh.size} ranks", "mesh",
                 f"start with --nproc-per-node {self.options.mesh.size}, or change the mesh",
             )  # fmt: skip
+
+    def _gather_weights(self) -> None:
+        """Under torchrun: bring every parameter up to date on every rank, from the rank that trained it.
+
+        A new partition may give a parameter to another rank, whose copy has not been trained.
+        """
+        if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        manifest = self._before.program.manifest
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for spec in manifest.parameters:
+                if spec.trainable:
+                    dist.broadcast(parameters[spec.name].data, src=manifest.mesh.rank_of(pp=spec.stages[0]))
+        self._before = None
 
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
@@ -292,6 +310,10 @@ class CompiledModel:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters by name."""
         return self._current().state_dict()
+
+    def load(self, path: str | Path) -> None:
+        """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it."""
+        self._current().load(path)
 
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors under the model's names; each rank writes what it owns."""

@@ -1,10 +1,10 @@
 """A small LLaVA as per-rank programs.
 
-    csc explain examples/llava.py:llava                    what each part costs, what freezing prunes
-    csc verify examples/llava.py:llava                     every gradient against eager PyTorch
-    csc compile examples/llava.py:llava -o build/llava     the files: read build/llava/rank_1.py
-    python examples/llava.py                               ten steps, all ranks in this process
-    torchrun --nproc-per-node 3 examples/llava.py          the same steps, one rank a process
+csc explain examples/llava.py:llava                    what each part costs, what freezing prunes
+csc verify examples/llava.py:llava                     every gradient against eager PyTorch
+csc compile examples/llava.py:llava -o build/llava     the files: read build/llava/rank_1.py
+python examples/llava.py                               ten steps, all ranks in this process
+torchrun --nproc-per-node 3 examples/llava.py          the same steps, one rank a process
 """
 
 from __future__ import annotations
@@ -25,17 +25,34 @@ def example_batch(samples: int = 4, length: int = 24) -> dict[str, torch.Tensor]
     labels = ids.clone()
     labels[:, :11] = -100
     pixels = torch.randn(samples, 3, 24, 24, generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "labels": labels}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels,
+        "labels": labels,
+    }
 
 
-@csc.compile(mesh=csc.Mesh(pp=3), example=example_batch, freeze=["vision_tower", "language_model"], microbatches=2)
+@csc.compile(
+    mesh=csc.Mesh(pp=3), example=example_batch, freeze=["vision_tower", "language_model"], microbatches=2
+)
 def llava() -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=24, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=24,
+        patch_size=8,
     )
     text = LlamaConfig(
-        hidden_size=48, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=100
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
     )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
     return LlavaForConditionalGeneration(config)

@@ -168,6 +168,14 @@ class Trainer:
         """This process' parameters, frozen ones too, detached, under the model's names."""
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
 
+    @torch.no_grad()
+    def load(self, path: str | Path) -> None:
+        """Read this process' parameters from a safetensors file or a directory of them. InputError if one is missing or
+        of another shape or dtype; then nothing was changed.
+        """
+        for name, tensor in weights.read(path, self._specs, self.device).items():
+            self._weights[name].copy_(tensor)
+
     def save(self, directory: str | Path) -> None:
         """Write the weights as HF does: a shard per stage, or one file from one process. All ranks call."""
         manifest = self.program.manifest
