@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__.split(":")[0]
 )
 errors = Console(stderr=True)
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 
 Target = Annotated[str, typer.Argument(help="path.py:name of a compiled model, a module or a factory")]
 MeshOption = Annotated[str | None, typer.Option("--mesh", help="axis sizes, for example pp=3,dp=2")]

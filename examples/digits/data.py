@@ -23,6 +23,10 @@ IMAGE_SIZE = GRID * CELL_SIZE
 PIXEL_MEAN, PIXEL_STD = 0.2, 0.35
 
 ROWS = ("top", "middle", "bottom")
+# Text and the first phase ask for these two only, so that there is something left for the LLM to learn from
+# images: what "middle" means. LLaVA's own phases differ likewise, captions first and instructions second.
+KNOWN_ROWS = (0, 2)
+ALL_ROWS = (0, 1, 2)
 WORDS = ("<pad>", "<bos>", "<eos>", "<image>", *"0123456789", *ROWS, "read", "the", "row", ":")
 VOCABULARY: dict[str, int] = {word: index for index, word in enumerate(WORDS)}
 ANSWER_LENGTH = GRID + 1  # three digits and <eos>
@@ -96,7 +100,7 @@ def draw_images(scans: Scans, chosen: Tensor, generator: torch.Generator | None 
 def ask(symbols: Tensor, digits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Write questions with their answers as tokens.
 
-    ``symbols`` [B, 9] are the tokens that are read (placeholders of an image or digits as text), ``digits``
+    ``symbols`` [B, N] are the tokens that are read (placeholders of an image or digits as text), ``digits``
     [B, 9] what they show, ``rows`` [B] the row each question names. Returns input_ids and labels [B, S], the
     labels ignored everywhere but on the answer.
     """
@@ -106,7 +110,9 @@ def ask(symbols: Tensor, digits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full((count, 1), VOCABULARY[text])
 
     row = (rows + VOCABULARY[ROWS[0]]).unsqueeze(1)
-    prompt = torch.cat((word("<bos>"), symbols, word("read"), word("the"), row, word("row"), word(":")), dim=1)
+    prompt = torch.cat(
+        (word("<bos>"), symbols, word("read"), word("the"), row, word("row"), word(":")), dim=1
+    )
     asked = digits.view(count, GRID, GRID)[torch.arange(count), rows]
     answer = torch.cat((asked + VOCABULARY["0"], word("<eos>")), dim=1)
     labels = torch.cat((torch.full_like(prompt, IGNORED), answer), dim=1)
@@ -126,24 +132,31 @@ def image_batches(scans: Scans, batch_size: int, seed: int) -> Iterator[tuple[Te
         yield draw_images(scans, chosen, generator), scans.digits[chosen]
 
 
+def draw_rows(rows_asked: tuple[int, ...], count: int, generator: torch.Generator) -> Tensor:
+    """Choose a row for each of ``count`` questions: int64 [count]."""
+    return torch.tensor(rows_asked)[torch.randint(len(rows_asked), (count,), generator=generator)]
+
+
 def text_batches(batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield, without end, the task as text alone: nine random digits, a question, the answer."""
+    """Yield, without end, the task as text alone: nine random digits, a question, the answer; all [B, S]."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         digits = torch.randint(10, (batch_size, CELLS), generator=generator)
-        rows = torch.randint(GRID, (batch_size,), generator=generator)
+        rows = draw_rows(KNOWN_ROWS, batch_size, generator)
         input_ids, labels = ask(digits + VOCABULARY["0"], digits, rows)
         yield {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
 
 
-def instruction_batches(scans: Scans, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield, without end, visual instructions of one fixed shape.
+def instruction_batches(
+    scans: Scans, batch_size: int, seed: int, rows_asked: tuple[int, ...] = ALL_ROWS
+) -> Iterator[Batch]:
+    """Yield, without end, visual instructions of one fixed shape, each about one of ``rows_asked``.
 
     input_ids, attention_mask and labels are int64 [B, S], pixel_values float32 [B, 3, 30, 30].
     """
     generator = torch.Generator().manual_seed(seed)
     for pixel_values, digits in image_batches(scans, batch_size, seed + 1):
-        rows = torch.randint(GRID, (batch_size,), generator=generator)
+        rows = draw_rows(rows_asked, batch_size, generator)
         input_ids, labels = ask_about_images(digits, rows)
         yield {
             "input_ids": input_ids,
@@ -156,11 +169,14 @@ def instruction_batches(scans: Scans, batch_size: int, seed: int) -> Iterator[Ba
 def held_out_images(scans: Scans, rounds: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return images [I, 3, 30, 30] and digits [I, 9] in which each scan appears about ``rounds`` times.
 
-    Each round shuffles the scans and cuts them into images; those that do not fill an image sit the round out.
+    Each round shuffles the scans and cuts them into images; scans that fill no image sit the round out.
     """
     generator = torch.Generator().manual_seed(seed)
     images = len(scans) // CELLS
     chosen = torch.cat(
-        [torch.randperm(len(scans), generator=generator)[: images * CELLS].view(images, CELLS) for _ in range(rounds)]
+        [
+            torch.randperm(len(scans), generator=generator)[: images * CELLS].view(images, CELLS)
+            for _ in range(rounds)
+        ]
     )
     return draw_images(scans, chosen), scans.digits[chosen]

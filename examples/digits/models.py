@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from data import CELL_SIZE, CELLS, IMAGE_SIZE, SEQUENCE_LENGTH, VOCABULARY
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -13,8 +14,6 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
-
-from data import CELL_SIZE, CELLS, IMAGE_SIZE, SEQUENCE_LENGTH, VOCABULARY
 
 
 def vision_config() -> CLIPVisionConfig:
@@ -43,6 +42,8 @@ def text_config() -> LlamaConfig:
         bos_token_id=VOCABULARY["<bos>"],
         eos_token_id=VOCABULARY["<eos>"],
         attention_dropout=0.0,
+        # About 1 / sqrt(hidden_size). The default, 0.02, suits wider models and starts slowly at this width.
+        initializer_range=0.08,
         tie_word_embeddings=False,
         use_cache=False,
     )
