@@ -128,11 +128,7 @@ def _backward_input(variant: Variant) -> str:
     assert graph is not None
     lines, names = _start("backward_input", ["saved"], graph)
     gradients, kept = g.outputs(graph)
-    what = (
-        "B: gradients of the activations"
-        if gradients
-        else "No gradient passes on from here: keep what W needs"
-    )
+    what = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
     lines.append(f'    """{what}."""')
     lines += _types(graph, {"tangent"})
     lines += _unpack(graph, "saved")

@@ -46,7 +46,10 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
             {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype)} for item in program.inputs
         ],
         "parameters": [
-            {"name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable, "stages": holders[p.name]}
+            {
+                "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
+                "stages": holders[p.name],
+            }
             for p in program.parameters if p.name in holders
         ],
         "unused": [p.name for p in program.parameters if p.name not in holders],
@@ -55,8 +58,8 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
             {
                 "kind": message.kind, "source": message.source, "destination": message.destination,
                 "values": [
-                    {"name": value, **_layout(values[value] if message.kind == "F" else gradients[message.source, value])}
-                    for value in message.values
+                    {"name": v, **_layout(values[v] if message.kind == "F" else gradients[message.source, v])}
+                    for v in message.values
                 ],
             }
             for message in program.messages
@@ -74,10 +77,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
             "schedule": options.schedule,
             "freeze": list(options.freeze) if options.freeze is not None else None,
             "cuts": list(options.cuts) if options.cuts is not None else None,
-            "flops": [
-                [sum(program.variants[program.region(name).variant].flops[part] for name in stage.regions) for part in range(3)]
-                for stage in program.stages
-            ],
+            "flops": _flops(program),
         },
         "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
     }  # fmt: skip
@@ -85,8 +85,14 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
     return content
 
 
+def _flops(program: Program) -> list[list[int]]:
+    """FLOPs of F, B and W of every stage, for one microbatch."""
+    of_region = {region.name: program.variants[region.variant].flops for region in program.regions}
+    return [[sum(of_region[name][part] for name in stage.regions) for part in range(3)] for stage in program.stages]
+
+
 def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
-    """(stage, value) -> the value's gradient as it leaves that stage: as the stage's first reader of the value makes it."""
+    """(stage, value) -> the value's gradient as it leaves that stage: as the value's first reader there makes it."""
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     found: dict[tuple[int, str], torch.Tensor] = {}
     for region in reversed(program.regions):

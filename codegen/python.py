@@ -64,9 +64,7 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
     target = node.target
     if not isinstance(target, OpOverload):
-        raise CscError(
-            f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations"
-        )
+        raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
     operands = [literal(argument, names) for argument in node.args]
     operands += [f"{key}={literal(value, names)}" for key, value in node.kwargs.items()]

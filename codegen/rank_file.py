@@ -44,7 +44,8 @@ def value_type(program: Program, value: str) -> str:
 def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Sequence[Segment]) -> str:
     trainable = {p.name for p in program.parameters if p.trainable}
     lines = [
-        f'"""Rank {rank} of {mesh.size}: stage {stage.index} of {mesh.pp}, replica {mesh.coordinates(rank).dp} of {mesh.dp}, '
+        f'"""Rank {rank} of {mesh.size}: stage {stage.index} of {mesh.pp}, '
+        f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, "
         f"{comment(program.name)}.",
         "",
     ]
@@ -68,7 +69,9 @@ def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Seq
         rows = [
             f"{'' if m.kind == 'F' else 'gradient of '}{comment(value)} {value_type(program, value)} "
             f"{'from' if other == 'source' else 'to'} stage {getattr(m, other)}"
-            for m in sorted(program.messages, key=lambda m: m.kind, reverse=True) if getattr(m, end) == stage.index for value in m.values
+            for m in sorted(program.messages, key=lambda m: m.kind, reverse=True)
+            if getattr(m, end) == stage.index
+            for value in m.values
         ]  # fmt: skip
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
     lines += _order(program, stage)
@@ -194,9 +197,7 @@ class _Writer:
                     note = f"{value_type(self.program, value)} from stage {message.source}"
                     lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
         for index, segment in enumerate(self.segments):
-            lines += (
-                self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
-            )
+            lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
         sent = self._sent("F")
         returned = [f"{quoted(value)}: {self.variable(value)}" for value in sent]
         if LOSS in self.made:
@@ -218,9 +219,7 @@ class _Writer:
             for part in (variant.backward_input, variant.backward_weight):
                 if part is not None:
                     tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
-        saving = [
-            self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None
-        ]
+        saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
         return [*dict.fromkeys(tables), *saving]
 
     def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
@@ -250,8 +249,7 @@ class _Writer:
     def _forward_loop(self, index: int, segment: Segment) -> list[str]:
         variant, name = self.variant(segment), f"{self._carried_variable(segment)}"
         arguments = [
-            name if i == segment.carried else self.variable(v)
-            for i, v in enumerate(segment.first.activations)
+            name if i == segment.carried else self.variable(v) for i, v in enumerate(segment.first.activations)
         ]
         arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
         saving = variant.backward_input is not None
@@ -280,20 +278,12 @@ class _Writer:
                 lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
         if LOSS in self.made:
             lines.append(
-                with_note(
-                    'd_loss = received["loss"]', "weight of this microbatch in the loss of the whole batch"
-                )
+                with_note('d_loss = received["loss"]', "weight of this microbatch in the loss of the whole batch")
             )
         for index, segment in reversed(list(enumerate(self.segments))):
             if self.variant(segment).backward_input is not None:
-                lines += (
-                    self._backward_loop(index, segment)
-                    if segment.loops
-                    else self._backward_call(index, segment)
-                )
-        lines += wrapped(
-            "sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}"
-        )
+                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        lines += wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
         if self.stage.has_w:
             lines += _packed("kept", self._kept_names())
             lines.append("    return sent, kept")
@@ -379,9 +369,7 @@ class _Writer:
                     f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):"
                 )
                 lines.append("        w = under(weights, layer)")
-                lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8
-                )
+                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
                 lines.append("        yield from w.full_names(gradients)")
             else:
                 lines.append(f"    w = {self.weights_of(segment.first)}")

@@ -58,11 +58,7 @@ def _carried(segment: Segment, region: Region, readers: dict[str, int]) -> int |
     before = segment.last
     if region.variant != before.variant or region.kind != "layer" or region.shared != before.shared:
         return None
-    if (
-        len(before.outputs) != 1
-        or readers.get(before.outputs[0]) != 1
-        or before.outputs[0] not in region.activations
-    ):
+    if len(before.outputs) != 1 or readers.get(before.outputs[0]) != 1 or before.outputs[0] not in region.activations:
         return None
     position = region.activations.index(before.outputs[0])
     if segment.loops and position != segment.carried:
@@ -89,9 +85,7 @@ def prefixes_source(modules: Sequence[str]) -> str:
     """A list of parameter prefixes: `[f"model.layers.{i}." for i in range(2, 9)]`, or written out."""
     patterns = [_pattern(module) for module in modules]
     numbers = [number for _, number in patterns]
-    if len({prefix for prefix, _ in patterns}) == 1 and numbers == list(
-        range(numbers[0], numbers[0] + len(numbers))
-    ):
+    if len({prefix for prefix, _ in patterns}) == 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         prefix = patterns[0][0]
         if re.fullmatch(r"[\w.]*", prefix, flags=re.ASCII):
             return f'[f"{prefix}{{i}}." for i in range({numbers[0]}, {numbers[-1] + 1})]'

@@ -1,4 +1,4 @@
-"""layers/tables.py: what each stage computes from the batch and the constants alone (masks, position tables, labels)."""
+"""layers/tables.py: what each stage makes from the batch and the constants alone (masks, position tables, labels)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.program import Program, Stage
 
-DOCSTRING = '''"""Values that a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
+DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
 Each stage that needs one computes it by itself: that is cheaper than a message, and nothing of it needs a gradient.
 """
@@ -22,9 +22,7 @@ Each stage that needs one computes it by itself: that is cheaper than a message,
 def computed(program: Program, stage: Stage) -> list[str]:
     """The tables of a stage that take computation (the others are batch entries and constants as they are)."""
     nodes = _nodes(program)
-    return [
-        name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens
-    ]
+    return [name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens]
 
 
 def direct(program: Program, stage: Stage) -> dict[str, tuple[str, str]]:

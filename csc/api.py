@@ -74,9 +74,7 @@ def compile(
             "this version runs dp and pp; leave cp and tp at 1",
         )  # fmt: skip
     if loss_weight not in ("auto", "tokens", "mean", "sum"):
-        raise InputError(
-            f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'"
-        )
+        raise InputError(f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
@@ -165,9 +163,7 @@ class CompiledModel:
         changed._before = self._last or self._before
         return changed
 
-    def history(
-        self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None
-    ) -> list[Program]:
+    def history(self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None) -> list[Program]:
         """The Program after capture and each pass, for a batch's signature (the example's by default)."""
         options = replace(self.options, microbatches=microbatches or self.options.microbatches)
         first = self._microbatch(self.example if batch is None else batch, options)
@@ -249,8 +245,8 @@ class CompiledModel:
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
 
-        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica). A batch of
-        another length is compiled once, from the same trace; other keys or dtypes than the example's are an InputError.
+        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica). Another
+        length is compiled once, from the same trace; other keys or dtypes than the example's are an InputError.
         Returns the loss of the whole batch (0-d tensor, the same on every rank).
         """
         self._check_batch(batch)
@@ -294,7 +290,7 @@ class CompiledModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """What trains on this process' ranks; give it to an optimizer.
 
-        On a rank that holds only frozen layers: one parameter without elements, since torch.optim refuses an empty list.
+        On a rank of frozen layers only: one parameter without elements, since torch.optim refuses an empty list.
         """
         own = list(self._current().parameters())
         return iter(own or [self._nothing])

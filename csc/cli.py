@@ -31,14 +31,10 @@ FreezeOption = Annotated[
     list[str] | None,
     typer.Option("--freeze", help="component name or glob over parameter names; may be repeated"),
 ]
-CutOption = Annotated[
-    list[str] | None, typer.Option("--cut", help="region that opens a stage; may be repeated")
-]
+CutOption = Annotated[list[str] | None, typer.Option("--cut", help="region that opens a stage; may be repeated")]
 MicrobatchOption = Annotated[int | None, typer.Option("--microbatches", help="microbatches per step")]
 ScheduleOption = Annotated[str | None, typer.Option("--schedule", help="1f1b or gpipe")]
-ExampleOption = Annotated[
-    str | None, typer.Option("--example", help="name of the example batch in the same file")
-]
+ExampleOption = Annotated[str | None, typer.Option("--example", help="name of the example batch in the same file")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
@@ -54,9 +50,7 @@ def main() -> None:
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(
-            error, "exit_code"
-        ):  # a usage error of the command line
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a usage error of the command line
             errors.print(f"[red]error:[/] {escape(error.format_message())}")
             sys.exit(2)
         raise
@@ -103,9 +97,7 @@ def compile_command(
     microbatches: MicrobatchOption = None,
     schedule: ScheduleOption = None,
     example: ExampleOption = None,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="also write the parameters, as safetensors")
-    ] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -124,16 +116,12 @@ def compile_command(
             }
         )
         return
-    table = Table(
-        "pass", "seconds", "leaves", title=f"{program.name}: {len(program.stages)} stages, {ranks} ranks"
-    )
+    table = Table("pass", "seconds", "leaves", title=f"{program.name}: {len(program.stages)} stages, {ranks} ranks")
     for row in passes:
         table.add_row(row["name"], f"{row['seconds']:.3f}", row["summary"])
     console.print(table)
     console.print(f"wrote {escape(str(directory))}", soft_wrap=True)
-    console.print(
-        f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True
-    )
+    console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
 
 
 @app.command()
@@ -143,9 +131,7 @@ def dump(
     rank: Annotated[int | None, typer.Option("--rank", help="only this rank")] = None,
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     form: Annotated[str, typer.Option("--format", help="text, python, dot, mermaid or html")] = "text",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
     mesh: MeshOption = None,
     freeze: FreezeOption = None,
     cut: CutOption = None,
@@ -262,13 +248,11 @@ def verify(
     microbatches: MicrobatchOption = None,
     schedule: ScheduleOption = None,
     example: ExampleOption = None,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", help="largest relative difference that passes")
-    ] = 1e-6,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative difference that passes")] = 1e-6,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run the compiled program against eager PyTorch on the example batch: loss and every gradient. Exit 1 if they differ."""
+    """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
     from csc.verification import verify as compare
 
     with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
@@ -293,15 +277,14 @@ def verify(
             f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}"
         )
         console.print(
-            f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, largest difference {result.grad_rel_max:.3g}"
+            f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, "
+            f"largest difference {result.grad_rel_max:.3g}"
         )
         for title, names in (("missing", result.params_missing), ("unexpected", result.params_unexpected)):
             for name in names:
                 console.print(f"[red]{title}[/] {escape(name)}")
         if result.random_ops:
-            console.print(
-                f"{result.random_ops} random operations (dropout): eager and compiled draw different numbers"
-            )
+            console.print(f"{result.random_ops} random operations (dropout): eager and compiled draw different numbers")
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
     if not good:
         raise typer.Exit(1)

@@ -39,9 +39,7 @@ class Compiler:
     captures: dict[Any, Program] = field(default_factory=dict)
     traced: dict[Any, list[Program]] = field(default_factory=dict)
 
-    def compile(
-        self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet
-    ) -> list[Program]:
+    def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
         tensors, extra = split_batch(microbatch)
         capture_key, key = _keys(tensors, extra)
@@ -69,9 +67,7 @@ class Compiler:
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""
         flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        return replace(
-            program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters)
-        )
+        return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
 
     def emit(
         self,

@@ -1,4 +1,4 @@
-"""A Program as a picture: Graphviz DOT, Mermaid, or a self-contained HTML page with an SVG of its regions and stages."""
+"""A Program as a picture: Graphviz DOT, Mermaid, or a self-contained HTML page with an SVG of regions and stages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def page(program: Program, regions: Sequence[Region], text: str | None = None) -
         chosen = {region.name for region in regions}
         rows = "".join(
             f"<tr><td>{html.escape(row.name)}</td><td>{html.escape(row.template)}</td><td>{row.stage}</td>"
-            f"<td>{row.parameters:,}</td><td>{row.trainable:,}</td><td>{row.matmuls[0]} / {row.matmuls[1]} / {row.matmuls[2]}</td>"
+            f"<td>{row.parameters:,}</td><td>{row.trainable:,}</td>"
+            f"<td>{' / '.join(map(str, row.matmuls))}</td>"
             f"<td>{sum(row.flops):,}</td><td>{html.escape(row.why)}</td></tr>"
             for row in explained if row.name in chosen
         )  # fmt: skip
@@ -104,13 +105,17 @@ def page(program: Program, regions: Sequence[Region], text: str | None = None) -
     body = html.escape(text if text is not None else program_text(program, tuple(r.name for r in regions)))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(program.name)}</title><style>"
-        "body{font:14px/1.4 system-ui,sans-serif;margin:2rem;color:#111}pre{background:#f8fafc;padding:1rem;overflow:auto;"
-        "font-size:12px}table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;"
-        "text-align:left}</style>"
+        f"{STYLE}</style>"
         f"<h1>{html.escape(program.name)}</h1>{_svg(program, regions)}{rows}<pre>{body}</pre></html>\n"
     )
 
 
+STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2rem;color:#111}"
+    "pre{background:#f8fafc;padding:1rem;overflow:auto;font-size:12px}"
+    "table{border-collapse:collapse;margin:1rem 0}"
+    "td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;text-align:left}"
+)
 BOX_HEIGHT, GAP, BOX_WIDTH, LEFT = 26, 14, 420, 110
 
 
@@ -122,9 +127,11 @@ def _svg(program: Program, regions: Sequence[Region]) -> str:
     for stage in program.stages:
         held = [top[name] for name in stage.regions if name in top]
         if held:
+            y, tall = min(held) - 6, max(held) - min(held) + BOX_HEIGHT + 12
             parts.append(
-                f'<rect x="6" y="{min(held) - 6}" width="{LEFT + BOX_WIDTH + 20}" height="{max(held) - min(held) + BOX_HEIGHT + 12}" '
-                f'rx="8" fill="none" stroke="#94a3b8"/><text x="14" y="{min(held) + 14}" fill="#475569">stage {stage.index}</text>'
+                f'<rect x="6" y="{y}" width="{LEFT + BOX_WIDTH + 20}" height="{tall}" rx="8" fill="none" '
+                f'stroke="#94a3b8"/>'
+                f'<text x="14" y="{y + 20}" fill="#475569">stage {stage.index}</text>'
             )
     for source, target, back in edges(program):
         if source not in top or target not in top:
@@ -138,12 +145,14 @@ def _svg(program: Program, regions: Sequence[Region]) -> str:
             x, bend = LEFT + BOX_WIDTH, 30 + min(120, (end - start) // 6)
             start, end = start - BOX_HEIGHT // 2, end + BOX_HEIGHT // 2
             parts.append(
-                f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}" stroke="#334155" fill="none"{dash}/>'
+                f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}" '
+                f'stroke="#334155" fill="none"{dash}/>'
             )
     for region in regions:
         y = top[region.name]
         parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" fill="{colour(region)}" stroke="#64748b"/>'
+            f'<rect x="{LEFT}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" '
+            f'fill="{colour(region)}" stroke="#64748b"/>'
             f'<text x="{LEFT + 10}" y="{y + 17}">{html.escape(region.name)}</text>'
         )
     legend = "blue: forward only; yellow: a gradient passes; green: trains; dashed: no gradient comes back"

@@ -51,14 +51,10 @@ def dump(
     return dot(program, chosen) if form == "dot" else mermaid(program, chosen)
 
 
-def _chosen(
-    program: Program, final: Program, stages: tuple[int, ...] | None, region: str | None
-) -> Sequence[Region]:
+def _chosen(program: Program, final: Program, stages: tuple[int, ...] | None, region: str | None) -> Sequence[Region]:
     if region is not None and not any(r.name == region for r in final.regions):
         close = difflib.get_close_matches(region, [r.name for r in final.regions], n=3, cutoff=0.4)
-        raise InputError(
-            f"there is no region {region!r}", "--region", f"close names: {', '.join(close) or 'none'}"
-        )
+        raise InputError(f"there is no region {region!r}", "--region", f"close names: {', '.join(close) or 'none'}")
     held = {name for s in final.stages if stages is None or s.index in stages for name in s.regions}
     return [r for r in program.regions if r.name in held and region in (None, r.name)]
 
@@ -71,9 +67,7 @@ def _python(compiled: CompiledModel, program: Program, rank: int | None, region:
     elif rank is not None:
         wanted = [f"rank_{rank}.py"]
     else:
-        wanted = sorted(
-            (p for p in files if PurePosixPath(p).stem != "__init__"), key=lambda p: ("/" in p, p)
-        )
+        wanted = sorted((p for p in files if PurePosixPath(p).stem != "__init__"), key=lambda p: ("/" in p, p))
     if len(wanted) == 1:
         return files[wanted[0]]
     return "\n".join(f"# ===== {path}\n{files[path]}" for path in wanted)

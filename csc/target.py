@@ -25,9 +25,7 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
     """
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise InputError(
-            f"{target!r} names no model", "target", "write path.py:name, for example train.py:llava"
-        )
+        raise InputError(f"{target!r} names no model", "target", "write path.py:name, for example train.py:llava")
     module = _load(Path(path))
     found = _attribute(module, name, path)
     if isinstance(found, CompiledModel):
@@ -63,9 +61,7 @@ def _load(path: Path) -> Any:
     except CscError:
         raise
     except SyntaxError as error:
-        raise InputError(
-            f"syntax error: {error.msg}", f"{error.filename}:{error.lineno}", "mend that line"
-        ) from error
+        raise InputError(f"syntax error: {error.msg}", f"{error.filename}:{error.lineno}", "mend that line") from error
     except Exception as error:
         where = user_line(error) or str(path)
         last = traceback.format_exception_only(error)[-1].strip()

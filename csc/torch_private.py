@@ -1,7 +1,7 @@
 """Every private torch name that csc leans on, in one place.
 
-Each has a contract test in tests/unit/test_torch_private.py, so that a new torch release that moves or changes one fails
-there, by name, and not somewhere inside a pass.
+Each has a contract test in tests/unit/test_torch_private.py: a torch release that moves or changes one fails there, by
+name, and not somewhere inside a pass.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from csc.api import CompiledModel
 from csc.capture import loss_of, split_batch
 from csc.ir import graph as g
 
-# A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller than
-# this share of its module's whole gradient is taken for that, and its difference is measured against the module's.
+# A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
+# than this share of its module's whole gradient is taken for that: its difference is measured against the module's.
 NOISE = 1e-4
 
 
@@ -46,7 +46,7 @@ class Verification:
 
 
 def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
-    """Run eager and compiled on the example (or a given) batch, in this process. Gradients in `.grad` are left as they were."""
+    """Run eager and compiled on the example (or a given) batch, in this process. `.grad` is left as it was."""
     batch = compiled.example if batch is None else batch
     model = compiled.model
     trainable = {p.name for p in compiled.program.parameters if p.trainable}

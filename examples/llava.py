@@ -33,9 +33,7 @@ def example_batch(samples: int = 4, length: int = 24) -> dict[str, torch.Tensor]
     }
 
 
-@csc.compile(
-    mesh=csc.Mesh(pp=3), example=example_batch, freeze=["vision_tower", "language_model"], microbatches=2
-)
+@csc.compile(mesh=csc.Mesh(pp=3), example=example_batch, freeze=["vision_tower", "language_model"], microbatches=2)
 def llava() -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
     vision = CLIPVisionConfig(

@@ -86,10 +86,7 @@ def joint_of(
         ]
 
     def joint(primals: list[torch.Tensor], seeds_in: list[torch.Tensor]) -> tuple[Any, ...]:
-        inputs = [
-            p.detach().requires_grad_(True) if i in differentiated else p.detach()
-            for i, p in enumerate(primals)
-        ]
+        inputs = [p.detach().requires_grad_(True) if i in differentiated else p.detach() for i, p in enumerate(primals)]
         with torch.enable_grad(), fx_traceback.preserve_node_meta():
             results = _Marking(template.graph).run(*inputs)
             roots = [results[i] for i in template.differentiable] + [inputs[i] for i in template.threaded]
@@ -209,14 +206,10 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     last_of = _last_by_origin(graph)
     for node in g.calls(graph):
         if g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh"):
-            mapping[node] = mapping[node.args[0]]
+            mapping[node] = mapping[node.all_input_nodes[0]]
             continue
         argument = mapping[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
-        if (
-            g.op_name(node) == "aten::t"
-            and isinstance(argument, fx.Node)
-            and g.op_name(argument) == "aten::t"
-        ):
+        if g.op_name(node) == "aten::t" and isinstance(argument, fx.Node) and g.op_name(argument) == "aten::t":
             mapping[node] = argument.args[0]
             continue
         copied = g.copy_node(tidy, node, mapping, name=_joint_name(node, last_of))
@@ -226,7 +219,8 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     wanted = len(template.outputs)
     layouts = [None] * wanted + [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
     for i in range(len(template.activations)):
-        if isinstance(finals[wanted + i], fx.Node) and not _overlaps(finals[wanted + i].meta["val"]):
+        final = finals[wanted + i]
+        if isinstance(final, fx.Node) and not _overlaps(final.meta["val"]):
             layouts[wanted + i] = None
     tidy.output(tuple(_in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
     g.erase_dead(tidy)

@@ -40,8 +40,8 @@ def loss(program: Program, options: Options) -> Program:
             raise InputError(
                 f"csc cannot see what the loss averages over (it ends in {g.short_op(result)})",
                 result.meta.get("source") or "model output",
-                "say how the losses of microbatches combine: loss_weight='mean' (each counts the same) or 'sum'; or use one "
-                "microbatch and dp=1",
+                "say how the losses of microbatches combine: loss_weight='mean' (each counts the same) or 'sum'; or "
+                "use one microbatch and dp=1",
             )
         weight = "mean"
     if weight != "tokens":
@@ -69,11 +69,7 @@ def _reduction(result: Any) -> tuple[str, fx.Node | None, int]:
     if name in TOKEN_LOSSES and bound.get("weight") is None:
         reduction = bound.get("reduction", MEAN)
         target = bound["target"]
-        if (
-            reduction == MEAN
-            and target.meta["val"].dtype is torch.int64
-            and not _depends_on_parameters(target)
-        ):
+        if reduction == MEAN and target.meta["val"].dtype is torch.int64 and not _depends_on_parameters(target):
             return "tokens", target, int(bound.get("ignore_index", -100))
         if reduction == SUM:
             return "sum", None, 0

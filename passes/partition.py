@@ -15,8 +15,8 @@ def partition(program: Program, options: Options) -> Program:
     """Cut the regions, in order of execution, into one run of regions a stage.
 
     Requires  pass `split` (its FLOPs are what is balanced).
-    Ensures   every region is in one stage; activations go straight to every later stage that reads them; a gradient visits
-              the readers of its value from the last to the first; no message for a gradient that nobody needs.
+    Ensures   every region is in one stage; activations go straight to every later stage that reads them; a gradient
+              visits the readers of its value from the last to the first; no message for a gradient that nobody needs.
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
@@ -39,9 +39,7 @@ def partition(program: Program, options: Options) -> Program:
     bounds = [*starts, len(names)]
     home = {name: stage for stage in range(stages) for name in names[bounds[stage] : bounds[stage + 1]]}
     messages = _messages(program.regions, home)
-    built = tuple(
-        _stage(program, index, program.regions[bounds[index] : bounds[index + 1]]) for index in range(stages)
-    )
+    built = tuple(_stage(program, index, program.regions[bounds[index] : bounds[index + 1]]) for index in range(stages))
     return replace(program, stages=built, messages=messages)
 
 

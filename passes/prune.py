@@ -22,8 +22,8 @@ def prune(program: Program, options: Options) -> Program:
     """Keep of each joint graph what the frozen set needs; regions that need the same share a variant.
 
     Requires  passes `differentiate` and `freeze`.
-    Ensures   `dx` and `dw` of every region; a frozen parameter has no gradient node; an activation with nothing trainable
-              above it has no gradient; values computed only for removed gradients are gone.
+    Ensures   `dx` and `dw` of every region; a frozen parameter has no gradient node; an activation with nothing
+              trainable above it has no gradient; values computed only for removed gradients are gone.
     Before    joint(x, w, d_out) -> out, d_x, d_w
     After     w frozen: (x, w, d_out) -> out, d_x;   nothing trainable above: (x, w) -> out
     """
@@ -36,13 +36,8 @@ def prune(program: Program, options: Options) -> Program:
             found and i in template.inexact and value in needy
             for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
         )
-        dw = tuple(
-            found and name in trainable
-            for name, found in zip(region.parameters, template.parameter_gradients)
-        )
-        reached = gradients.outputs_reached(
-            template.graph, dx, dw, len(template.activations), len(template.shared)
-        )
+        dw = tuple(found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients))
+        reached = gradients.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
         needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
         marked.append(replace(region, dx=dx, dw=dw))
     _check_chain(marked, program)
@@ -60,9 +55,7 @@ def prune(program: Program, options: Options) -> Program:
         if key not in by_need:
             by_need[key] = unique(_variant_name(template, region), variants)
             pruned = specialise(template, region.dx, region.dw, tangents)
-            variants[by_need[key]] = Variant(
-                by_need[key], template.name, region.dx, region.dw, tangents, pruned
-            )
+            variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
         final.append(replace(region, variant=by_need[key]))
     return replace(program, regions=tuple(final), variants=variants)
 
@@ -91,9 +84,7 @@ def _check_chain(regions: Sequence[Region], program: Program) -> None:
                 available.add(value)
 
 
-def specialise(
-    template: Template, dx: Sequence[bool], dw: Sequence[bool], tangents: Sequence[bool]
-) -> fx.Graph:
+def specialise(template: Template, dx: Sequence[bool], dw: Sequence[bool], tangents: Sequence[bool]) -> fx.Graph:
     """The joint graph with only the wanted gradients: dead nodes, unused tangents and masked outputs removed."""
     assert template.joint is not None
     graph, _ = g.copy_graph(template.joint)

@@ -18,18 +18,16 @@ def regions(program: Program, options: Options) -> Program:
     """Cut the graph by the module tree; equal regions meet in one template.
 
     Requires  passes `shapes` and `loss`.
-    Ensures   every call is in `shared` or in exactly one region; regions stand in order of execution; a value that crosses
-              regions is dense in memory; templates differ in ops, wiring, shapes or local parameter names.
+    Ensures   every call is in `shared` or in exactly one region; regions stand in order of execution; a value that
+              crosses regions is dense in memory; templates differ in ops, wiring, shapes or local parameter names.
     Before    one graph:  embedding, conv2d, ..., cross_entropy_loss
-    After     shared: mask, cos, sin;  regions: embed_tokens, layers.0 (llama_decoder_layer), layers.1 (same), ..., lm_head
+    After     shared: mask, cos, sin;  regions: embed_tokens, layers.0 (llama_decoder_layer), layers.1 (same), lm_head
     """
     graph, _ = g.copy_graph(program.graph)
     result, *counted = g.outputs(graph)
     shared = g.merge_equal(graph, cutting.shared_nodes(graph))
     runs = cutting.cut(graph, program.modules, shared)
-    builder = _Builder(
-        program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result])
-    )
+    builder = _Builder(program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result]))
     for run in runs:
         builder.plan(run)
     found = [builder.build(index) for index in range(len(runs))]
@@ -38,9 +36,7 @@ def regions(program: Program, options: Options) -> Program:
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}
     for region, threaded in zip(found, thread):
-        template = replace(
-            builder.templates[region.name], threaded=tuple(i for i, flag in enumerate(threaded) if flag)
-        )
+        template = replace(builder.templates[region.name], threaded=tuple(i for i, flag in enumerate(threaded) if flag))
         key = g.digest(g.canonical(template.graph, _placeholder_role), template.differentiable, template.inexact,
                        template.threaded, template.parameters)  # fmt: skip
         if key not in names:
@@ -61,8 +57,8 @@ def _placeholder_role(node: fx.Node) -> Any:
 def _threads(found: list[Region], templates: dict[str, Template]) -> list[tuple[bool, ...]]:
     """Per region and activation: does a later region add to the same value's gradient?
 
-    The gradient of a value visits its readers from the last to the first, each adding its own share to what it is given:
-    the order in which autograd accumulates, so the sum has the same bits.
+    The gradient of a value visits its readers from the last to the first, each adding its own share to what it is
+    given: the order in which autograd accumulates, so the sum has the same bits.
     """
     read_later: set[str] = set()
     flags: list[tuple[bool, ...]] = []
@@ -126,9 +122,7 @@ class _Builder:
         activations = [u for u in used if u in self.home]
         parameters = [u for u in used if u.op == "placeholder" and u.meta["role"][0] == "parameter"]
         tables = [u for u in used if u not in self.home and u not in parameters]
-        results = [
-            n for n in run.nodes if n is self.loss or any(self.home.get(user) != index for user in n.users)
-        ]
+        results = [n for n in run.nodes if n is self.loss or any(self.home.get(user) != index for user in n.users)]
         results = [n for n in results if not isinstance(n.meta["val"], (tuple, list))]
         for position, node in enumerate(results):
             label = name if len(results) == 1 else f"{name}:{position}"
@@ -146,16 +140,12 @@ class _Builder:
             table = self.table(node)
             mapping[node] = g.add_placeholder(graph, table, node.meta["val"], ("shared", table))
         for node, short in zip(parameters, local):
-            mapping[node] = g.add_placeholder(
-                graph, identifier(short), node.meta["val"], ("parameter", short)
-            )
+            mapping[node] = g.add_placeholder(graph, identifier(short), node.meta["val"], ("parameter", short))
         for node in run.nodes:
             g.copy_node(graph, node, mapping, name=value_name(node, run.module))
         finals = [self._densify(graph, mapping[node]) for node in results]
         graph.output(tuple(finals))
-        differentiable = [
-            i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_float(n)
-        ]
+        differentiable = [i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_float(n)]
         reached = gradients.live(run.nodes, [results[i] for i in differentiable])
         self.templates[name] = Template(
             name=template_name(info.kind, run.module) if prefix else identifier(name.split(".")[-1]),
@@ -195,9 +185,7 @@ class _Builder:
     def _densify(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         if g.is_dense(node.meta["val"]):
             return node
-        dense = graph.call_function(
-            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-        )
+        dense = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
         g.copy_meta(node, dense)
         dense.meta["val"] = self._dense(node.meta["val"])
         return dense
@@ -216,7 +204,7 @@ class _Builder:
         wanted = g.ancestors(self.tables)
         for node in g.subgraph_nodes(self.graph, wanted):
             if node.op == "placeholder":
-                mapping[node] = g.add_placeholder(graph, node.target, node.meta["val"], node.meta["role"])
+                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
                 continue
             g.copy_node(graph, node, mapping, name=self.tables.get(node) or identifier(g.short_op(node)))
         graph.output(tuple(mapping[node] for node in self.tables))

@@ -17,7 +17,7 @@ def schedule(program: Program, options: Options) -> Program:
     Requires  pass `partition`.
     Ensures   every F, B and W exactly once per microbatch, no deadlock; stages without B or W have no slot for them.
     Before    stages and messages
-    After     stage 0: F 0 0 | SEND F 0>1 0 | F 0 1 | ...;  stage 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 ...
+    After     stage 0: F 0 0 | SEND F 0>1 0 | F 0 1 | ...;  stage 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | ...
     """
     if options.schedule not in SCHEDULES:
         raise InputError(

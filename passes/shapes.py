@@ -51,9 +51,7 @@ def shapes(program: Program, options: Options) -> Program:
     return replace(program, graph=graph, fake_mode=mode)
 
 
-def _evaluate(
-    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]
-) -> None:
+def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
     try:
@@ -76,8 +74,8 @@ def _misfit(node: fx.Node, error: Exception) -> InputError:
         return InputError(
             f"the size of a result depends on the values in the batch ({g.op_name(node)})",
             where,
-            "select with torch.where or masked_scatter instead of boolean indexing or nonzero, or make the selection in "
-            "the data loader",
+            "select with torch.where or masked_scatter instead of boolean indexing or nonzero, or make the selection "
+            "in the data loader",
         )
     return InputError(
         f"the batch's shapes do not fit the model: {g.op_name(node)}: {str(error).splitlines()[0]}",

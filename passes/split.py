@@ -21,15 +21,12 @@ def split(program: Program, options: Options) -> Program:
     """Divide each pruned graph by what its nodes are for.
 
     Requires  pass `prune`.
-    Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What one part
+    Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What a part
               needs of an earlier one is in its `saved`; views of saved values and of parameters are made again instead.
     Before    (x, w, d_out) -> out, d_x, d_w
     After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
     """
-    done = {
-        name: _divide(variant, program.templates[variant.template])
-        for name, variant in program.variants.items()
-    }
+    done = {name: _divide(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
     return replace(program, variants=done)
 
 
@@ -124,9 +121,7 @@ class _Parts:
                 found.add(node)
         return sorted(found, key=self.order.__getitem__)
 
-    def extract(
-        self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]
-    ) -> fx.Graph:
+    def extract(self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]) -> fx.Graph:
         """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved)."""
         graph = fx.Graph()
         mapping: dict[fx.Node, Any] = {}

@@ -47,7 +47,7 @@ def cut(graph: fx.Graph, modules: Mapping[str, ModuleInfo], shared: set[fx.Node]
         if node in shared:
             continue
         if node.target is operator.getitem and node.args[0] in belongs:
-            run = belongs[node.args[0]]  # the items of a tuple stay with the op that makes it
+            run = belongs[node.all_input_nodes[0]]  # the items of a tuple stay with the op that makes it
         else:
             path, role = _label(node.meta.get("module", ""), modules)
             if not runs or (runs[-1].module, runs[-1].role) != (path, role):

@@ -13,7 +13,7 @@ from csc.ir.program import Program, Region
 
 @dataclass(frozen=True)
 class Row:
-    """One region or, summed, one component. Parameters in numbers; F, B, W of one microbatch; pruned: against training all."""
+    """One region or, summed, one component. Work of one microbatch; pruned: what training all would add."""
 
     name: str
     component: str
@@ -38,27 +38,16 @@ def explain(program: Program) -> tuple[list[Row], list[Row]]:
     trainable = {p.name: p.trainable for p in program.parameters}
     numel = {p.name: p.numel for p in program.parameters}
     stage = {name: s.index for s in program.stages for name in s.regions}
-    whole = {
-        name: (count(t.joint).flops, len(g.calls(t.joint)))
-        for name, t in program.templates.items()
-        if t.joint
-    }
-    regions = [
-        _region_row(program, region, stage[region.name], trainable, numel, whole)
-        for region in program.regions
-    ]
+    whole = {name: (count(t.joint).flops, len(g.calls(t.joint))) for name, t in program.templates.items() if t.joint}
+    regions = [_region_row(program, region, stage[region.name], trainable, numel, whole) for region in program.regions]
     by_component: dict[str, list[Row]] = {}
     for row in regions:
         by_component.setdefault(row.component, []).append(row)
-    components = [
-        _component_row(program, name, rows, trainable, numel) for name, rows in by_component.items()
-    ]
+    components = [_component_row(program, name, rows, trainable, numel) for name, rows in by_component.items()]
     return components, regions
 
 
-def _region_row(
-    program: Program, region: Region, stage: int, trainable: dict, numel: dict, whole: dict
-) -> Row:
+def _region_row(program: Program, region: Region, stage: int, trainable: dict, numel: dict, whole: dict) -> Row:
     variant = program.variants[region.variant]
     flops, nodes = whole[region.template]
     left = len(g.calls(variant.pruned))
@@ -81,11 +70,7 @@ def _region_row(
 
 def _why(region: Region, trains: bool) -> str:
     if not region.needs_dx and not region.needs_dw:
-        return (
-            "frozen, nothing trainable above: F only"
-            if region.parameters
-            else "nothing trainable above: F only"
-        )
+        return "frozen, nothing trainable above: F only" if region.parameters else "nothing trainable above: F only"
     if region.needs_dx and not region.needs_dw:
         return "frozen, on the way of a gradient: no W" if region.parameters else "on the way of a gradient"
     partly = "" if all(region.dw) else f"{sum(region.dw)} of {len(region.dw)} parameters train"

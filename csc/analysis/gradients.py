@@ -23,9 +23,8 @@ def carrying(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder":
             if node.meta["role"][0] == "parameter" and g.is_float(node):
                 found.add(node)
-        elif node.op == "call_function" and g.op_name(node) not in STOPS and _can_carry(node):
-            if any(used in found for used in node.all_input_nodes):
-                found.add(node)
+        elif _carries(node, found):
+            found.add(node)
     return found
 
 
@@ -38,6 +37,13 @@ def live(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def _carries(node: fx.Node, found: set[fx.Node]) -> bool:
+    """True for a differentiable call of which an argument was found."""
+    if node.op != "call_function" or g.op_name(node) in STOPS or not _can_carry(node):
+        return False
+    return any(used in found for used in node.all_input_nodes)
+
+
 def _can_carry(node: fx.Node) -> bool:
     """Floating-point tensors do, and so do the tuples that hold some."""
     val = node.meta.get("val")
@@ -46,18 +52,12 @@ def _can_carry(node: fx.Node) -> bool:
     return g.is_float(node)
 
 
-def outputs_reached(
-    graph: fx.Graph, dx: Sequence[bool], dw: Sequence[bool], activations: int, shared: int
-) -> set[int]:
+def outputs_reached(graph: fx.Graph, dx: Sequence[bool], dw: Sequence[bool], activations: int, shared: int) -> set[int]:
     """Positions of the outputs that depend differentiably on an activation marked in dx or a parameter marked in dw."""
     inputs = g.placeholders(graph)
     found = {inputs[i] for i, needed in enumerate(dx) if needed}
     found |= {inputs[activations + shared + j] for j, needed in enumerate(dw) if needed}
     for node in g.calls(graph):
-        if (
-            g.op_name(node) not in STOPS
-            and _can_carry(node)
-            and any(used in found for used in node.all_input_nodes)
-        ):
+        if _carries(node, found):
             found.add(node)
     return {i for i, result in enumerate(g.outputs(graph)) if result in found}

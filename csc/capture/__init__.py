@@ -37,9 +37,7 @@ def capture(model: nn.Module, example: Any) -> Program:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters = tuple(
-        Parameter(
-            name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name)
-        )
+        Parameter(name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name))
         for name, p in model.named_parameters()
     )
     used = {node.meta["role"] for node in g.placeholders(graph)}

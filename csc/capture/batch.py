@@ -35,9 +35,7 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         elif value is not None:
             others[str(name)] = value
     if not tensors:
-        raise InputError(
-            "the example batch holds no tensor", "example batch", "pass one real batch of your data"
-        )
+        raise InputError("the example batch holds no tensor", "example batch", "pass one real batch of your data")
     return tensors, others
 
 
@@ -61,7 +59,7 @@ def microbatch(tensors: Mapping[str, torch.Tensor], parts: int) -> dict[str, tor
             continue
         if tensor.shape[0] % parts:
             raise InputError(
-                f"the batch entry {name!r} has {tensor.shape[0]} rows, which {parts} microbatches x replicas do not divide",
+                f"the batch entry {name!r} has {tensor.shape[0]} rows; {parts} microbatches x replicas do not fit",
                 "example batch",
                 f"make its first dimension a multiple of {parts}, or change microbatches or the mesh's dp",
             )

@@ -54,7 +54,7 @@ def loss_of(result: Any) -> torch.Tensor:
         raise InputError(
             f"the model returned a {type(result).__name__} without a loss",
             "model output",
-            "give the batch its labels, or return the loss (a scalar tensor, first of a tuple, or under the name 'loss')",
+            "give the batch its labels, or return the loss: a scalar tensor, first of a tuple or under the name 'loss'",
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise InputError(
@@ -69,9 +69,7 @@ def loss_of(result: Any) -> torch.Tensor:
 def _without_kv_cache(model: nn.Module) -> Iterator[None]:
     """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph."""
     configs = {
-        id(c): c
-        for m in model.modules()
-        if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")
+        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")
     }
     before = {key: config.use_cache for key, config in configs.items()}
     try:
@@ -88,10 +86,7 @@ def export(
 ) -> torch.export.ExportedProgram:
     """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
     automatic = torch.export.Dim.AUTO
-    shapes = {
-        name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None
-        for name, tensor in tensors.items()
-    }
+    shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
     wrapped = LossOnly(model, extra)
     was_training = model.training
     wrapped.train()
@@ -122,8 +117,8 @@ def untraceable(error: Exception) -> CscError:
         return InputError(
             f"the model takes a Python decision that depends on the values of a tensor ({first})",
             where,
-            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as a "
-            "plain Python value in the batch",
+            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as "
+            "a plain Python value in the batch",
         )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",
@@ -133,7 +128,7 @@ def untraceable(error: Exception) -> CscError:
 
 
 def _traced_line(error: BaseException) -> str:
-    """`file:line` out of the traceback that fx prints for a node of a graph ("Original traceback"); "" if there is none."""
+    """`file:line` out of the traceback that fx prints for a node ("Original traceback"); "" if there is none."""
     found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
     torch_home = os.path.dirname(torch.__file__)
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -161,9 +156,7 @@ def user_line(error: BaseException) -> str:
     for item in chain:
         for frame in traceback.extract_tb(item.__traceback__):
             name = frame.filename
-            library = name.startswith((torch_home, ours)) or (
-                name.startswith(standard) and "site-packages" not in name
-            )
+            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
             if not library and not name.startswith("<"):
                 code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
                 innermost = f"{name}:{frame.lineno}: {code}"

@@ -1,11 +1,11 @@
 """Facts of the module tree that name and cut the graph: layers, parts, components.
 
 Terms
-  layer list   a ModuleList or Sequential of at least two modules of one class, each with parameters; the outermost counts
+  layer list   a ModuleList or Sequential of two or more modules of one class with parameters; the outermost counts
   layer        an element of a layer list
   container    a module with a layer list below it
   part         a module with parameters that is no container, directly below one
-  component    what a user calls a part of the model: the largest module around one layer list, or a part outside all of them
+  component    what a user calls a part of the model: the largest module around one layer list, or a part outside them
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
 
 
 def _join_output_embedding(model: nn.Module, infos: dict[str, ModuleInfo]) -> None:
-    """The output embedding belongs to the component of the input embedding (HF keeps lm_head outside language_model)."""
+    """The output embedding joins the component of the input embedding (HF keeps lm_head outside language_model)."""
     find = (getattr(model, "get_output_embeddings", None), getattr(model, "get_input_embeddings", None))
     if not all(map(callable, find)):
         return

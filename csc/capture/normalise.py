@@ -31,7 +31,7 @@ ASSERTIONS = frozenset(
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Replace the higher-order ops of no_grad and autocast blocks by their bodies; what leaves a no_grad body is detached."""
+    """Replace no_grad and autocast blocks (higher-order ops) by their bodies; a no_grad body's results are detached."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -75,14 +75,12 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
                     detached.meta.update(result.meta)
                     results[position] = detached
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         module.graph.erase_node(user)
     module.graph.erase_node(node)
 
 
-def flatten(
-    exported: torch.export.ExportedProgram, model: nn.Module
-) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """(graph, constants by name): functional ATen, placeholders with roles, `loss` its one output.
 
     Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
@@ -108,9 +106,7 @@ def flatten(
     mapping: dict[fx.Node, Any] = {}
     constants: dict[str, torch.Tensor] = {}
     parameter_nodes: dict[str, fx.Node] = {}
-    specs = {
-        spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")
-    }
+    specs = {spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")}
     for node in functional.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -126,15 +122,9 @@ def flatten(
                 name = node.name.removeprefix("batch_")
                 mapping[node] = g.add_placeholder(graph, _identifier(name), node.meta["val"], ("input", name))
             else:
-                tensor = (
-                    buffers[target]
-                    if spec.kind is InputKind.BUFFER
-                    else functional.constants[str(spec.target)]
-                )
+                tensor = buffers[target] if spec.kind is InputKind.BUFFER else functional.constants[str(spec.target)]
                 constants[target] = tensor.detach()
-                mapping[node] = g.add_placeholder(
-                    graph, _identifier(target), node.meta["val"], ("constant", target)
-                )
+                mapping[node] = g.add_placeholder(graph, _identifier(target), node.meta["val"], ("constant", target))
         elif node.op == "output":
             loss = node.args[0][0]
             if not isinstance(loss, fx.Node):
@@ -180,9 +170,7 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """`modeling_llama.py:182` of the innermost line in the recorded stack; "" if none was recorded."""
     found = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [
-        (f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f
-    ]
+    outside = [(f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
     if not outside:
         return ""
     file, line = outside[-1]

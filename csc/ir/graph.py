@@ -1,7 +1,8 @@
 """Small operations on fx graphs that every pass needs: roles, copies, dead code, canonical form.
 
 Terms
-  role       what a placeholder stands for: ("input" | "constant" | "parameter" | "activation" | "shared" | "tangent", name)
+  role       what a placeholder stands for, (kind, name): kind is input, constant, parameter, activation, shared (a
+             table made from the batch), tangent (an incoming gradient) or saved
   canonical  a graph as nested tuples that do not depend on node names
 """
 
@@ -140,15 +141,11 @@ def add_placeholder(graph: fx.Graph, name: str, val: Any, role: tuple[str, str])
     return node
 
 
-def copy_node(
-    graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], name: str | None = None
-) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], name: str | None = None) -> fx.Node:
     """Append a copy of a call to `graph`, its arguments looked up in `mapping`, and enter it there."""
     arguments = fx.map_arg(node.args, lambda n: mapping[n])
     keywords = fx.map_arg(node.kwargs, lambda n: mapping[n])
-    copied = graph.create_node(
-        node.op, node.target, arguments, keywords, name=name or node.name, type_expr=node.type
-    )
+    copied = graph.create_node(node.op, node.target, arguments, keywords, name=name or node.name, type_expr=node.type)
     copy_meta(node, copied)
     mapping[node] = copied
     return copied
@@ -220,9 +217,7 @@ def _value_key(val: Any) -> Any:
     return type_text(val)
 
 
-def canonical(
-    graph: fx.Graph, role: Callable[[fx.Node], Any] = lambda node: node.meta.get("role", ("",))[0]
-) -> tuple:
+def canonical(graph: fx.Graph, role: Callable[[fx.Node], Any] = lambda node: node.meta.get("role", ("",))[0]) -> tuple:
     """The graph up to names: per node its op, its arguments by position, its type. Placeholders keep `role(node)`."""
     index: dict[fx.Node, int] = {}
 

@@ -12,9 +12,7 @@ from torch import fx, nn
 from csc.ir import graph as g
 
 # An op that is what its module is about takes the module's name alone.
-MAIN_OPS = frozenset(
-    {"linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm"}
-)
+MAIN_OPS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm"})
 # An op that only reshapes, casts or scales by a literal keeps the name of what it is applied to.
 CARRIES_NAME = g.VIEWS | {
     "aten::_to_copy",

@@ -17,9 +17,7 @@ def program_text(
     return "\n".join(_lines(program, regions, stages)) + "\n"
 
 
-def _lines(
-    program: Program, regions: tuple[str, ...] | None, stages: tuple[int, ...] | None
-) -> Iterator[str]:
+def _lines(program: Program, regions: tuple[str, ...] | None, stages: tuple[int, ...] | None) -> Iterator[str]:
     if stages is not None:
         regions = tuple(name for stage in program.stages if stage.index in stages for name in stage.regions)
     whole = regions is None
@@ -50,7 +48,8 @@ def _lines(
     for stage in program.stages:
         if (stages is None and whole) or (stages is not None and stage.index in stages):
             parts = "F" + ("B" if stage.has_b else "") + ("W" if stage.has_w else "")
-            yield f"\nstage {stage.index}  {parts}  {stage.regions[0]} ... {stage.regions[-1]}  ({len(stage.regions)} regions)"
+            held = f"{stage.regions[0]} ... {stage.regions[-1]}  ({len(stage.regions)} regions)"
+            yield f"\nstage {stage.index}  {parts}  {held}"
             for m in program.messages:
                 if stage.index in (m.source, m.destination):
                     yield f"  {m.kind} {m.source}>{m.destination}  {', '.join(m.values)}"
@@ -60,11 +59,7 @@ def _lines(
 
 
 def _region_lines(region: Region, program: Program) -> Iterator[str]:
-    needs = (
-        f"  needs{' dx' if region.needs_dx else ''}{' dw' if region.needs_dw else ''}"
-        if region.variant
-        else ""
-    )
+    needs = f"  needs{' dx' if region.needs_dx else ''}{' dw' if region.needs_dw else ''}" if region.variant else ""
     if region.variant and not (region.needs_dx or region.needs_dw):
         needs = "  needs nothing"
     yield f"region {region.name}  {region.variant or region.template}{needs}"
@@ -97,9 +92,7 @@ def graph_lines(title: str, graph: fx.Graph, returns: tuple[str, ...] = ()) -> I
             kind, label = node.meta["role"]
             yield f"  %{node.name} : {g.type_text(node.meta['val'])} = {kind} {label}"
         elif node.op == "call_function":
-            arguments = ", ".join(
-                [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-            )
+            arguments = ", ".join([_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()])
             line = f"  %{node.name} : {g.type_text(node.meta['val'])} = {_op(node)}({arguments})"
             source = node.meta.get("source")
             yield f"{line}  # {source}" if source else line

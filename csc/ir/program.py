@@ -8,7 +8,7 @@ Terms
   shared     the graph of everything that depends on the batch and on constants alone (masks, position tables);
              each stage computes the part that it uses
 
-A Program is immutable; a pass returns a new one (`dataclasses.replace`). fx graphs inside it are never changed in place.
+A Program is immutable; a pass returns a new one (`dataclasses.replace`). Its fx graphs are never changed in place.
 Every fx node carries `meta["val"]` (a fake tensor: dtype, shape, stride, device), `meta["source"]` (file:line of the
 user's code, may be empty) and `meta["module"]` (path of the module that ran it).
 """

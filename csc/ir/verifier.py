@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import fx
 
@@ -96,17 +97,11 @@ def _name_problems(program: Program) -> Iterator[str]:
             yield f"invariant 7: region {region.name} has no template"
             continue
         yield from (
-            f"invariant 7: {region.name} uses unknown parameter {p}"
-            for p in region.parameters
-            if p not in parameters
+            f"invariant 7: {region.name} uses unknown parameter {p}" for p in region.parameters if p not in parameters
         )
+        yield from (f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables)
         yield from (
-            f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables
-        )
-        yield from (
-            f"invariant 1: {region.name} reads {v} before it is made"
-            for v in region.activations
-            if v not in made
+            f"invariant 1: {region.name} reads {v} before it is made" for v in region.activations if v not in made
         )
         yield from (f"invariant 1: {value} has two producers" for value in region.outputs if value in made)
         made.update(region.outputs)
@@ -143,9 +138,7 @@ def _gradient_problems(program: Program) -> Iterator[str]:
                     f"invariant {3 if gradient is not None else 4}: {region.name}: gradient of {name} is "
                     + ("computed for nothing" if gradient is not None else "missing")
                 )
-        reached = any(
-            value in needy for i, value in enumerate(region.outputs) if i in template.differentiable
-        )
+        reached = any(value in needy for i, value in enumerate(region.outputs) if i in template.differentiable)
         for name, wanted, there in zip(region.parameters, region.dw, template.parameter_gradients):
             if name in trainable and there and reached and not wanted:
                 yield f"invariant 4: {region.name}: trainable {name} gets no gradient"
@@ -174,17 +167,22 @@ def _stage_problems(program: Program) -> Iterator[str]:
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     sent = {(m.kind, m.source, m.destination, value) for m in program.messages for value in m.values}
     maker = {value: home[region.name] for region in program.regions for value in region.outputs}
-    needed: set[tuple] = set()
+    wanted: set[str] = set()  # values whose gradient is asked for
     for region in program.regions:
-        for value, dx in zip(region.activations, region.dx or [False] * len(region.activations)):
-            if maker[value] != home[region.name]:
-                needed.add(("F", maker[value], home[region.name], value))
-            if dx:
-                needed.add(("dx", value))
-    for key in sorted(needed - sent, key=str):
-        if key[0] == "F":
-            yield f"invariant 7: no message brings {key[3]} from stage {key[1]} to stage {key[2]}"
+        for i, value in enumerate(region.activations):
+            here = home[region.name]
+            if maker[value] != here and ("F", maker[value], here, value) not in sent:
+                yield f"invariant 7: no message brings {value} from stage {maker[value]} to stage {here}"
+            if region.dx and region.dx[i]:
+                wanted.add(value)
+    for value in sorted(wanted):
+        readers = [home[r.name] for r in reversed(program.regions) if (value, True) in zip(r.activations, r.dx)]
+        for source, destination in pairwise([*readers, maker[value]]):
+            if source != destination and ("B", source, destination, value) not in sent:
+                yield (
+                    f"invariant 4: no message brings the gradient of {value} from stage {source} to stage {destination}"
+                )
     for message in program.messages:
         for value in message.values:
-            if message.kind == "B" and ("dx", value) not in needed:
+            if message.kind == "B" and value not in wanted:
                 yield f"invariant 3: a message carries the gradient of {value}, which nobody needs"

@@ -110,9 +110,7 @@ def ask(symbols: Tensor, digits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full((count, 1), VOCABULARY[text])
 
     row = (rows + VOCABULARY[ROWS[0]]).unsqueeze(1)
-    prompt = torch.cat(
-        (word("<bos>"), symbols, word("read"), word("the"), row, word("row"), word(":")), dim=1
-    )
+    prompt = torch.cat((word("<bos>"), symbols, word("read"), word("the"), row, word("row"), word(":")), dim=1)
     asked = digits.view(count, GRID, GRID)[torch.arange(count), rows]
     answer = torch.cat((asked + VOCABULARY["0"], word("<eos>")), dim=1)
     labels = torch.cat((torch.full_like(prompt, IGNORED), answer), dim=1)
@@ -174,9 +172,6 @@ def held_out_images(scans: Scans, rounds: int = 5, seed: int = 0) -> tuple[Tenso
     generator = torch.Generator().manual_seed(seed)
     images = len(scans) // CELLS
     chosen = torch.cat(
-        [
-            torch.randperm(len(scans), generator=generator)[: images * CELLS].view(images, CELLS)
-            for _ in range(rounds)
-        ]
+        [torch.randperm(len(scans), generator=generator)[: images * CELLS].view(images, CELLS) for _ in range(rounds)]
     )
     return draw_images(scans, chosen), scans.digits[chosen]

@@ -59,9 +59,7 @@ def run(seed: int, split_seed: int, device: torch.device) -> dict[str, dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="weights and batches")
     parser.add_argument("--split-seed", type=int, default=0, help="which scans are held out")
     parser.add_argument("--threads", type=int, default=2)
