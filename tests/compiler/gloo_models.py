@@ -1,0 +1,24 @@
+"""Models and batches by name, for the processes of test_gloo.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tests.models.hf import llava, llava_batch, whisper_batch, whisper_llama
+from tests.models.plain import plain, plain_batch
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llava": llava,
+    "llava_tied": lambda: llava(tied=True),
+    "whisper": whisper_llama,
+    "plain": plain,
+}
+BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "llava": llava_batch,
+    "llava_tied": llava_batch,
+    "whisper": whisper_batch,
+    "plain": plain_batch,
+}

@@ -1,0 +1,106 @@
+"""Compiled models on real processes over gloo: the gradients of eager PyTorch, or of the same mesh in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import csc
+from tests.compiler.gloo_models import BATCHES, MODELS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.gloo
+
+
+def launch(case: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
+    """Run the case under torchrun; the ranks' results in order."""
+    ranks = csc.Mesh.of(case["mesh"]).size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(ROOT / "tests/compiler/gloo_worker.py"), json.dumps(case), str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((directory / f"result_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def in_process(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    compiled = csc.compile(
+        MODELS[case["model"]](),
+        mesh=case["mesh"],
+        example=BATCHES[case["model"]](case["samples"]),
+        freeze=case.get("freeze"),
+        microbatches=case["microbatches"],
+        schedule=case.get("schedule", "1f1b"),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have: reductions over threads round in another order
+    try:
+        loss = float(compiled.train_step(compiled.example))
+    finally:
+        torch.set_num_threads(threads)
+    return loss, {name: p.grad for name, p in compiled.named_parameters() if p.grad is not None}
+
+
+CASES = [
+    {"model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2, "freeze": ["vision_tower", "language_model"]},
+    {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
+    {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
+    {"model": "whisper", "mesh": "pp=2", "samples": 4, "microbatches": 2, "schedule": "gpipe"},
+    {"model": "plain", "mesh": "pp=4", "samples": 2, "microbatches": 1},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['model']}-{c['mesh']}")
+def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: Path) -> None:
+    results = launch(case, tmp_path)
+    loss, expected = in_process(case)
+    assert {result["losses"][0] for result in results} == {loss}
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(len(results)):
+        for name, gradient in load_file(tmp_path / f"gradients_{rank}.safetensors").items():
+            assert name not in found or torch.equal(found[name], gradient), f"{name} differs between its holders"
+            found[name] = gradient
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    norm = torch.stack([g.double().norm() for g in expected.values()]).norm().item()
+    assert all(abs(result["norm"] - norm) <= 1e-5 * norm for result in results)
+
+
+def test_another_phase_trains_on_the_weights_of_the_first(tmp_path: Path) -> None:
+    """A new frozen set moves layers to other ranks; they must get what the ranks before them trained."""
+    case = {
+        "model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2,
+        "freeze": ["language_model"], "then_freeze": ["vision_tower"],
+    }  # fmt: skip
+    results = launch(case, tmp_path)
+    compiled = csc.compile(
+        MODELS["llava"](), mesh="pp=3", example=BATCHES["llava"](4), freeze=case["freeze"], microbatches=2
+    )
+    compiled.train_step(compiled.example)
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    compiled.zero_grad()
+    second = compiled.with_options(freeze=case["then_freeze"])
+    expected = float(second.train_step(second.example))
+    for result in results:
+        assert result["losses"][1] == pytest.approx(expected, rel=1e-6)
+    saved: dict[str, torch.Tensor] = {}
+    for shard in (tmp_path / "weights").glob("*.safetensors"):
+        saved.update(load_file(shard))
+    trained = dict(compiled.model.named_parameters())
+    assert set(saved) == {p.name for p in second.program.parameters} - set(_unused(second))
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, trained[name].detach(), rtol=1e-5, atol=1e-7)
+
+
+def _unused(compiled: csc.CompiledModel) -> list[str]:
+    held = {name for stage in compiled.program.stages for name in stage.parameters}
+    return [p.name for p in compiled.program.parameters if p.name not in held]
