@@ -27,11 +27,11 @@ demo: install
 	$(BIN)/python examples/digits/demo.py --output build/demo
 
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gloo"
-	$(BIN)/python -m pytest -m gloo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gloo"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gloo
 
 test-fast: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gloo"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gloo"
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ through `repr`, comments through `comment`.
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Iterable, Mapping
@@ -29,8 +28,9 @@ def comment(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Foreign text as a string literal in double quotes (JSON's escapes are Python's)."""
-    return json.dumps(text)
+    """Foreign text as a string literal in double quotes, in ASCII."""
+    escaped = text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def literal(value: Any, names: Mapping[fx.Node, str]) -> str:

@@ -14,7 +14,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
-from csc.ir.naming import identifier, unique
+from csc.ir.naming import identifier
 from csc.ir.program import LOSS, Program, Region, Stage, Template, Variant
 
 
@@ -99,21 +99,12 @@ class _Writer:
         self.stage = stage
         self.segments = segments(program, stage)
         self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
-        self.taken = {
-            "batch",
-            "received",
-            "weights",
-            "constants",
-            "saved",
-            "kept",
-            "w",
-            "under",
-            "layer",
-            "layers",
-        }
+        self.taken: set[str] = set()
         self.variables: dict[str, str] = {}
         self.loop_names: dict[int, str] = {}
-        self.taken |= {self._carried_variable(segment) for segment in self.segments if segment.loops}
+        for segment in self.segments:
+            if segment.loops:
+                self.taken |= _companions(self._carried_variable(segment))
         for index, segment in enumerate(self.segments):
             if segment.loops:
                 self.loop_names[index] = self._claim(self._span(segment))
@@ -127,8 +118,11 @@ class _Writer:
     # --- names ---------------------------------------------------------------------------------------------------
 
     def _claim(self, wanted: str) -> str:
-        name = unique(wanted, self.taken)
-        self.taken.add(name)
+        name, count = wanted, 0
+        while not self.taken.isdisjoint(_companions(name)):
+            count += 1
+            name = f"{wanted}_{count}"
+        self.taken |= _companions(name)
         return name
 
     def _span(self, segment: Segment) -> str:
@@ -277,9 +271,8 @@ class _Writer:
                 note = f"{value_type(self.program, value)} from stage {message.source}"
                 lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
         if LOSS in self.made:
-            lines.append(
-                with_note('d_loss = received["loss"]', "weight of this microbatch in the loss of the whole batch")
-            )
+            note = "weight of this microbatch in the loss of the whole batch"
+            lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
         for index, segment in reversed(list(enumerate(self.segments))):
             if self.variant(segment).backward_input is not None:
                 lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
@@ -389,6 +382,11 @@ class _Writer:
                 "",
             ]
         )
+
+
+def _companions(name: str) -> set[str]:
+    """A variable and those that are named after it: its gradient, what its F saves for B and its B keeps for W."""
+    return {name, f"d_{name}", f"saved_{name}", f"kept_{name}"}
 
 
 def _packed(name: str, items: Sequence[str]) -> list[str]:

@@ -12,9 +12,8 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 from __future__ import annotations
 
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,7 @@ def compile(
         microbatches=_positive("microbatches", microbatches),
         loss_weight=loss_weight,
     )
-    if options.mesh.cp * options.mesh.tp > 1:
-        raise InputError(
-            f"the mesh asks for cp={options.mesh.cp}, tp={options.mesh.tp}", "mesh",
-            "this version runs dp and pp; leave cp and tp at 1",
-        )  # fmt: skip
-    if loss_weight not in ("auto", "tokens", "mean", "sum"):
-        raise InputError(f"loss_weight is {loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+    _checked(options)
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
@@ -104,6 +97,7 @@ class CompiledModel:
         self._compiler = compiler
         self._histories: dict[Any, list[Program]] = {}
         self._trainers: dict[Any, Trainer] = {}
+        self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         self._last: Trainer | None = None
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._nothing = nn.Parameter(torch.empty(0))
@@ -144,11 +138,17 @@ class CompiledModel:
             )
         return self._example
 
-    def with_options(self, **changes: Any) -> CompiledModel:
+    def with_options(self, directory: str | Path | None = None, **changes: Any) -> CompiledModel:
         """The same model and traces with other options: mesh, freeze, cuts, schedule, microbatches, loss_weight.
 
         A new frozen set is compiled without tracing again: `phase2 = phase1.with_options(freeze=["vision_tower"])`.
+        directory: where the new program is written; None: a temporary directory.
         """
+        unknown = changes.keys() - {field.name for field in fields(Options)}
+        if unknown:
+            raise InputError(
+                f"there is no option {', '.join(sorted(unknown))}", "with_options", f"options: {_option_names()}"
+            )
         if "mesh" in changes:
             changes["mesh"] = Mesh.of(changes["mesh"])
         for name in ("freeze", "cuts"):
@@ -156,9 +156,9 @@ class CompiledModel:
                 changes[name] = _names(name, changes[name])
         if "microbatches" in changes:
             _positive("microbatches", changes["microbatches"])
-        changed = CompiledModel(
-            self._model, replace(self.options, **changes), self._example, self._directory, self.compiler
-        )
+        options = _checked(replace(self.options, **changes))
+        home = Path(directory) if directory is not None else None
+        changed = CompiledModel(self._model, options, self._example, home, self.compiler)
         changed.progress = self.progress
         changed._before = self._last or self._before
         return changed
@@ -187,7 +187,8 @@ class CompiledModel:
 
     def _microbatch(self, batch: Any, options: Options) -> dict[str, Any]:
         if isinstance(batch, (list, tuple)):
-            return dict(batch[0])
+            tensors, extra = split_batch(batch[0] if batch else None)
+            return {**tensors, **extra}
         tensors, extra = split_batch(batch)
         return {**one_of(tensors, options.microbatches * options.mesh.dp), **extra}
 
@@ -210,12 +211,12 @@ class CompiledModel:
         return self._last
 
     def _program_directory(self, index: int) -> Path:
-        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() else ""
-        if self._directory is None:
-            home = tempfile.TemporaryDirectory(prefix="csc-")
-            weakref.finalize(self, home.cleanup)
-            self._directory = Path(home.name) / "program"
-        return self._directory.with_name(f"{self._directory.name}{rank}{f'-{index}' if index else ''}")
+        """Where the program of the index-th signature goes; every process of a group writes its own."""
+        if self._directory is None and self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
+        home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
+        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
 
     def _join_group(self) -> None:
         if under_torchrun() and not dist.is_initialized():
@@ -314,6 +315,22 @@ class CompiledModel:
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors under the model's names; each rank writes what it owns."""
         self._current().save(directory)
+
+
+def _checked(options: Options) -> Options:
+    if options.mesh.cp * options.mesh.tp > 1:
+        raise InputError(
+            f"the mesh asks for cp={options.mesh.cp}, tp={options.mesh.tp}",
+            "mesh",
+            "this version runs dp and pp; leave cp and tp at 1",
+        )
+    if options.loss_weight not in ("auto", "tokens", "mean", "sum"):
+        raise InputError(f"loss_weight is {options.loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+    return options
+
+
+def _option_names() -> str:
+    return ", ".join(field.name for field in fields(Options))
 
 
 def _only(batch: Any, names: set[str]) -> Any:

@@ -42,7 +42,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 def main() -> None:
     """Entry point: errors become one sentence and exit code 2."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False) or 0)  # the code that a command left by typer.Exit, None without one
     except CscError as error:
         _fail(error)
     except typer.Abort:

@@ -18,6 +18,7 @@ from torch import nn
 from csc.capture import capture, dynamic_dimensions, split_batch
 from csc.codegen.write import write
 from csc.ir.program import Options, Program
+from csc.passes.loss import loss
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
 
 Progress = Callable[[str], None]
@@ -60,8 +61,6 @@ class Compiler:
 
     def _check_loss(self, history: list[Program], options: Options) -> None:
         """The loss pass again, with the real number of microbatches: it may have to refuse (see passes/loss.py)."""
-        from csc.passes.loss import loss
-
         loss(history[1], options)
 
     def _as_the_model_says(self, program: Program) -> Program:

@@ -114,7 +114,7 @@ STYLE = (
     "body{font:14px/1.4 system-ui,sans-serif;margin:2rem;color:#111}"
     "pre{background:#f8fafc;padding:1rem;overflow:auto;font-size:12px}"
     "table{border-collapse:collapse;margin:1rem 0}"
-    "td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;text-align:left}"
+    "td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;text-align:left;white-space:nowrap}"
 )
 BOX_HEIGHT, GAP, BOX_WIDTH, LEFT = 26, 14, 420, 110
 

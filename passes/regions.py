@@ -125,7 +125,7 @@ class _Builder:
         results = [n for n in run.nodes if n is self.loss or any(self.home.get(user) != index for user in n.users)]
         results = [n for n in results if not isinstance(n.meta["val"], (tuple, list))]
         for position, node in enumerate(results):
-            label = name if len(results) == 1 else f"{name}:{position}"
+            label = name if len(results) == 1 and name != LOSS else f"{name}:{position}"
             self.value_of[node] = LOSS if node is self.loss else label
 
         graph = fx.Graph()

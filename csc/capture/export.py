@@ -5,14 +5,16 @@ The step traced is `loss = model(**batch).loss` in training mode, with the seque
 
 from __future__ import annotations
 
+import keyword
 import linecache
 import os
 import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,10 +83,25 @@ def _without_kv_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = before[key]
 
 
+def _check_names(model: nn.Module, entries: Iterable[str]) -> None:
+    """Refuse names that would not stay names: torch.export writes them, as they are, into code that it executes."""
+    named = (model.named_modules, model.named_parameters, model.named_buffers)
+    parts = (part for names in named for path, _ in names(remove_duplicate=False) for part in path.split("."))
+    named_parts = ((part, "a module, parameter or buffer") for part in parts)
+    for name, what in chain(named_parts, ((entry, "a batch entry") for entry in entries)):
+        if re.search(r"[\"'\\]", name) or not name.isprintable() or keyword.iskeyword(name):
+            raise InputError(
+                f"{what} is called {name!r}, which torch.export would take for code",
+                type(model).__name__,
+                "rename it: no quotes, backslashes, line breaks or Python keywords",
+            )
+
+
 def export(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
     """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
+    _check_names(model, tensors)
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
     wrapped = LossOnly(model, extra)

@@ -107,6 +107,8 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     constants: dict[str, torch.Tensor] = {}
     parameter_nodes: dict[str, fx.Node] = {}
     specs = {spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    assert exported.example_inputs is not None
+    entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
     for node in functional.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -119,7 +121,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
                     )
                 mapping[node] = parameter_nodes[name]
             elif spec.kind is InputKind.USER_INPUT:
-                name = node.name.removeprefix("batch_")
+                name = next(entries)
                 mapping[node] = g.add_placeholder(graph, _identifier(name), node.meta["val"], ("input", name))
             else:
                 tensor = buffers[target] if spec.kind is InputKind.BUFFER else functional.constants[str(spec.target)]

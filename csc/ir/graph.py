@@ -135,7 +135,7 @@ def copy_meta(source: fx.Node, target: fx.Node) -> None:
 
 
 def add_placeholder(graph: fx.Graph, name: str, val: Any, role: tuple[str, str]) -> fx.Node:
-    node = graph.placeholder(name)
+    node = graph.create_node("placeholder", name, name=name)  # graph.placeholder would change it to lower case
     node.meta["val"] = val
     node.meta["role"] = role
     return node
@@ -159,7 +159,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         if node.op == "output":
             copied.output(fx.map_arg(node.args[0], lambda n: mapping[n]))
         elif node.op == "placeholder":
-            new = copied.placeholder(node.target, type_expr=node.type)
+            new = copied.create_node("placeholder", node.target, name=node.name, type_expr=node.type)
             copy_meta(node, new)
             mapping[node] = new
         else:

@@ -22,14 +22,22 @@ CARRIES_NAME = g.VIEWS | {
     "aten::constant_pad_nd",
 }
 SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss"}
+# What emitted files call by these names themselves: their modules, arguments, local variables and functions.
+RESERVED = frozenset(
+    {"torch", "aten", "layers", "tables", "under", "layer", "w", "STAGE"}
+    | {"batch", "received", "sent", "weights", "constants", "saved", "kept", "gradients"}
+    | {"forward", "backward_input", "backward_weight", "loss_tokens"}
+    | {"float", "range", "reversed", "zip"}
+)
 
 
 def identifier(text: str) -> str:
-    """A Python identifier that resembles `text`; never a keyword, never empty. Foreign text becomes code only so."""
+    """A Python identifier that resembles `text`: no keyword, none of RESERVED. Foreign text becomes code only so."""
     cleaned = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
     if cleaned[0].isdigit():
         cleaned = f"_{cleaned}"
-    return f"{cleaned}_" if keyword.iskeyword(cleaned) or keyword.issoftkeyword(cleaned) else cleaned
+    meant = keyword.iskeyword(cleaned) or keyword.issoftkeyword(cleaned) or cleaned in RESERVED
+    return f"{cleaned}_" if meant else cleaned
 
 
 def unique(wanted: str, taken: Container[str]) -> str:

@@ -5,7 +5,8 @@
 1. A vision encoder and an LLM are trained on their own (one process, plain PyTorch) and joined into an HF LLaVA.
 2. csc compiles the two phases of the LLaVA recipe, projector only and projector + LLM, shows what freezing prunes,
    and compares loss and gradients of both with eager PyTorch.
-3. torchrun trains each phase on 4 ranks; held-out accuracy is measured before and after, by greedy decoding.
+3. torchrun trains each phase on 4 ranks; held-out accuracy is measured before and after, by greedy decoding. Phase 1
+   asks for the top and the bottom row only, so that phase 2 has something to learn: two thirds is its ceiling.
 
 Leaves in the output directory: program/phase1 and program/phase2 (read rank_1.py), the weights, result.json.
 """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from data import CELL_SIZE, CELLS, IMAGE_SIZE, SEQUENCE_LENGTH, VOCABULARY
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -87,7 +87,3 @@ def join(encoder: CLIPVisionModel, llm: LlamaForCausalLM, seed: int) -> LlavaFor
 
 def save_weights(model: nn.Module, path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, path)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    model.load_state_dict(load_file(path))

@@ -127,4 +127,8 @@ def whisper_batch(samples: int = 2, length: int = 12) -> dict[str, torch.Tensor]
     ids = _text(samples, length, generator)
     waves = torch.sin(torch.arange(32) * torch.arange(1, 9)[:, None] / 5.0)
     features = waves.expand(samples, 8, 32) + 0.1 * torch.randn(samples, 8, 32, generator=generator)
-    return {"input_features": features.contiguous(), "input_ids": ids, "labels": _labels(ids, 2, unequal=True)}
+    return {
+        "input_features": features.contiguous(),
+        "input_ids": ids,
+        "labels": _labels(ids, 2, unequal=True),
+    }

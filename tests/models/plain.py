@@ -32,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.causal = causal
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.cross_norm = nn.LayerNorm(WIDTH) if crosses else None
         self.cross = Attention() if crosses else None
 
@@ -131,6 +133,10 @@ def plain_batch(samples: int = 2, length: int = 10) -> dict[str, torch.Tensor]:
     for sample in range(samples):
         labels[sample, : 2 + sample] = -100
     stripes = torch.sin(torch.arange(8.0) * torch.arange(1.0, samples + 1)[:, None])
-    pixels = stripes[:, None, None, :].expand(samples, 1, 8, 8) + 0.1 * torch.randn(samples, 1, 8, 8, generator=generator)
-    sound = torch.cos(torch.arange(5.0)[:, None] * torch.arange(1.0, 7.0)) + torch.randn(samples, 5, 6, generator=generator)
+    pixels = stripes[:, None, None, :].expand(samples, 1, 8, 8) + 0.1 * torch.randn(
+        samples, 1, 8, 8, generator=generator
+    )
+    sound = torch.cos(torch.arange(5.0)[:, None] * torch.arange(1.0, 7.0)) + torch.randn(
+        samples, 5, 6, generator=generator
+    )
     return {"tokens": tokens, "pixels": pixels, "sound": sound, "labels": labels}

@@ -1,0 +1,328 @@
+"""What bad input gets: one sentence that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.errors import CscError, InputError
+from csc.verification import verify
+from tests.compiler import small
+from tests.compiler.conftest import Models
+
+Step = Callable[[], Any]
+
+
+def refused(step: Step, what: str, where: str, remedy: str) -> CscError:
+    """The error of a call: its three parts hold these texts, and it reads as one line of prose."""
+    with pytest.raises(CscError) as caught:
+        step()
+    error = caught.value
+    assert what in error.what
+    assert where in error.where
+    assert remedy in error.remedy
+    assert "\n" not in str(error)
+    assert str(error).endswith((".", "?", "!"))
+    return error
+
+
+class Base(nn.Module):
+    """A classifier; what is wrong with it comes in the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.second(torch.tanh(self.first(x))), labels)
+
+
+def batch(samples: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return {"x": torch.randn(samples, 8, generator=generator), "labels": torch.arange(samples) % 5}
+
+
+def line_of(method: Callable[..., Any], code: str) -> str:
+    """`file.py:NN` of the line of a method that holds `code`."""
+    lines, first = inspect.getsourcelines(method)
+    (offset,) = [i for i, line in enumerate(lines) if code in line]
+    return f"test_bad_input.py:{first + offset}"
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+class Branches(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return self.loss(x, labels)
+
+
+def test_a_branch_on_the_values_of_a_tensor() -> None:
+    refused(
+        lambda: csc.compile(Branches(), example=batch()),
+        "Python decision that depends on the values of a tensor",
+        line_of(Branches.forward, "if x.sum()"),
+        "torch.where",
+    )
+
+
+class CallsNumpy(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(torch.from_numpy(x.detach().numpy() * 2), labels)
+
+
+class Counts(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        width = int(labels.max().item())
+        return self.loss(x, labels) * torch.ones(8)[:width].sum()
+
+
+@pytest.mark.parametrize("model", [CallsNumpy, Counts])
+def test_a_model_that_cannot_be_traced(model: type[Base]) -> None:
+    code = "numpy" if model is CallsNumpy else "[:width]"
+    with pytest.raises(InputError) as caught:
+        csc.compile(model(), example=batch())
+    assert line_of(model.forward, code) in str(caught.value) or line_of(model.forward, ".item()") in str(caught.value)
+    assert caught.value.remedy
+
+
+class Fails(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(x.view(3, 7), labels)
+
+
+def test_a_model_that_fails_by_itself() -> None:
+    refused(
+        lambda: csc.compile(Fails(), example=batch()),
+        "cannot be traced", line_of(Fails.forward, "view(3, 7)"), "run model(**batch) in eager mode first",
+    )  # fmt: skip
+
+
+class Logits(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.second(self.first(x))}
+
+
+class Vector(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.second(self.first(x)), labels, reduction="none")
+
+
+def test_a_model_without_a_loss() -> None:
+    refused(lambda: csc.compile(Logits(), example=batch()), "dict without a loss", "model output", "return the loss")
+    refused(lambda: csc.compile(Vector(), example=batch()), "shape [4]", "model output", "loss.mean()")
+
+
+class Norms(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.norm(x), labels)
+
+
+def test_batch_norm_in_training_mode() -> None:
+    error = refused(
+        lambda: csc.compile(Norms(), example=batch()), "writes to 'norm.", "model", "put that module in eval mode"
+    )
+    assert "running_mean" in str(error) or "num_batches_tracked" in str(error)
+
+
+def test_dropout_draws_its_own_numbers() -> None:
+    """A loss that eager cannot reproduce is no error; verify says that there are random operations."""
+
+    class Drops(Base):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.loss(F.dropout(x, 0.5), labels)
+
+    result = verify(csc.compile(Drops(), example=batch()))
+    assert result.random_ops == 1
+    assert result.params_missing == ()
+
+
+# --- freezing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [("vision_towr", "did you mean 'vision_tower'"), ("*.lora_A.*", "components are"), ("xyz", "language_model")],
+)
+def test_a_pattern_that_matches_nothing(models: Models, pattern: str, hint: str) -> None:
+    step = lambda: models("llava", freeze=[pattern]).program  # noqa: E731
+    refused(step, f"the pattern {pattern!r} matches no parameter of LlavaForConditionalGeneration", "freeze", hint)
+
+
+@pytest.mark.parametrize("freeze", [["*"], ["vision_tower", "multi_modal_projector", "language_model"]])
+def test_nothing_is_left_to_train(models: Models, freeze: list[str]) -> None:
+    step = lambda: models("llava", freeze=freeze).program  # noqa: E731
+    refused(step, "nothing is left to train: all 98 parameters", "freeze", "freeze fewer components")
+
+
+def test_freeze_of_something_else() -> None:
+    refused(lambda: csc.compile(Base(), freeze=[3]), "no name: [3]", "compile", "list of strings")  # type: ignore[list-item]
+
+
+# --- mesh, cuts, schedule ----------------------------------------------------------------------------------------
+
+
+def test_more_stages_than_regions(models: Models) -> None:
+    step = lambda: models("text", mesh="pp=9").program  # noqa: E731
+    refused(step, "the mesh asks for 9 stages, and TextModel has 7 regions", "mesh", "use pp=7 or less")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "what"),
+    [("pp=two", "'pp=two' is not NAME=SIZE"), ("ep=2", "no axis 'ep'"), ({"pp": 0}, "size 0")],
+    ids=str,
+)
+def test_a_mesh_that_is_none(mesh: Any, what: str) -> None:
+    refused(lambda: csc.compile(Base(), mesh=mesh), what, "mesh", "")
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "tp=2,pp=2"])
+def test_axes_of_later_versions(mesh: str) -> None:
+    refused(lambda: csc.compile(Base(), mesh=mesh), "the mesh asks for cp=", "mesh", "leave cp and tp at 1")
+
+
+def test_a_cut_that_names_no_region(models: Models) -> None:
+    step = lambda: models("text", mesh="pp=2", cuts=["layer.2"]).program  # noqa: E731
+    refused(step, "'layer.2'", "cuts", "layers.2")
+
+
+@pytest.mark.parametrize(("cuts", "stages"), [(["layers.1"], 3), (["layers.1", "layers.2", "norm"], 2)])
+def test_a_wrong_number_of_cuts(models: Models, cuts: list[str], stages: int) -> None:
+    step = lambda: models("text", mesh={"pp": stages}, cuts=cuts).program  # noqa: E731
+    remedy = f"name {stages - 1} regions"
+    refused(step, f"{len(cuts)} cuts make {len(cuts) + 1} stages, and the mesh has pp={stages}", "cuts", remedy)
+
+
+def test_an_unknown_schedule(models: Models) -> None:
+    step = lambda: models("text", mesh="pp=2", schedule="zigzag").program  # noqa: E731
+    refused(step, "no schedule 'zigzag'", "schedule", "1f1b, gpipe")
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True])
+def test_microbatches_that_are_no_count(count: Any) -> None:
+    refused(lambda: csc.compile(Base(), microbatches=count), repr(count), "compile", "at least 1")
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def with_entry(entries: Mapping[str, torch.Tensor], **changed: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**entries, **changed}.items() if value is not None}
+
+
+def test_a_batch_with_other_keys_or_dtypes(models: Models) -> None:
+    compiled = models("text", mesh="pp=2")
+    good = small.text_batch()
+    keys = "give the entries of the example: labels, tokens"
+    refused(lambda: compiled.train_step(with_entry(good, labels=None)), "no entry 'labels'", "train_step", keys)
+    extra = with_entry(good, pixels=torch.zeros(2, 3))
+    refused(lambda: compiled.train_step(extra), "an entry 'pixels' that the example had not", "train_step", keys)
+    floats = with_entry(good, tokens=good["tokens"].int())
+    remedy = "convert it with .to(torch.int64)"
+    refused(
+        lambda: compiled.train_step(floats),
+        "'tokens' is torch.int32, the example's was torch.int64",
+        "train_step",
+        remedy,
+    )
+    compiled.train_step(good)
+    compiled.zero_grad()
+
+
+def test_sizes_that_microbatches_do_not_divide(models: Models) -> None:
+    compiled = models("text", mesh="pp=2,dp=2", microbatches=3)
+    odd = small.text_batch(samples=8)
+    refused(lambda: compiled.train_step(odd), "'tokens' has 8 rows; 6 microbatches", "example batch", "multiple of 6")
+
+
+@pytest.mark.parametrize("example", [[1, 2], {}, {"x": 3}, {"x": torch.zeros(2, requires_grad=True)}], ids=str)
+def test_an_example_that_is_no_batch(example: Any) -> None:
+    error = refused(lambda: csc.compile(Base(), example=example), "", "", "")
+    assert error.where == "example batch"
+    assert error.remedy
+
+
+def test_no_example_at_all() -> None:
+    refused(lambda: csc.compile(Base()).program, "no example batch", "compile", "pass example=batch")
+
+
+def test_shapes_that_do_not_fit_the_model(models: Models) -> None:
+    """Another length than the example's is fine; one that the model's own tables do not cover is not."""
+    compiled = models("plain", mesh="pp=2")
+    with pytest.raises(CscError):
+        from tests.models import plain
+
+        compiled.train_step(plain.plain_batch(length=10) | {"labels": torch.zeros(2, 9, dtype=torch.int64)})
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+class TwoLosses(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, labels) + 0.1 * self.first(x).square().mean()
+
+
+def test_a_loss_that_cannot_be_weighted_and_the_remedy() -> None:
+    refused(
+        lambda: csc.compile(TwoLosses(), example=batch(), microbatches=2),
+        "cannot see what the loss averages over (it ends in add)", line_of(TwoLosses.forward, "self.loss(x, labels) +"),
+        "loss_weight='mean'",
+    )  # fmt: skip
+    one = verify(csc.compile(TwoLosses(), example=batch()))
+    assert (one.grad_rel_max, one.params_missing) == (0, ())
+    two = verify(csc.compile(TwoLosses(), example=batch(), microbatches=2, loss_weight="mean"))
+    assert two.params_missing == ()
+    assert max(two.grad_rel_max, two.loss_rel) <= 1e-6
+
+
+class Squared(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.first(x), x)
+
+
+def test_a_loss_weight_that_does_not_fit() -> None:
+    refused(
+        lambda: csc.compile(Base(), loss_weight="maximum"), "'maximum'", "compile", "'auto', 'tokens', 'mean' or 'sum'"
+    )
+    refused(
+        lambda: csc.compile(Squared(), example=batch(), loss_weight="tokens"),
+        "no mean over labels", "loss_weight='tokens'", "use loss_weight='mean' or 'sum'",
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_gradients_alone(models: Models) -> None:
+    compiled = models("text", mesh="pp=2", microbatches=2)
+    good = small.text_batch(4)
+    compiled.train_step(good)
+    before = {name: p.grad.clone() for name, p in compiled.named_parameters()}
+    nothing = with_entry(good, labels=torch.cat([good["labels"][:2], torch.full_like(good["labels"][2:], -100)]))
+    nothing["labels"][:2] = -100
+    refused(lambda: compiled.train_step(nothing), "is not finite", "train_step", "No gradient was touched")
+    assert before
+    assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters())
+    weight = compiled.model.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("inf"))
+    try:
+        refused(lambda: compiled.train_step(good), "is not finite (nan)", "train_step", "No gradient was touched")
+        assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters())
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+        compiled.zero_grad()

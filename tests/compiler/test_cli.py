@@ -1,0 +1,337 @@
+"""The command line on examples/llava.py:llava: what it prints, its exit codes, its sentences."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from csc.passes.runner import contracts
+
+import csc.target
+from csc import cli
+from csc.ir.mesh import Mesh
+from csc.runtime.program import load
+
+ROOT = Path(__file__).parents[2]
+TARGET = f"{ROOT}/examples/llava.py:llava"
+
+
+@dataclass
+class Ran:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_capture() -> Iterator[None]:
+    """The commands of this file share the loaded example, and with it its capture, which costs seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csc.target, "_load", functools.cache(csc.target._load))
+        yield
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run("passes", "--json"): the command in this process."""
+
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["csc", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return call
+
+
+def process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own."""
+    script = Path(sys.executable).with_name("csc")
+    return subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=240)
+
+
+def test_passes(run: Run) -> None:
+    listed = json.loads(run("passes", "--json").out)["passes"]
+    assert [p["name"] for p in listed] == [
+        "shapes", "loss", "regions", "differentiate", "freeze", "prune", "split", "partition", "schedule",
+    ]  # fmt: skip
+    for contract in listed:
+        assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]
+    table = run("passes").out
+    assert all(contract.name in table for contract in contracts())
+
+
+def test_explain(run: Run) -> None:
+    found = json.loads(run("explain", TARGET, "--json").out)
+    parts = {row["name"]: row for row in found["components"]}
+    assert list(parts) == ["language_model", "vision_tower", "multi_modal_projector", "LlavaForConditionalGeneration"]
+    assert parts["vision_tower"]["trainable"] == 0
+    assert (parts["vision_tower"]["needs_dx"], parts["vision_tower"]["needs_dw"]) == (False, False)
+    assert parts["vision_tower"]["matmuls"][1:] == [0, 0]
+    assert parts["vision_tower"]["pruned_flops"] > 0
+    assert parts["multi_modal_projector"]["trainable"] == parts["multi_modal_projector"]["parameters"] > 0
+    assert (parts["language_model"]["needs_dx"], parts["language_model"]["needs_dw"]) == (True, False)
+    assert sum(row["matmuls"][1] + row["matmuls"][2] for row in found["regions"]) == 32
+    assert {row["stage"] for row in found["regions"]} == {0, 1, 2}
+    table = run("explain", TARGET)
+    assert table.code == 0
+    assert "multi_modal_projector" in table.out
+
+
+@pytest.mark.parametrize("freeze", [(), ("--freeze", "vision_tower")])
+def test_verify(run: Run, freeze: tuple[str, ...]) -> None:
+    done = run("verify", TARGET, "--json", "--mesh", "pp=2", *freeze)
+    assert done.code == 0
+    found = json.loads(done.out)
+    assert found["params_missing"] == []
+    assert found["params_checked"] == (43 if freeze else 4)
+    assert found["loss_rel"] <= 1e-6
+    assert found["grad_rel_max"] <= 1e-6
+    assert found["loss"] == pytest.approx(found["loss_eager"], rel=1e-6)
+
+
+def test_verify_fails_on_a_difference(run: Run) -> None:
+    """Two microbatches sum in another order than eager does: not equal bit for bit."""
+    done = run("verify", TARGET, "--json", "--tolerance", "0")
+    found = json.loads(done.out)
+    assert 0 < max(found["grad_rel_max"], found["loss_rel"]) < 1e-6
+    assert (done.code, found["ok"]) == (1, False)
+
+
+class Page(HTMLParser):
+    """Collects what is open and what was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+REGIONS = ["model.vision_tower.embeddings", "model.multi_modal_projector", "model.merge", "lm_head",
+           *(f"model.language_model.layers.{i}" for i in range(4))]  # fmt: skip
+
+
+def test_dump_text(run: Run) -> None:
+    after = {name: run("dump", TARGET, "--after", name).out for name in ("capture", "regions", "prune", "schedule")}
+    assert "symbolic [1]" in after["capture"]
+    assert all(f"region {name}  " in after["regions"] for name in REGIONS)
+    assert "variant" not in after["regions"]
+    assert "needs nothing" in after["prune"]
+    assert "stage 2: RECV F 1>2 0" in after["schedule"]
+    one = run("dump", TARGET, "--after", "prune", "--region", "model.language_model.layers.2").out
+    assert one.count("\nregion ") == one.count("\nvariant ") == 1
+    rank = run("dump", TARGET, "--rank", "1").out
+    assert "\nstage 1 " in rank
+    assert "\nstage 0 " not in rank
+
+
+def test_dump_python(run: Run, tmp_path: Path) -> None:
+    whole = run("dump", TARGET, "--format", "python").out
+    files = re.split(r"^# ===== (.+)$", whole, flags=re.MULTILINE)[1:]
+    names, texts = files[::2], files[1::2]
+    assert {"rank_0.py", "rank_1.py", "rank_2.py", "schedule.txt", "layers/tables.py"} <= set(names)
+    for name, text in zip(names, texts, strict=True):
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+    output = tmp_path / "rank.py"
+    done = run("dump", TARGET, "--format", "python", "--rank", 2, "-o", output)
+    assert done.out == ""
+    assert "stage 2 of 3" in (ast.get_docstring(ast.parse(output.read_text())) or "")
+
+
+def test_dump_pictures(run: Run) -> None:
+    dot = run("dump", TARGET, "--format", "dot").out
+    assert all(f'"{name}" [fillcolor=' in dot for name in REGIONS)
+    assert dot.count("{") == dot.count("}") == 4
+    assert dot.count("subgraph cluster_") == 3
+    mermaid = run("dump", TARGET, "--format", "mermaid").out
+    assert mermaid.startswith("flowchart TB\n")
+    assert all(f'"{name}"' in mermaid for name in REGIONS)
+    assert mermaid.count("subgraph") == len(re.findall(r"^  end$", mermaid, re.MULTILINE)) == 3
+
+
+def test_dump_html(run: Run) -> None:
+    page = Page()
+    page.feed(run("dump", TARGET, "--format", "html").out)
+    assert page.open == []
+    assert {"svg", "table", "pre"} <= page.seen
+    assert all(name in page.text for name in REGIONS)
+
+
+def test_diff(run: Run) -> None:
+    text = run("diff", TARGET, "differentiate", "prune", "--region", "model.language_model.layers.0").out
+    assert text.startswith("--- after differentiate\n+++ after prune\n")
+    removed = [line for line in text.splitlines() if line.startswith("-")]
+    assert any("d_mlp_down_proj_mm" in line or "aten.mm.default" in line for line in removed)
+    assert run("diff", TARGET, "prune", "prune").out == ""
+
+
+def test_compile(run: Run, tmp_path: Path) -> None:
+    done = run("compile", TARGET, "-o", tmp_path / "program", "--mesh", "pp=2,dp=2", "--microbatches", 1, "--json")
+    assert done.code == 0
+    found = json.loads(done.out)
+    assert found["ranks"] == 4
+    assert [p["name"] for p in found["passes"]] == [contract.name for contract in contracts()]
+    program = load(found["directory"])
+    assert program.manifest.mesh == Mesh(dp=2, pp=2)
+    assert not (tmp_path / "program" / "weights.safetensors").exists()
+    run("compile", TARGET, "-o", tmp_path / "program", "--weights", "--cut", "lm_head", "--mesh", "pp=2")
+    assert (tmp_path / "program" / "weights.safetensors").is_file()
+    assert load(tmp_path / "program").manifest.stages[1].regions == ("lm_head",)
+
+
+BAD = [
+    (["explain", "no_such.py:llava"], "no file no_such.py", "path of a Python file"),
+    (["explain", "llava"], "'llava' names no model", "path.py:name"),
+    (["explain", TARGET.replace(":llava", ":lava")], "has no 'lava'", "did you mean llava"),
+    (["explain", TARGET.replace(":llava", ":IMAGE_TOKEN")], "is a int", "nn.Module"),
+    (["explain", TARGET, "--mesh", "pp=40"], "the mesh asks for 40 stages", "use pp=13 or less"),
+    (["explain", TARGET, "--mesh", "pp"], "is not NAME=SIZE", "pp=3"),
+    (
+        ["explain", TARGET, "--freeze", "vision_towr"],
+        "'vision_towr' matches no parameter",
+        "did you mean 'vision_tower'",
+    ),
+    (["explain", TARGET, "--cut", "nowhere"], "'nowhere'", ""),
+    (["explain", TARGET, "--schedule", "zigzag"], "no schedule 'zigzag'", "1f1b, gpipe"),
+    (["dump", TARGET, "--after", "magic"], "no pass 'magic'", "choose one of capture, shapes"),
+    (["dump", TARGET, "--rank", "7"], "no rank 7", "ranks 0 to 2"),
+    (["dump", TARGET, "--region", "lm_hed"], "no region 'lm_hed'", "lm_head"),
+    (["dump", TARGET, "--format", "pdf"], "no format 'pdf'", "html"),
+    (["dump", TARGET, "--after", "capture", "--format", "dot"], "not cut into regions yet", "after `regions`"),
+    (["explain", TARGET, "--microbatches", "3"], "has 4 rows; 3 microbatches", "multiple of 3"),
+    (["explain"], "Missing argument", ""),
+    (["fly"], "No such command", ""),
+]
+
+
+@pytest.mark.parametrize(("arguments", "what", "remedy"), BAD, ids=lambda value: str(value)[-40:])
+def test_bad_input_is_one_sentence_and_exit_code_2(run: Run, arguments: list[str], what: str, remedy: str) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    said = " ".join(done.err.split())
+    assert what in said
+    assert remedy in said
+    assert "Traceback" not in done.err
+
+
+def test_nothing_is_written_for_bad_input(run: Run, tmp_path: Path) -> None:
+    done = run("compile", TARGET, "-o", tmp_path / "program", "--mesh", "pp=40")
+    assert done.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    done = run("explain", TARGET, "--freeze", "nothing_like_it", "--debug")
+    assert done.code == 2
+    assert "Traceback (most recent call last)" in done.err
+    assert "passes/freeze.py" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def broken(:\n", "syntax error"),
+        ("import torch\nraise ValueError('no data today')\n", "no data today"),
+        ("import does_not_exist\n", "does_not_exist"),
+    ],
+)
+def test_a_users_file_that_fails(run: Run, tmp_path: Path, text: str, what: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    done = run("explain", f"{file}:model")
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert what in said
+    assert f"train.py:{len(text.splitlines())}" in said
+    assert "Traceback" not in done.err
+
+
+USER_FILE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        if x.sum() > 100:
+            x = -x
+        return nn.functional.cross_entropy(self.head(self.first(x)), labels)
+
+def example():
+    return {"x": torch.randn(2, 4), "labels": torch.tensor([0, 2])}
+"""
+
+
+def test_a_plain_class_with_an_example_from_the_same_file(run: Run, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    bad.write_text(USER_FILE)
+    good.write_text(USER_FILE.replace("if x.sum() > 100", "if len(x) > 100"))
+    done = run("verify", f"{good}:Model", "--example", "example", "--json")
+    assert json.loads(done.out)["params_checked"] == 4
+    done = run("verify", f"{bad}:Model", "--example", "example", "--json")
+    assert (done.code, done.out) == (2, "")
+    said = " ".join(done.err.split())
+    assert "depends on the values of a tensor" in said
+    assert "bad.py:11: if x.sum() > 100:" in said
+
+
+def test_the_command_itself() -> None:
+    """In processes of their own: a good command, a bad one, the same with --debug."""
+    listed = process("passes", "--json")
+    assert listed.returncode == 0
+    assert len(json.loads(listed.stdout)["passes"]) == len(contracts())
+    bad = process("explain", "no_such.py:llava", "--json")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "no file no_such.py" in bad.stderr
+    assert "Traceback" not in bad.stderr
+    assert "Traceback" in process("explain", "no_such.py:llava", "--debug").stderr
+
+
+@pytest.mark.slow
+def test_the_command_verifies() -> None:
+    done = process("verify", "examples/llava.py:llava", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"loss_rel", "grad_rel_max", "params_checked", "params_missing"} <= found.keys()
+    assert (found["params_checked"], found["params_missing"]) == (4, [])
+    assert os.fspath(ROOT) not in done.stdout

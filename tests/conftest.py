@@ -1,0 +1,19 @@
+"""Options of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden from what the compiler does now"
+    )

@@ -1,0 +1,147 @@
+"""A contract for each private name of torch in csc/torch_private.py: a release that changes one fails here, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from csc import torch_private as private
+
+
+def test_every_name_has_a_contract_here() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    lowered = {name: name.lower().replace("_", "") for name in private.__all__}
+    assert [name for name, low in lowered.items() if low not in {t.replace("_", "") for t in tested}] == []
+
+
+def test_op_overload() -> None:
+    """What torch.ops.NAMESPACE.OP.OVERLOAD is; it has a schema with names, defaults and mutability."""
+    op = torch.ops.aten.add.Tensor
+    assert isinstance(op, private.OpOverload)
+    assert not isinstance(torch.ops.aten.add, private.OpOverload)
+    assert op._schema.name == "aten::add"
+    assert op._overloadname == "Tensor"
+    assert op.namespace == "aten"
+    assert [a.name for a in op._schema.arguments] == ["self", "other", "alpha"]
+    assert [a.kwarg_only for a in op._schema.arguments] == [False, False, True]
+    assert op._schema.arguments[2].default_value == 1
+    assert (op._schema.is_mutable, torch.ops.aten.add_.Tensor._schema.is_mutable) == (False, True)
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli.default.tags
+    assert op.overloadpacket is torch.ops.aten.add
+
+
+def test_fake_tensor_mode() -> None:
+    """Ops on fake tensors give shapes, strides and dtypes and no numbers; real constants are let in."""
+    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        product = torch.empty(3, 4) @ torch.empty(4, 5)
+        strided = torch.empty_strided((2, 3), (1, 2))
+    assert isinstance(product, private.FakeTensor)
+    assert product.shape == (3, 5)
+    assert product.fake_mode is mode
+    with mode:
+        assert torch.ops.aten.add.Tensor(strided, torch.ones(2, 3)).shape == (2, 3)
+    assert strided.stride() == (1, 2)
+
+
+def test_fake_tensor() -> None:
+    mode = private.FakeTensorMode()
+    fake = mode.from_tensor(torch.zeros(2, 2, dtype=torch.bfloat16))
+    assert isinstance(fake, private.FakeTensor)
+    assert (fake.dtype, fake.device.type) == (torch.bfloat16, "cpu")
+
+
+def test_shape_env() -> None:
+    """Sizes may be symbols that compare by their hint."""
+    environment = private.ShapeEnv()
+    mode = private.FakeTensorMode(shape_env=environment)
+    with mode:
+        assert torch.empty(4, 3).sum(0).shape == (3,)
+    assert mode.shape_env is environment
+
+
+def test_make_fx() -> None:
+    """Traces forward and torch.autograd.grad to ATen calls; arguments may be lists; each call has a `val`."""
+
+    def step(values: list[torch.Tensor], seeds: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        x = values[0].detach().requires_grad_(True)
+        with torch.enable_grad():
+            y = torch.ops.aten.sin.default(x)
+        return (y, *torch.autograd.grad([y], [x], seeds))
+
+    mode = private.FakeTensorMode()
+    with mode:
+        graph = private.make_fx(step, tracing_mode="real")([torch.empty(3)], [torch.empty(3)]).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert "aten.sin.default" in targets
+    assert "aten.cos.default" in targets
+    assert sum(node.op == "placeholder" for node in graph.nodes) == 2
+    assert all("val" in node.meta for node in graph.nodes if node.op == "call_function")
+
+
+def test_fx_traceback() -> None:
+    """`current_meta` set while tracing: its entry "custom" is copied to the nodes that are made."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with private.fx_traceback.preserve_node_meta():
+            before = private.fx_traceback.current_meta
+            private.fx_traceback.current_meta = {"custom": {"csc": {"name": "marked"}}}
+            y = torch.sin(x)
+            private.fx_traceback.current_meta = before
+            return torch.cos(y)
+
+    with private.FakeTensorMode():
+        graph = private.make_fx(step, tracing_mode="real")(torch.empty(3)).graph
+    marks = {str(n.target): n.meta.get("custom", {}).get("csc") for n in graph.nodes if n.op == "call_function"}
+    assert marks["aten.sin.default"] == {"name": "marked"}
+    assert not marks["aten.cos.default"]
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_guard_on_data_dependent_sym_node() -> None:
+    """What export raises, somewhere in the chain of causes, for a Python branch on a tensor's values."""
+    with pytest.raises(Exception) as caught:
+        torch.export.export(Branch(), (torch.ones(3),), strict=False)
+    chain: list[BaseException] = []
+    error: BaseException | None = caught.value
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    assert any(isinstance(e, private.GuardOnDataDependentSymNode) or "data-dependent" in str(e).lower() for e in chain)
+
+
+class NoGrad(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        return x + y
+
+
+def test_is_no_grad_region() -> None:
+    """Export writes the block as a higher-order op: (enabled, body, *operands)."""
+    exported = torch.export.export(NoGrad(), (torch.ones(3),), strict=False)
+    (node,) = [n for n in exported.graph.nodes if private.is_no_grad_region(n.target)]
+    assert node.args[0] is False
+    assert hasattr(exported.graph_module, node.args[1].target)
+    assert not any(private.is_no_grad_region(n.target) for n in exported.graph.nodes if n is not node)
+
+
+class Autocast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x * 2
+        return x + y
+
+
+def test_is_autocast_region() -> None:
+    """Likewise: (device, dtype, enabled, cache, body, *operands)."""
+    exported = torch.export.export(Autocast(), (torch.ones(3),), strict=False)
+    (node,) = [n for n in exported.graph.nodes if private.is_autocast_region(n.target)]
+    assert node.args[0] == "cpu"
+    assert node.args[2] is False
+    assert hasattr(exported.graph_module, node.args[4].target)
