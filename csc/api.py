@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc.capture import device_of, split_batch
 from csc.capture import microbatch as one_of
-from csc.capture import split_batch
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -220,7 +220,7 @@ class CompiledModel:
 
     def _join_group(self) -> None:
         if under_torchrun() and not dist.is_initialized():
-            setup_distributed(next(self.model.parameters()).device.type)
+            setup_distributed(device_of(self.model).type)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1 and world != self.options.mesh.size:
             raise InputError(

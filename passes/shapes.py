@@ -54,8 +54,16 @@ def shapes(program: Program, options: Options) -> Program:
 def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
+    target: Any = node.target
     try:
-        result = node.target(*arguments, **keywords)  # type: ignore[operator]
+        try:
+            result = target(*arguments, **keywords)
+        except (RuntimeError, ValueError):
+            if g.op_name(node) != "aten::view":
+                raise
+            # A view for the strides of another attention kernel (another device or length): copy where needed.
+            target = torch.ops.aten.reshape.default
+            result = target(*arguments, **keywords)
     except Exception as error:
         raise _misfit(node, error) from error
     values[node] = result
@@ -65,6 +73,7 @@ def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], value
         mapping[node] = mapping[node.args[0]]  # type: ignore[index]
     else:
         copied = g.copy_node(graph, node, mapping)
+        copied.target = target
         copied.meta["val"] = result
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from csc.capture.batch import dynamic_dimensions, microbatch, split_batch
+from csc.capture.batch import device_of, dynamic_dimensions, microbatch, placed, split_batch
 from csc.capture.export import export, loss_of, untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
@@ -15,7 +14,7 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
 
-__all__ = ["capture", "dynamic_dimensions", "loss_of", "microbatch", "split_batch"]
+__all__ = ["capture", "device_of", "dynamic_dimensions", "loss_of", "microbatch", "placed", "split_batch"]
 
 
 def capture(model: nn.Module, example: Any) -> Program:
@@ -26,7 +25,8 @@ def capture(model: nn.Module, example: Any) -> Program:
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     tensors, extra = split_batch(example)
-    exported = export(model, tensors, extra)
+    device = device_of(model)
+    exported = export(model, placed(tensors, device), extra)
     try:
         graph, constants = flatten(exported, model)
     except CscError:
@@ -47,7 +47,6 @@ def capture(model: nn.Module, example: Any) -> Program:
         if ("input", name) in used
     )
     loss = g.outputs(graph)[0]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return Program(
         name=type(model).__name__,
         inputs=inputs,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from csc.errors import InputError
 
@@ -37,6 +38,16 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if not tensors:
         raise InputError("the example batch holds no tensor", "example batch", "pass one real batch of your data")
     return tensors, others
+
+
+def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors on a device; a batch may come from a data loader on the CPU while the model is on a GPU."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's parameters, the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
