@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from csc.api import CompiledModel
-from csc.capture import device_of, loss_of, placed, split_batch
+from csc.capture import device_of, loss_of, placed, split_batch, training
 from csc.ir import graph as g
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
@@ -51,15 +51,14 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
     model = compiled.model
     trainable = {p.name for p in compiled.program.parameters if p.trainable}
     kept = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
-    was_training = model.training
     try:
         for name, p in model.named_parameters():
             p.requires_grad_(name in trainable)
             p.grad = None
-        model.train()
         tensors, extra = split_batch(batch)
         torch.manual_seed(0)
-        eager_loss = loss_of(model(**placed(tensors, device_of(model)), **extra))
+        with training(model):
+            eager_loss = loss_of(model(**placed(tensors, device_of(model)), **extra))
         eager_loss.backward()
         eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for p in model.parameters():
@@ -68,7 +67,6 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
         loss = compiled.train_step(batch)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     finally:
-        model.train(was_training)
         for name, p in model.named_parameters():
             p.requires_grad_(kept[name][0])
             p.grad = kept[name][1]

@@ -126,7 +126,7 @@ class _Marking(fx.Interpreter):
             return super().run_node(n)
         origin = {"name": n.name, "source": n.meta.get("source", ""), "module": n.meta.get("module", "")}
         with _tagging({**origin, "backward": False}):
-            result = getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
+            result = self._call(n)
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         stack = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         while stack:
@@ -136,6 +136,16 @@ class _Marking(fx.Interpreter):
                 _tag_backward(function, {**origin, "backward": True})
                 stack.extend(parent for parent, _ in function.next_functions if parent is not None)
         return result
+
+    def _call(self, n: fx.Node) -> Any:
+        arguments, keywords = self.fetch_args_kwargs_from_env(n)
+        try:
+            return n.target(*arguments, **keywords)  # type: ignore[operator]
+        except (RuntimeError, ValueError):
+            if g.op_name(n) != "aten::view":
+                raise
+            # Attention with a mask that trains runs another kernel than at capture, with other strides: copy if needed.
+            return torch.ops.aten.reshape.default(*arguments, **keywords)
 
 
 def _tag_backward(function: Any, origin: dict[str, Any]) -> None:
@@ -217,7 +227,8 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
         copied.meta.update(source=origin.get("source", ""), module=origin.get("module", ""))
     finals = [mapping[r] if isinstance(r, fx.Node) else None for r in g.outputs(graph)]
     wanted = len(template.outputs)
-    layouts = [None] * wanted + [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
+    layouts = [node.meta["val"] for node in g.outputs(template.graph)]
+    layouts += [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
     for i in range(len(template.activations)):
         final = finals[wanted + i]
         if isinstance(final, fx.Node) and not _overlaps(final.meta["val"]):

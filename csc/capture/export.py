@@ -5,15 +5,17 @@ The step traced is `loss = model(**batch).loss` in training mode, with the seque
 
 from __future__ import annotations
 
+import io
 import keyword
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from itertools import chain
 from typing import Any
 
@@ -105,12 +107,11 @@ def export(
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
     wrapped = LossOnly(model, extra)
-    was_training = model.training
-    wrapped.train()
+    said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     try:
-        with _without_kv_cache(model), warnings.catch_warnings():
+        with training(model), _without_kv_cache(model), warnings.catch_warnings(), redirect_stderr(said):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-            return torch.export.export(
+            exported = torch.export.export(
                 wrapped,
                 (dict(tensors),),
                 dynamic_shapes=(shapes,),
@@ -121,8 +122,23 @@ def export(
         raise
     except Exception as error:
         raise untraceable(error) from error
+    sys.stderr.write(said.getvalue())
+    return exported
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """In training mode, as the user left it: a model in eval mode is switched as a whole, and back afterwards; in one
+    that trains, modules that were put in eval mode (frozen batch norms) stay so.
+    """
+    before = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:
+            model.train()
+        yield
     finally:
-        model.train(was_training)
+        for module, mode in before.items():
+            module.training = mode
 
 
 def untraceable(error: Exception) -> CscError:

@@ -47,7 +47,6 @@ def inline_regions(module: fx.GraphModule) -> None:
                     "cast the parameters instead (model.to(torch.bfloat16)), or disable autocast inside forward",
                 )
             _inline(module, node, body, operands, detach=False)
-    module.graph.eliminate_dead_code()
     module.recompile()
 
 
