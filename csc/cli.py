@@ -19,9 +19,8 @@ from rich.table import Table
 from csc import __version__
 from csc.errors import CscError, InputError
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__.split(":")[0]
-)
+ABOUT = "Compile the training step of a multimodal LLM into one readable Python program per rank."
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=ABOUT)
 errors = Console(stderr=True)
 console = Console(width=None if sys.stdout.isatty() else 160)
 
@@ -29,9 +28,9 @@ Target = Annotated[str, typer.Argument(help="path.py:name of a compiled model, a
 MeshOption = Annotated[str | None, typer.Option("--mesh", help="axis sizes, for example pp=3,dp=2")]
 FreezeOption = Annotated[
     list[str] | None,
-    typer.Option("--freeze", help="component name or glob over parameter names; may be repeated"),
+    typer.Option("--freeze", help="component names or globs over parameter names; repeat it, or commas"),
 ]
-CutOption = Annotated[list[str] | None, typer.Option("--cut", help="region that opens a stage; may be repeated")]
+CutOption = Annotated[list[str] | None, typer.Option("--cut", help="regions that open a stage; repeat it, or commas")]
 MicrobatchOption = Annotated[int | None, typer.Option("--microbatches", help="microbatches per step")]
 ScheduleOption = Annotated[str | None, typer.Option("--schedule", help="1f1b or gpipe")]
 ExampleOption = Annotated[str | None, typer.Option("--example", help="name of the example batch in the same file")]
@@ -77,14 +76,19 @@ def _compiled(
         compiled = load_target(target, example)
         changes = {
             "mesh": mesh,
-            "freeze": freeze or None,
-            "cuts": cuts or None,
+            "freeze": _listed(freeze),
+            "cuts": _listed(cuts),
             "microbatches": microbatches,
             "schedule": schedule,
         }
         compiled = overridden(compiled, changes)
         compiled.progress = lambda name: progress.update(task, description=name)
         yield compiled
+
+
+def _listed(given: list[str] | None) -> list[str] | None:
+    """Repeated and comma-separated values as one list; None if the option was not given."""
+    return [name.strip() for item in given for name in item.split(",") if name.strip()] if given else None
 
 
 @app.command("compile")

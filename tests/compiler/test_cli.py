@@ -109,6 +109,18 @@ def test_verify(run: Run, freeze: tuple[str, ...]) -> None:
     assert found["loss"] == pytest.approx(found["loss_eager"], rel=1e-6)
 
 
+def test_lists_are_repeated_or_separated_by_commas(run: Run) -> None:
+    cuts = "model.multi_modal_projector,model.language_model.layers.2"
+    first = run("explain", TARGET, "--json", "--freeze", "vision_tower, language_model", "--cut", cuts)
+    second = run(
+        "explain", TARGET, "--json", "--freeze", "vision_tower", "--freeze", "language_model",
+        "--cut", cuts.split(",")[0], "--cut", cuts.split(",")[1],
+    )  # fmt: skip
+    assert first.code == second.code == 0 and json.loads(first.out) == json.loads(second.out)
+    opens = {row["name"]: row["stage"] for row in json.loads(first.out)["regions"]}
+    assert [opens[name] for name in cuts.split(",")] == [1, 2]
+
+
 def test_verify_fails_on_a_difference(run: Run) -> None:
     """Two microbatches sum in another order than eager does: not equal bit for bit."""
     done = run("verify", TARGET, "--json", "--tolerance", "0")
