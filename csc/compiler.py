@@ -43,7 +43,8 @@ class Compiler:
     def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
         tensors, extra = split_batch(microbatch)
-        capture_key, key = _keys(tensors, extra)
+        capture_key, shapes_key = _keys(tensors, extra)
+        key = (shapes_key, options.loss_weight)
         if key not in self.traced:
             if capture_key not in self.captures:
                 progress(CAPTURE)

@@ -74,14 +74,12 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
     infos: dict[str, ModuleInfo] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parent = path.rpartition(".")[0]
-        if parent in layer_lists and path:
+        if path and parent in layer_lists:
             role = "layer"
-        elif path in containers or (not path and not layer_lists):
+        elif path in containers or not path:
             role = "container"
-        elif (parent in containers or not layer_lists) and "." not in path.removeprefix(parent + "."):
-            role = "part" if (parent in containers or not parent) else ""
         else:
-            role = ""
+            role = "part" if parent in containers or not parent else ""
         infos[path] = ModuleInfo(path, type(module).__name__, component(path), _first_argument(module), role)
     _join_output_embedding(model, infos)
     return infos

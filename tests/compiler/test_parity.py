@@ -207,3 +207,13 @@ def test_gradients_accumulate_and_are_cleared(models: Models) -> None:
     assert all((p.grad == 2 * once[name]).all() for name, p in compiled.named_parameters())
     compiled.zero_grad()
     assert all(p.grad is None for p in compiled.parameters())
+
+
+def test_another_loss_weight_is_not_taken_from_the_kept_trace(models: Models) -> None:
+    """Equal weights are wrong for unequal label counts, and must be what the program does if asked for."""
+    compiled = models("llava")
+    assert compiled.program.loss_weight == "tokens"
+    equal = compiled.with_options(loss_weight="mean", microbatches=2)
+    assert equal.program.loss_weight == "mean"
+    assert verify(equal).loss_rel > 1e-4
+    assert verify(compiled.with_options(microbatches=2)).loss_rel <= FLOAT32
