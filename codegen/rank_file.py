@@ -113,7 +113,6 @@ class _Writer:
             for index, segment in enumerate(self.segments)
         ]
         self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
-        self.to_w: list[str] = []
 
     # --- names ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
+from csc.ir.layout import overlaps
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Options, Program, Region, Template
 from csc.torch_private import OpOverload, fx_traceback, make_fx
@@ -231,7 +232,7 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     layouts += [node.meta["val"] for node in sources if node.meta["role"][0] != "shared"]
     for i in range(len(template.activations)):
         final = finals[wanted + i]
-        if isinstance(final, fx.Node) and not _overlaps(final.meta["val"]):
+        if isinstance(final, fx.Node) and not overlaps(final.meta["val"].shape, final.meta["val"].stride()):
             layouts[wanted + i] = None
     tidy.output(tuple(_in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
     g.erase_dead(tidy)
@@ -259,16 +260,6 @@ def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
     if not origin["backward"]:
         return identifier(origin["name"] if node in last_of else f"{origin['name']}_{op}")
     return identifier(f"d_{origin['name']}" if op == "getitem" else f"d_{origin['name']}_{op}")
-
-
-def _overlaps(val: torch.Tensor) -> bool:
-    """True if two elements may share memory (a gradient that was expanded): such a layout is not handed on."""
-    reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(val.stride(), val.shape) if size != 1):
-        if stride < reach:
-            return True
-        reach = stride * size
-    return False
 
 
 def _in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None) -> fx.Node | None:

@@ -10,6 +10,7 @@ from torch import fx
 
 from csc.analysis import cutting, gradients
 from csc.ir import graph as g
+from csc.ir.layout import dense
 from csc.ir.naming import identifier, table_name, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
 
@@ -177,18 +178,18 @@ class _Builder:
 
     def _dense(self, val: torch.Tensor) -> torch.Tensor:
         """The value as its readers get it: itself if it fills its memory without gaps or overlaps, else contiguous."""
-        if g.is_dense(val):
+        if dense(val.shape, val.stride()):
             return val
         with self.program.fake_mode:
             return val.clone(memory_format=torch.contiguous_format)
 
     def _densify(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        if g.is_dense(node.meta["val"]):
+        if dense(node.meta["val"].shape, node.meta["val"].stride()):
             return node
-        dense = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-        g.copy_meta(node, dense)
-        dense.meta["val"] = self._dense(node.meta["val"])
-        return dense
+        copied = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        g.copy_meta(node, copied)
+        copied.meta["val"] = self._dense(node.meta["val"])
+        return copied
 
     def table(self, node: fx.Node) -> str:
         """The name of a shared value; batch inputs and constants keep theirs as far as identifiers allow."""

@@ -101,16 +101,6 @@ def is_float(node: fx.Node) -> bool:
     return val is not None and val.dtype.is_floating_point
 
 
-def is_dense(val: torch.Tensor) -> bool:
-    """True if the tensor fills its memory without gaps or overlaps (contiguous, or a permutation of contiguous)."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(val.stride(), val.shape) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def merge_equal(graph: fx.Graph, candidates: set[fx.Node]) -> set[fx.Node]:
     """Merge candidates that compute the same (in place; all must be free of effects). Returns those left."""
     seen: dict[str, fx.Node] = {}

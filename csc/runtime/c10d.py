@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import InputError, RankLost
+from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
 from csc.runtime.agreement import agree, agree_on_weights
 from csc.runtime.program import LoadedProgram
-from csc.runtime.specs import Manifest, MessageSpec, dense
+from csc.runtime.specs import Manifest, MessageSpec
 from csc.runtime.transport import in_layout, laid_out, summed
 
 

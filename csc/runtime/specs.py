@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError, ProgramError
+from csc.ir.layout import overlaps
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
@@ -254,29 +255,3 @@ def _message(row: _Table, count: int) -> MessageSpec:
             )
         values.append(spec)
     return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), tuple(values))
-
-
-def overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True if two elements may share memory, or the two tuples do not belong together."""
-    if len(shape) != len(stride):
-        return True
-    reach = 1
-    for step, size in sorted((st, n) for st, n in zip(stride, shape) if n > 1):
-        if step < reach:
-            return True
-        reach = step * size
-    return False
-
-
-def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True if the elements fill a block of memory, each once, in some order of the dimensions."""
-    if len(shape) != len(stride):
-        return False
-    if 0 in shape:
-        return True
-    expected = 1
-    for step, size in sorted((st, n) for st, n in zip(stride, shape) if n > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True

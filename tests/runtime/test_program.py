@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from csc.errors import CscError, ProgramError
+from csc.ir.layout import dense, overlaps
 from csc.runtime.agreement import digests
 from csc.runtime.executor import interleave
 from csc.runtime.program import load, rank_module
-from csc.runtime.specs import dense, overlaps
 from csc.runtime.trainer import Trainer
 
 

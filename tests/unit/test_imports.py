@@ -33,7 +33,7 @@ ROOMS = {
     "csc.capture": {"csc.ir", "csc.analysis", "csc.kernels"},
     "csc.passes": {"csc.ir", "csc.analysis", "csc.planning"},
     "csc.codegen": {"csc.ir"},
-    "csc.runtime": {"csc.kernels", "csc.ir.mesh", "csc.ir.schedule"},
+    "csc.runtime": {"csc.kernels", "csc.ir.layout", "csc.ir.mesh", "csc.ir.schedule"},
     "csc.run": {"csc.runtime"},
 }
 

@@ -52,15 +52,6 @@ def test_fake_tensor() -> None:
     assert (fake.dtype, fake.device.type) == (torch.bfloat16, "cpu")
 
 
-def test_shape_env() -> None:
-    """Sizes may be symbols that compare by their hint."""
-    environment = private.ShapeEnv()
-    mode = private.FakeTensorMode(shape_env=environment)
-    with mode:
-        assert torch.empty(4, 3).sum(0).shape == (3,)
-    assert mode.shape_env is environment
-
-
 def test_make_fx() -> None:
     """Traces forward and torch.autograd.grad to ATen calls; arguments may be lists; each call has a `val`."""
 
