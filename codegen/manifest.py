@@ -13,7 +13,7 @@ import csc
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Options, Program
 
-FORMAT = 1
+FORMAT = 2
 
 
 def manifest(program: Program, options: Options, files: Mapping[str, str]) -> dict[str, Any]:
@@ -66,7 +66,8 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         ],
         "stages": [
             {
-                "stage": stage.index, "regions": list(stage.regions), "inputs": list(stage.inputs), "forward": True,
+                "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
+                "inputs": list(stage.inputs), "forward": True,
                 "backward_input": stage.has_b, "backward_weight": stage.has_w,
             }
             for stage in program.stages
@@ -74,15 +75,30 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
-            "schedule": options.schedule,
+            "schedule": program.schedule.name if program.schedule is not None else "",
             "freeze": list(options.freeze) if options.freeze is not None else None,
             "cuts": list(options.cuts) if options.cuts is not None else None,
             "flops": _flops(program),
+            **_expected(program),
         },
         "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
     }  # fmt: skip
     content["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return content
+
+
+def _expected(program: Program) -> dict[str, Any]:
+    """What the planner decided and expects; times in seconds, sizes in bytes."""
+    plan = program.plan
+    assert plan is not None
+    return {
+        "layout": plan.layout,
+        "costs": plan.costs,
+        "pipeline": plan.pipeline,
+        "makespan": plan.makespan,
+        "bound": plan.bound,
+        "peak_memory": list(plan.peak_memory),
+    }
 
 
 def _flops(program: Program) -> list[list[int]]:

@@ -19,17 +19,31 @@ from csc.ir.program import LOSS, Program, Region, Stage, Template, Variant
 
 
 def rank_source(program: Program, mesh: Mesh, rank: int) -> str:
-    """The text of rank_R.py."""
-    stage = program.stages[mesh.coordinates(rank).pp]
-    writer = _Writer(program, stage)
-    parts = [_docstring(program, mesh, rank, stage, writer.segments), writer.imports(), writer.forward()]
-    if stage.has_b:
-        parts.append(writer.backward_input())
-    if stage.has_w:
-        parts.append(writer.backward_weight())
-    if LOSS in writer.made and program.loss_tokens:
-        parts.append(writer.loss_tokens())
-    return "\n\n".join([parts[0] + parts[1], *parts[2:]])
+    """The text of rank_R.py: the functions of its stages. Where there are several, names end in the stage."""
+    position = mesh.coordinates(rank).pp
+    stages = [stage for stage in program.stages if stage.rank == position]
+    claimed: set[str] = set()
+    writers = []
+    for stage in stages:
+        writers.append(_Writer(program, stage, claimed, f"_{stage.index}" if len(stages) > 1 else ""))
+        claimed |= set(writers[-1].prefixes())
+    parts = [_docstring(program, mesh, rank, writers) + _imports(writers)]
+    for writer in writers:
+        parts += writer.functions()
+    return "\n\n".join(parts)
+
+
+def _imports(writers: Sequence[_Writer]) -> str:
+    stages = [writer.stage.index for writer in writers]
+    lines = [
+        "from csc.runtime.names import under",
+        "",
+        "from . import layers",
+        "",
+        f"STAGES = ({', '.join(map(str, stages))}{',' if len(stages) == 1 else ''})",
+    ]
+    lines += [f"{name} = {source}" for writer in writers for name, source in writer.prefixes().items()]
+    return "\n".join(lines) + "\n"
 
 
 def value_type(program: Program, value: str) -> str:
@@ -41,14 +55,27 @@ def value_type(program: Program, value: str) -> str:
     raise KeyError(value)
 
 
-def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Sequence[Segment]) -> str:
-    trainable = {p.name for p in program.parameters if p.trainable}
+def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Writer]) -> str:
+    numbers = [str(writer.stage.index) for writer in writers]
+    held = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(numbers[:-1])} and {numbers[-1]}"
     lines = [
-        f'"""Rank {rank} of {mesh.size}: stage {stage.index} of {mesh.pp}, '
+        f'"""Rank {rank} of {mesh.size}: {held} of {len(program.stages)}, '
         f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, "
         f"{comment(program.name)}.",
         "",
     ]
+    for writer in writers:
+        if len(writers) > 1:
+            lines += [f"Stage {writer.stage.index}"]
+        lines += _contents(program, writer.stage, writer.segments)
+    lines += _order(program, mesh.coordinates(rank).pp)
+    return "\n".join([*lines, '"""', "", ""])
+
+
+def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[str]:
+    """What a stage holds, receives and sends."""
+    trainable = {p.name for p in program.parameters if p.trainable}
+    lines = []
     for position, segment in enumerate(parts):
         name = comment(segment.first.name)
         if segment.loops:
@@ -68,35 +95,45 @@ def _docstring(program: Program, mesh: Mesh, rank: int, stage: Stage, parts: Seq
     for title, end, other in (("Receives", "destination", "source"), ("Sends", "source", "destination")):
         rows = [
             f"{'' if m.kind == 'F' else 'gradient of '}{comment(value)} {value_type(program, value)} "
-            f"{'from' if other == 'source' else 'to'} stage {getattr(m, other)}"
+            f"{'from' if other == 'source' else 'to'} {place(program, getattr(m, other), stage)}"
             for m in sorted(program.messages, key=lambda m: m.kind, reverse=True)
             if getattr(m, end) == stage.index
             for value in m.values
         ]  # fmt: skip
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
-    lines += _order(program, stage)
-    return "\n".join([*lines, '"""', "", ""])
+    return lines
 
 
 ORDER_LINES = 6
 
 
-def _order(program: Program, stage: Stage) -> list[str]:
-    """The stage's actions as in schedule.txt, the first lines of them where there are many."""
+def place(program: Program, index: int, seen_from: Stage) -> str:
+    """`stage 3`, with a note if the same rank runs it and nothing is sent."""
+    same = program.stages[index].rank == seen_from.rank
+    return f"stage {index}{' of this rank' if same else ''}"
+
+
+def _order(program: Program, position: int) -> list[str]:
+    """The rank's actions as in schedule.txt, the first lines of them where there are many."""
     assert program.schedule is not None
-    text = " | ".join(map(str, program.schedule.stages[stage.index]))
+    text = " | ".join(map(str, program.schedule.ranks[position]))
     rows = textwrap.wrap(text, WIDTH - 10)
     if len(rows) > ORDER_LINES:
-        rows = [*rows[: ORDER_LINES - 1], f"... and so on: see 'stage {stage.index}' in schedule.txt"]
+        rows = [*rows[: ORDER_LINES - 1], f"... and so on: see 'rank {position}' in schedule.txt"]
     return [f"{'Order' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
 class _Writer:
-    """Writes the functions of one stage. A value keeps one variable name in all of them."""
+    """Writes the functions of one stage. A value keeps one variable name in all of them.
 
-    def __init__(self, program: Program, stage: Stage) -> None:
+    claimed: names that the file's earlier stages have at module level. suffix: what function names end in.
+    """
+
+    def __init__(self, program: Program, stage: Stage, claimed: set[str], suffix: str) -> None:
         self.program = program
         self.stage = stage
+        self.claimed = claimed
+        self.suffix = suffix
         self.segments = segments(program, stage)
         self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
         self.taken: set[str] = set()
@@ -118,7 +155,7 @@ class _Writer:
 
     def _claim(self, wanted: str) -> str:
         name, count = wanted, 0
-        while not self.taken.isdisjoint(_companions(name)):
+        while not self.taken.isdisjoint(_companions(name)) or name.upper() in self.claimed:
             count += 1
             name = f"{wanted}_{count}"
         self.taken |= _companions(name)
@@ -152,23 +189,28 @@ class _Writer:
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    def imports(self) -> str:
-        lines = [
-            "from csc.runtime.names import under",
-            "",
-            "from . import layers",
-            "",
-            f"STAGE = {self.stage.index}",
-        ]
-        for index, segment in enumerate(self.segments):
-            if segment.loops:
-                source = prefixes_source([region.module for region in segment.regions])
-                lines.append(f"{self.prefixes_name(index)} = {source}")
-        return "\n".join(lines) + "\n"
+    def prefixes(self) -> dict[str, str]:
+        """Name and source of the list of parameter prefixes of each loop."""
+        return {
+            self.prefixes_name(index): prefixes_source([region.module for region in segment.regions])
+            for index, segment in enumerate(self.segments)
+            if segment.loops
+        }
+
+    def functions(self) -> list[str]:
+        """The source of each function that the stage needs."""
+        parts = [self.forward()]
+        if self.stage.has_b:
+            parts.append(self.backward_input())
+        if self.stage.has_w:
+            parts.append(self.backward_weight())
+        if LOSS in self.made and self.program.loss_tokens:
+            parts.append(self.loss_tokens())
+        return parts
 
     def forward(self) -> str:
         lines = [
-            "def forward(batch, received, weights, constants):",
+            f"def forward{self.suffix}(batch, received, weights, constants):",
             f'    """F of stage {self.stage.index}."""',
         ]
         for name, (kind, label) in tables_file.direct(self.program, self.stage).items():
@@ -187,7 +229,7 @@ class _Writer:
         for message in self.program.messages:
             if message.kind == "F" and message.destination == self.stage.index:
                 for value in message.values:
-                    note = f"{value_type(self.program, value)} from stage {message.source}"
+                    note = f"{value_type(self.program, value)} from {place(self.program, message.source, self.stage)}"
                     lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
         for index, segment in enumerate(self.segments):
             lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
@@ -258,7 +300,7 @@ class _Writer:
 
     def backward_input(self) -> str:
         lines = [
-            "def backward_input(saved, received, weights, constants):",
+            f"def backward_input{self.suffix}(saved, received, weights, constants):",
             f'    """B of stage {self.stage.index}."""',
         ]
         names = self._saved_names()
@@ -267,7 +309,7 @@ class _Writer:
         arriving = [m for m in self.program.messages if m.kind == "B" and m.destination == self.stage.index]
         for message in arriving:
             for value in message.values:
-                note = f"{value_type(self.program, value)} from stage {message.source}"
+                note = f"{value_type(self.program, value)} from {place(self.program, message.source, self.stage)}"
                 lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
         if LOSS in self.made:
             note = "weight of this microbatch in the loss of the whole batch"
@@ -346,7 +388,7 @@ class _Writer:
 
     def backward_weight(self) -> str:
         lines = [
-            "def backward_weight(kept, weights, constants):",
+            f"def backward_weight{self.suffix}(kept, weights, constants):",
             f'    """W of stage {self.stage.index}: (parameter name, gradient) pairs, last region first."""',
         ]
         names = self._kept_names()
@@ -375,7 +417,7 @@ class _Writer:
         name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]
         return "\n".join(
             [
-                "def loss_tokens(batch, constants):",
+                f"def loss_tokens{self.suffix}(batch, constants):",
                 '    """Labels that the loss of this microbatch is a mean over."""',
                 f"    return layers.tables.{name}(batch, constants)",
                 "",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,12 @@ from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
+from csc.options import changed
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
+from csc.runtime.recording import gathered, timeline
 from csc.runtime.trainer import Trainer
+from csc.simulation.timeline import Timeline
 
 Factory = Callable[[], nn.Module]
 
@@ -41,7 +44,12 @@ def compile(
     example: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     freeze: Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
-    schedule: str = "1f1b",
+    stages: Sequence[str | Sequence[str]] | None = None,
+    placement: Sequence[int] | None = None,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    hardware: str | Path | None = None,
+    memory: int | str | None = None,
     microbatches: int = 1,
     loss_weight: str = "auto",
     directory: str | Path | None = None,
@@ -52,22 +60,33 @@ def compile(
     mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
     example: one global batch (or a function that makes it): names, dtypes and shapes are taken from it.
     freeze: component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
-    cuts: names of the regions that open the second, third, ... stage; None balances the FLOPs that freezing leaves.
-    schedule: "1f1b" or "gpipe".  microbatches: how many a step divides each replica's share of the batch into.
+    cuts: names of the regions that open the second, third, ... stage, in order of execution.
+    stages: for each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
+    placement: the pipeline rank that runs each stage; None: as the schedule wants it.
+    schedule: "auto", or one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or the path of a schedule
+    file.  chunks: stages that each rank runs, for schedules that allow several.
+    hardware: the profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
+    memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
+    microbatches: how many a step divides each replica's share of the batch into.
     loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
     directory: where the program is written; None: a temporary directory, removed at exit.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
     """
-    options = Options(
-        mesh=Mesh.of(mesh) if mesh is not None else Mesh(),
-        freeze=_names("freeze", freeze),
-        cuts=_names("cuts", cuts),
+    options = changed(
+        Options(),
+        mesh=mesh if mesh is not None else Mesh(),
+        freeze=freeze,
+        cuts=cuts,
+        stages=stages,
+        placement=placement,
         schedule=schedule,
-        microbatches=_positive("microbatches", microbatches),
+        chunks=chunks,
+        hardware=hardware,
+        memory=memory,
+        microbatches=microbatches,
         loss_weight=loss_weight,
     )
-    _checked(options)
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
@@ -139,29 +158,17 @@ class CompiledModel:
         return self._example
 
     def with_options(self, directory: str | Path | None = None, **changes: Any) -> CompiledModel:
-        """The same model and traces with other options: mesh, freeze, cuts, schedule, microbatches, loss_weight.
+        """The same model and traces with other options: mesh, freeze, cuts, stages, schedule, microbatches, and so on.
 
         A new frozen set is compiled without tracing again: `phase2 = phase1.with_options(freeze=["vision_tower"])`.
         directory: where the new program is written; None: a temporary directory.
         """
-        unknown = changes.keys() - {field.name for field in fields(Options)}
-        if unknown:
-            raise InputError(
-                f"there is no option {', '.join(sorted(unknown))}", "with_options", f"options: {_option_names()}"
-            )
-        if "mesh" in changes:
-            changes["mesh"] = Mesh.of(changes["mesh"])
-        for name in ("freeze", "cuts"):
-            if name in changes:
-                changes[name] = _names(name, changes[name])
-        if "microbatches" in changes:
-            _positive("microbatches", changes["microbatches"])
-        options = _checked(replace(self.options, **changes))
+        options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
-        changed = CompiledModel(self._model, options, self._example, home, self.compiler)
-        changed.progress = self.progress
-        changed._before = self._last or self._before
-        return changed
+        other = CompiledModel(self._model, options, self._example, home, self.compiler)
+        other.progress = self.progress
+        other._before = self._last or self._before
+        return other
 
     def history(self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None) -> list[Program]:
         """The Program after capture and each pass, for a batch's signature (the example's by default)."""
@@ -171,7 +178,12 @@ class CompiledModel:
         if key not in self._histories:
             if self._histories:  # the first program decides which rank holds what
                 earlier = next(iter(self._histories.values()))[-1]
-                options = replace(options, cuts=tuple(stage.regions[0] for stage in earlier.stages[1:]))
+                options = replace(
+                    options,
+                    cuts=None,
+                    stages=tuple(stage.regions for stage in earlier.stages),
+                    placement=tuple(stage.rank for stage in earlier.stages),
+                )
             self._histories[key] = self.compiler.compile(first, options, self.progress)
         return self._histories[key]
 
@@ -240,7 +252,7 @@ class CompiledModel:
         with torch.no_grad():
             for spec in manifest.parameters:
                 if spec.trainable:
-                    dist.broadcast(parameters[spec.name].data, src=manifest.mesh.rank_of(pp=spec.stages[0]))
+                    dist.broadcast(parameters[spec.name].data, src=manifest.mesh.rank_of(pp=spec.owner))
         self._before = None
 
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
@@ -254,6 +266,20 @@ class CompiledModel:
         trainer = self.trainer(batch, microbatches)
         used = {item.name for item in trainer.program.manifest.inputs}
         return trainer.train_step(_only(batch, used))
+
+    def timeline(self, batch: Any, microbatches: int | None = None) -> Timeline:
+        """One `train_step` that also records when every rank ran what; see `csc timeline`. All ranks call it.
+
+        Times are seconds since the step began, of the first replica. Gradients are added as by `train_step`. On a GPU
+        an action's time is that of its launch.
+        """
+        trainer = self.trainer(batch, microbatches)
+        before, trainer.trace = trainer.trace, True
+        try:
+            self.train_step(batch, microbatches)
+        finally:
+            trainer.trace = before
+        return timeline(gathered(trainer.timeline), trainer.program.manifest)
 
     def _check_batch(self, batch: Any) -> None:
         if self._example is None:
@@ -317,22 +343,6 @@ class CompiledModel:
         self._current().save(directory)
 
 
-def _checked(options: Options) -> Options:
-    if options.mesh.cp * options.mesh.tp > 1:
-        raise InputError(
-            f"the mesh asks for cp={options.mesh.cp}, tp={options.mesh.tp}",
-            "mesh",
-            "this version runs dp and pp; leave cp and tp at 1",
-        )
-    if options.loss_weight not in ("auto", "tokens", "mean", "sum"):
-        raise InputError(f"loss_weight is {options.loss_weight!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
-    return options
-
-
-def _option_names() -> str:
-    return ", ".join(field.name for field in fields(Options))
-
-
 def _only(batch: Any, names: set[str]) -> Any:
     if isinstance(batch, (list, tuple)):
         return [_only(microbatch, names) for microbatch in batch]
@@ -348,21 +358,3 @@ def _signature(microbatch: Mapping[str, Any]) -> Any:
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:
     return f"give the entries of the example: {', '.join(sorted(expected))}; or compile with another example"
-
-
-def _names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    if isinstance(given, str):
-        given = [given]
-    if not all(isinstance(item, str) and item for item in given):
-        raise InputError(
-            f"{option} holds something that is no name: {list(given)!r}", "compile", "pass a list of strings"
-        )
-    return tuple(given)
-
-
-def _positive(option: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{option} is {value!r}", "compile", "pass a whole number of at least 1")
-    return value

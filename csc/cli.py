@@ -1,39 +1,28 @@
-"""The command line: `csc compile | dump | diff | passes | explain | verify`. Commands only; the work is done below."""
+"""The command line: `csc compile | dump | explain | verify | simulate | ...`. Commands only; the work is done below."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from csc import __version__
 from csc.errors import CscError, InputError
+from csc.simulation.look import bytes_text, seconds_text
+from csc.target_options import Opening, on_target
 
 ABOUT = "Compile the training step of a multimodal LLM into one readable Python program per rank."
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=ABOUT)
 errors = Console(stderr=True)
 console = Console(width=None if sys.stdout.isatty() else 160)
 
-Target = Annotated[str, typer.Argument(help="path.py:name of a compiled model, a module or a factory")]
-MeshOption = Annotated[str | None, typer.Option("--mesh", help="axis sizes, for example pp=3,dp=2")]
-FreezeOption = Annotated[
-    list[str] | None,
-    typer.Option("--freeze", help="component names or globs over parameter names; repeat it, or commas"),
-]
-CutOption = Annotated[list[str] | None, typer.Option("--cut", help="regions that open a stage; repeat it, or commas")]
-MicrobatchOption = Annotated[int | None, typer.Option("--microbatches", help="microbatches per step")]
-ScheduleOption = Annotated[str | None, typer.Option("--schedule", help="1f1b or gpipe")]
-ExampleOption = Annotated[str | None, typer.Option("--example", help="name of the example batch in the same file")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
@@ -62,51 +51,17 @@ def _fail(error: CscError) -> None:
     sys.exit(2)
 
 
-@contextlib.contextmanager
-def _compiled(
-    target: str, example: str | None, mesh: str | None, freeze: list[str] | None, cuts: list[str] | None,
-    microbatches: int | None, schedule: str | None,
-) -> Iterator[Any]:  # fmt: skip
-    """The target with the command line's options, and a progress line on a terminal while it works."""
-    from csc.target import load_target, overridden
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("loading")
-        compiled = load_target(target, example)
-        changes = {
-            "mesh": mesh,
-            "freeze": _listed(freeze),
-            "cuts": _listed(cuts),
-            "microbatches": microbatches,
-            "schedule": schedule,
-        }
-        compiled = overridden(compiled, changes)
-        compiled.progress = lambda name: progress.update(task, description=name)
-        yield compiled
-
-
-def _listed(given: list[str] | None) -> list[str] | None:
-    """Repeated and comma-separated values as one list; None if the option was not given."""
-    return [name.strip() for item in given for name in item.split(",") if name.strip()] if given else None
-
-
 @app.command("compile")
+@on_target
 def compile_command(
-    target: Target,
+    opening: Opening,
     output: Annotated[Path, typer.Option("-o", "--output", help="directory to write")],
-    mesh: MeshOption = None,
-    freeze: FreezeOption = None,
-    cut: CutOption = None,
-    microbatches: MicrobatchOption = None,
-    schedule: ScheduleOption = None,
-    example: ExampleOption = None,
     weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
-    with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
+    with opening as compiled:
         directory = compiled.write(output, weights)
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
@@ -129,25 +84,20 @@ def compile_command(
 
 
 @app.command()
+@on_target
 def dump(
-    target: Target,
+    opening: Opening,
     after: Annotated[str, typer.Option("--after", help="pass name, or capture")] = "schedule",
     rank: Annotated[int | None, typer.Option("--rank", help="only this rank")] = None,
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     form: Annotated[str, typer.Option("--format", help="text, python, dot, mermaid or html")] = "text",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
-    mesh: MeshOption = None,
-    freeze: FreezeOption = None,
-    cut: CutOption = None,
-    microbatches: MicrobatchOption = None,
-    schedule: ScheduleOption = None,
-    example: ExampleOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Print the graph after a pass, or the emitted Python."""
     from csc.inspection import dump as dump_text
 
-    with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
+    with opening as compiled:
         text = dump_text(compiled, after, form, rank, region)
     if output is None:
         sys.stdout.write(text)
@@ -156,23 +106,18 @@ def dump(
 
 
 @app.command()
+@on_target
 def diff(
-    target: Target,
+    opening: Opening,
     first: Annotated[str, typer.Argument(help="pass name, or capture")],
     second: Annotated[str, typer.Argument(help="a later pass")],
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
-    mesh: MeshOption = None,
-    freeze: FreezeOption = None,
-    cut: CutOption = None,
-    microbatches: MicrobatchOption = None,
-    schedule: ScheduleOption = None,
-    example: ExampleOption = None,
     debug: DebugOption = False,
 ) -> None:
     """What changed between two passes, as a unified diff."""
     from csc.inspection import difference
 
-    with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
+    with opening as compiled:
         text = difference(compiled, first, second, region)
     sys.stdout.write(text)
 
@@ -195,21 +140,16 @@ def passes(json_output: JsonOption = False) -> None:
 
 
 @app.command()
+@on_target
 def explain(
-    target: Target,
-    mesh: MeshOption = None,
-    freeze: FreezeOption = None,
-    cut: CutOption = None,
-    microbatches: MicrobatchOption = None,
-    schedule: ScheduleOption = None,
-    example: ExampleOption = None,
+    opening: Opening,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Components and regions: parameters, gradient needs, work of F, B and W, and what was pruned and why."""
     from csc.analysis.explain import explain as rows_of
 
-    with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
+    with opening as compiled:
         components, regions = rows_of(compiled.program)
     if json_output:
         _json({"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]})
@@ -244,14 +184,9 @@ def explain_table(title: str, rows: list[Any]) -> Table:
 
 
 @app.command()
+@on_target
 def verify(
-    target: Target,
-    mesh: MeshOption = None,
-    freeze: FreezeOption = None,
-    cut: CutOption = None,
-    microbatches: MicrobatchOption = None,
-    schedule: ScheduleOption = None,
-    example: ExampleOption = None,
+    opening: Opening,
     tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative difference that passes")] = 1e-6,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -259,7 +194,7 @@ def verify(
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
     from csc.verification import verify as compare
 
-    with _compiled(target, example, mesh, freeze, cut, microbatches, schedule) as compiled:
+    with opening as compiled:
         result = compare(compiled)
     good = result.grad_rel_max <= tolerance and result.loss_rel <= tolerance
     if json_output:
@@ -292,6 +227,170 @@ def verify(
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
     if not good:
         raise typer.Exit(1)
+
+
+@app.command()
+@on_target
+def simulate(
+    opening: Opening,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="schedule of the split to compare with, or none")
+    ] = "1f1b",
+    jitter: Annotated[
+        bool, typer.Option("--jitter", help="disturb every action as a busy cluster does (J3 of arXiv 2605.18750)")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows both timelines")] = None,
+    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-unaware baseline."""
+    from dataclasses import replace
+
+    from csc.forecast import forecast
+    from csc.simulation.jitter import J3
+
+    with opening as compiled:
+        if ranks is not None:
+            compiled = compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
+        found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
+    timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
+    _write_timelines(
+        timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, found.bound, found.memory
+    )
+    if json_output:
+        _json(found.as_dict())
+        return
+    table = Table(
+        "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
+    )
+    for rank in found.as_dict()["ranks"]:
+        table.add_row(
+            str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
+            bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
+    if found.bound is not None and found.gap is not None:
+        console.print(
+            f"lower bound {seconds_text(found.bound)}, over all partitions into one stage a rank: "
+            f"the plan is {found.gap:.1%} above it",
+            highlight=False,
+        )
+    else:
+        console.print(
+            "several stages share a rank: the lower bound for one stage a rank does not hold", highlight=False
+        )
+    if found.baseline is not None:
+        console.print(
+            f"{found.baseline.name}: {seconds_text(found.baseline.makespan)}, peak memory "
+            f"{bytes_text(max(found.baseline.peak_memory))}; the plan is {found.speedup:.2f} x as fast",
+            highlight=False,
+        )
+
+
+@app.command()
+def timeline(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(help="timeline files, and directories of compiled programs (what their plan expects)"),
+    ],
+    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows them under each other")] = None,
+    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Lay timelines on top of each other: what a plan expects, and what `csc.run --timeline` measured."""
+    from csc.forecast import comparison, read
+
+    timelines = [read(source) for source in sources]
+    _write_timelines(timelines, "timelines", None, page, chrome)
+    rows = comparison(timelines)
+    if json_output:
+        _json({"timelines": [vars(row) for row in rows]})
+        return
+    table = Table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W")
+    for row in rows:
+        means = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in "FBW"]
+        table.add_row(
+            escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
+        )
+    console.print(table)
+
+
+def _write_timelines(
+    timelines: list[Any], title: str, output: Path | None, page: Path | None, chrome: Path | None,
+    bound: float | None = None, limit: float | None = None,
+) -> None:  # fmt: skip
+    from csc.simulation.chrome import chrome_trace
+    from csc.simulation.page import page as page_text
+    from csc.simulation.timeline import to_json
+
+    if output is not None:
+        output.write_text(json.dumps(to_json(timelines[0])))
+    if page is not None:
+        page.write_text(page_text(timelines, title, bound, limit))
+    if chrome is not None:
+        chrome.write_text(json.dumps(chrome_trace(timelines)))
+
+
+@app.command()
+@on_target
+def cost(
+    opening: Opening,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="every figure as an expression in batch, text, image and audio lengths")
+    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="B runs F again, F keeps its inputs only")] = False,
+    master: Annotated[
+        bool, typer.Option("--master", help="AdamW with float32 moments and a float32 copy of narrower parameters")
+    ] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """FLOPs, bytes and, with --hardware, seconds of F, B and W of one microbatch, by component and region."""
+    from csc.analysis.hardware import hardware
+    from csc.cost_tables import cost_tables
+    from csc.costing import report
+
+    with opening as compiled:
+        chosen = hardware(compiled.options.hardware) if compiled.options.hardware else None
+        found = report(compiled, chosen, recompute, master, symbolic)
+    if json_output:
+        _json(found.as_dict())
+        return
+    for table in cost_tables(found):
+        console.print(table)
+    for symbol, size in found.sizes.items():
+        console.print(f"{symbol} = {size}: {escape(found.meanings[symbol])}", highlight=False)
+
+
+@app.command()
+@on_target
+def profile(
+    opening: Opening,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write it, as a .toml for --hardware")] = None,
+    budget: Annotated[float, typer.Option("--seconds", min=0.0, help="how long to measure, at most")] = 20.0,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure F, B and W of every template on the device at hand, fit the cost model to them, report its error."""
+    from csc.cost_tables import profile_summary, profile_table
+    from csc.profiling import profile as measured
+
+    with opening as compiled:
+        found = measured(compiled, compiled.options.hardware, budget, output)
+    if json_output:
+        _json(found.as_dict())
+        return
+    console.print(profile_table(found))
+    console.print(profile_summary(found), highlight=False)
+    if output is not None:
+        console.print(f"wrote {escape(str(output))}: use it with --hardware {escape(str(output))}", soft_wrap=True)
 
 
 @app.callback(invoke_without_command=True)

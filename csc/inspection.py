@@ -35,7 +35,10 @@ def dump(
         )
     if form == "python":
         return _python(compiled, final, rank, region)
-    stages = None if rank is None else (compiled.options.mesh.coordinates(rank).pp,)
+    stages = None
+    if rank is not None:
+        position = compiled.options.mesh.coordinates(rank).pp
+        stages = tuple(stage.index for stage in final.stages if stage.rank == position)
     chosen = _chosen(program, final, stages, region)
     names = None if rank is None and region is None else tuple(r.name for r in chosen)
     if form == "text":

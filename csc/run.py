@@ -3,6 +3,8 @@
 Under torchrun each process runs its rank; without it, all ranks run in this process.
 
     torchrun --nproc-per-node=3 -m csc.run DIR --steps 100 --data data.py:batches --weights llava/ --save out/
+    torchrun --nproc-per-node=3 -m csc.run DIR --steps 5 --timeline measured.json     see `csc timeline`
+    torchrun --nproc-per-node=8 -m csc.run DIR --paced 100                            waits instead of computing
     python -m csc.run DIR --steps 3 --json
 
 Exit codes: 0 done; 1 training failed (a loss that is not finite); 2 the program, an option or the data do not
@@ -56,6 +58,8 @@ class Options:
     log_every: int
     json: bool
     timeout: float
+    timeline: Path | None = None
+    paced: float | None = None
 
 
 def command(
@@ -81,12 +85,20 @@ def command(
     log_every: Annotated[int, typer.Option(min=1, help="Print every this many steps.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds without an answer until a rank counts as lost.")] = 600.0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write when each action of the last step ran, for `csc timeline`.")
+    ] = None,
+    paced: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Do not compute: wait as long as the plan expects, times this factor."),
+    ] = None,
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
     options = Options(
-        directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout
-    )
+        directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
+        timeline, paced,
+    )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
 
@@ -102,7 +114,7 @@ def run(options: Options, debug: bool = False) -> int:
             _leave_when_stopped(lambda: first_to_speak(store))
         program = load(options.directory)
         launch = setup_distributed(program.manifest.device, options.timeout, store) if store else None
-        _train(options, program, launch)
+        (_train if options.paced is None else _wait)(options, program, launch)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -160,7 +172,8 @@ def _train(options: Options, program: Any, launch: Any) -> None:
     if first and program.edited:
         _say(f"edited since it was compiled: {', '.join(program.edited)}.")
     transport = Distributed(program, launch.device, options.timeout) if launch else None
-    trainer = Trainer(program, weights, transport, device=launch.device if launch else None)
+    trace = options.timeline is not None
+    trainer = Trainer(program, weights, transport, device=launch.device if launch else None, trace=trace)
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make(parameters, lr=options.lr) if parameters else None  # a frozen stage has none
@@ -184,8 +197,53 @@ def _train(options: Options, program: Any, launch: Any) -> None:
             log.step(number, float(loss), None if norm is None else float(norm), time.perf_counter() - start)
     if options.save is not None:
         trainer.save(options.save)
+    _record(options, trainer.timeline, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _wait(options: Options, program: Any, launch: Any) -> None:
+    """Run paced ranks (see csc.runtime.paced) and print each step's seconds beside the simulator's."""
+    import torch
+
+    from csc.runtime.c10d import Distributed
+    from csc.runtime.paced import paced_program, run
+    from csc.runtime.recording import gathered, timeline
+    from csc.simulation.simulate import makespan
+
+    if launch is None:
+        raise InputError(
+            "paced ranks need a process each",
+            "--paced",
+            f"Start them with torchrun --nproc-per-node={program.manifest.mesh.size} -m csc.run",
+        )
+    assert options.paced is not None
+    waiting = paced_program(program)
+    transport = Distributed(waiting.program, torch.device("cpu"), options.timeout)
+    expected = makespan(waiting.pipeline, program.schedule) * options.paced
+    traces: Any = {}
+    for number in range(1, options.steps + 1):
+        (traces,) = run(waiting, transport, 1, options.paced)
+        measured = timeline(gathered(traces), waiting.program.manifest).makespan
+        if launch.rank == 0 and options.json:
+            print(json.dumps({"step": number, "seconds": measured, "expected": expected}), flush=True)
+        elif launch.rank == 0:
+            print(f"step {number}  paced {measured:.4f} s  expected {expected:.4f} s", flush=True)
+    _record(options, traces, waiting.program.manifest, "paced")
+    torch.distributed.destroy_process_group()
+
+
+def _record(options: Options, traces: Any, manifest: Any, name: str) -> None:
+    """Write the timeline of a step, from the first rank, if it is asked for. All ranks call it."""
+    if options.timeline is None or not traces:
+        return
+    from csc.runtime.recording import gathered, timeline
+    from csc.simulation.timeline import to_json
+
+    together = gathered(traces)
+    if 0 in traces:
+        options.timeline.parent.mkdir(parents=True, exist_ok=True)
+        options.timeline.write_text(json.dumps(to_json(timeline(together, manifest, name))))
 
 
 def _batches(options: Options, program: Any) -> Batches:

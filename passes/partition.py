@@ -1,73 +1,119 @@
-"""Pass `partition`: regions to stages, and the messages between stages."""
+"""Pass `partition`: regions to stages, stages to ranks, and the messages between stages."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
+from csc.passes import problem as numbers
+from csc.passes.schedule_file import from_file, is_file
+
+from csc.analysis.costs import basis
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Message, Options, Program, Region, Stage
-from csc.planning.partition import at_cuts, balance
+from csc.ir.program import LOSS, Message, Options, Plan, Program, Region, Stage
+from csc.planning.partition import at_cuts
+from csc.planning.plan import plan
+from csc.planning.problem import Problem, channels
+from csc.simulation.pipeline_file import to_json
 
 
 def partition(program: Program, options: Options) -> Program:
-    """Cut the regions, in order of execution, into one run of regions a stage.
+    """Decide which rank runs what: with `stages` or `cuts` as the user says, else the plan with the least makespan.
 
-    Requires  pass `split` (its FLOPs are what is balanced).
-    Ensures   every region is in one stage; activations go straight to every later stage that reads them; a gradient
-              visits the readers of its value from the last to the first; no message for a gradient that nobody needs.
+    Requires  pass `split` (its graphs are what is costed).
+    Ensures   every region is in one stage, every stage on one rank; values go from lower to higher stages, straight to
+              every stage that reads them; a gradient visits the readers of its value from the last to the first; no
+              message for a gradient that nobody needs; the plan, with the times it expects, is in `plan`.
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
-    stages = options.mesh.pp
+    problem = numbers.problem(program, options)
+    given = _given(program, options)
+    ranks, placement = options.mesh.pp, options.placement
+    written = from_file(options) if is_file(options.schedule) else None
+    if written is not None:
+        placement = tuple(written.placement.values())
+    decided = plan(
+        problem,
+        schedule=written if written is not None else options.schedule,
+        chunks=options.chunks,
+        stages=given,
+        placement=placement,
+    )
+    home = [0] * len(program.regions)
+    for index, members in enumerate(decided.stages):
+        for unit in members:
+            home[unit] = index
+    built = tuple(
+        _stage(program, index, decided.placement[index], [program.regions[unit] for unit in sorted(members)])
+        for index, members in enumerate(decided.stages)
+    )
+    assert {stage.rank for stage in built} == set(range(ranks))
+    profile = numbers.chosen_hardware(program, options)
+    record = Plan(
+        schedule=decided.schedule,
+        costs=basis(program, profile),
+        layout=decided.layout,
+        pipeline=to_json(decided.pipeline),
+        makespan=decided.makespan,
+        bound=decided.bound,
+        peak_memory=tuple(decided.peak_memory),
+    )
+    return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)
+
+
+def _given(program: Program, options: Options) -> list[list[int]] | None:
+    """The regions of each stage as the user wants them; None: csc decides."""
+    if options.cuts is not None and options.stages is not None:
+        raise InputError("both cuts and stages are given", "cuts", "give one of them")
     names = [region.name for region in program.regions]
-    if stages > len(names):
-        raise InputError(
-            f"the mesh asks for {stages} stages, and {program.name} has {len(names)} regions", "mesh",
-            f"use pp={len(names)} or less",
-        )  # fmt: skip
+    if options.stages is not None:
+        return _matching(names, options.stages)
     if options.cuts is None:
-        starts = balance([sum(program.variants[region.variant].flops) for region in program.regions], stages)
-    else:
-        starts = at_cuts(names, options.cuts)
-        if len(starts) != stages:
-            raise InputError(
-                f"{len(options.cuts)} cuts make {len(starts)} stages, and the mesh has pp={stages}", "cuts",
-                f"name {stages - 1} regions, each the first of a stage",
-            )  # fmt: skip
+        return None
+    starts = at_cuts(names, options.cuts)
+    count = len(options.placement) if options.placement is not None else options.mesh.pp * (options.chunks or 1)
+    if len(starts) != count and options.placement is None and len(starts) % options.mesh.pp:
+        raise InputError(
+            f"{len(options.cuts)} cuts make {len(starts)} stages, and the mesh has pp={options.mesh.pp}", "cuts",
+            f"name {count - 1} regions, each the first of a stage",
+        )  # fmt: skip
     bounds = [*starts, len(names)]
-    home = {name: stage for stage in range(stages) for name in names[bounds[stage] : bounds[stage + 1]]}
-    messages = _messages(program.regions, home)
-    built = tuple(_stage(program, index, program.regions[bounds[index] : bounds[index + 1]]) for index in range(stages))
-    return replace(program, stages=built, messages=messages)
+    return [list(range(bounds[i], bounds[i + 1])) for i in range(len(starts))]
 
 
-def _messages(regions: Sequence[Region], home: dict[str, int]) -> tuple[Message, ...]:
-    values: dict[tuple[str, int, int], list[str]] = {}
-    maker = {value: home[region.name] for region in regions for value in region.outputs}
-    for region in regions:
-        for value in region.activations:
-            source, destination = maker[value], home[region.name]
-            sent = values.setdefault(("F", source, destination), []) if source != destination else None
-            if sent is not None and value not in sent:
-                sent.append(value)
-    holder: dict[str, int] = {}  # where the gradient of a value is while it visits the value's readers
-    first_reader = {v: r.name for r in reversed(regions) for v, needed in zip(r.activations, r.dx) if needed}
-    for region in reversed(regions):
-        here = home[region.name]
-        for value, needed in zip(region.activations, region.dx):
-            if not needed:
-                continue
-            if value in holder and holder[value] != here:
-                values.setdefault(("B", holder[value], here), []).append(value)
-            holder[value] = here
-            if first_reader[value] == region.name and maker[value] != here:
-                values.setdefault(("B", here, maker[value]), []).append(value)
-    return tuple(Message(*channel, tuple(names)) for channel, names in sorted(values.items()))
+def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[list[int]]:
+    """For each stage the regions that its names and globs match; every region belongs to exactly one."""
+    home: dict[int, int] = {}
+    for stage, wanted in enumerate(patterns):
+        for pattern in wanted:
+            found = [i for i, name in enumerate(names) if fnmatchcase(name, pattern) or name == pattern]
+            if not found:
+                close = difflib.get_close_matches(pattern, names, 3, 0.5) or list(names[:3])
+                raise InputError(f"no region is called {pattern!r}", "stages", f"close names: {', '.join(close)}")
+            for i in found:
+                if home.setdefault(i, stage) != stage:
+                    raise InputError(
+                        f"region {names[i]!r} is in stage {home[i]} and in stage {stage}", "stages", "list it once"
+                    )
+    left = [name for i, name in enumerate(names) if i not in home]
+    if left:
+        raise InputError(f"region {left[0]!r} is in no stage", "stages", f"{len(left)} regions are left: list them")
+    return [[i for i in home if home[i] == stage] for stage in range(len(patterns))]
 
 
-def _stage(program: Program, index: int, regions: Sequence[Region]) -> Stage:
+def _messages(program: Program, problem: Problem, home: Sequence[int]) -> tuple[Message, ...]:
+    names = numbers.names(program)
+    return tuple(
+        Message(*channel, tuple(names[position] for position in carried))
+        for channel, carried in channels(problem.values, home).items()
+    )
+
+
+def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -> Stage:
     tables = list(dict.fromkeys(name for region in regions for name in region.shared))
     if program.loss_tokens and any(LOSS in region.outputs for region in regions):
         tables.append(program.loss_tokens)
@@ -76,6 +122,7 @@ def _stage(program: Program, index: int, regions: Sequence[Region]) -> Stage:
     parameters = tuple(dict.fromkeys(name for region in regions for name in region.parameters))
     return Stage(
         index=index,
+        rank=rank,
         regions=tuple(region.name for region in regions),
         inputs=tuple(name for kind, name in roles if kind == "input"),
         constants=tuple(name for kind, name in roles if kind == "constant"),

@@ -19,8 +19,9 @@ def regions(program: Program, options: Options) -> Program:
     """Cut the graph by the module tree; equal regions meet in one template.
 
     Requires  passes `shapes` and `loss`.
-    Ensures   every call is in `shared` or in exactly one region; regions stand in order of execution; a value that
-              crosses regions is dense in memory; templates differ in ops, wiring, shapes or local parameter names.
+    Ensures   every call is in `shared` or in exactly one region; regions stand in order of execution, but those that
+              read no other (embeddings) right before their first reader; a value that crosses regions is dense in
+              memory; templates differ in ops, wiring, shapes or local parameter names.
     Before    one graph:  embedding, conv2d, ..., cross_entropy_loss
     After     shared: mask, cos, sin;  regions: embed_tokens, layers.0 (llama_decoder_layer), layers.1 (same), lm_head
     """
@@ -31,7 +32,7 @@ def regions(program: Program, options: Options) -> Program:
     builder = _Builder(program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result]))
     for run in runs:
         builder.plan(run)
-    found = [builder.build(index) for index in range(len(runs))]
+    found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
     thread = _threads(found, builder.templates)
     final: list[Region] = []
     templates: dict[str, Template] = {}
@@ -48,6 +49,28 @@ def regions(program: Program, options: Options) -> Program:
     return replace(
         program, regions=tuple(final), templates=templates, shared=builder.shared_graph(), loss_tokens=tokens
     )
+
+
+def _sources_late(found: list[Region], templates: dict[str, Template]) -> list[Region]:
+    """Regions that read no other move to their first reader: the embedding of the text joins the LLM that reads it,
+    though the model runs it before its encoders. Random ones stay: what they draw depends on their turn.
+    """
+    waiting = {
+        value: region
+        for region in found
+        if not region.activations and not any(g.is_random(node) for node in g.calls(templates[region.name].graph))
+        for value in region.outputs
+    }
+    moving = {region.name for region in waiting.values()}
+    ordered: dict[str, Region] = {}
+    for region in found:
+        if region.name in moving and LOSS not in region.outputs:
+            continue
+        for value in region.activations:
+            if value in waiting:
+                ordered.setdefault(waiting[value].name, waiting[value])
+        ordered[region.name] = region
+    return [*ordered.values(), *(region for region in found if region.name not in ordered)]
 
 
 def _placeholder_role(node: fx.Node) -> Any:

@@ -89,7 +89,8 @@ def after(history: Sequence[Program], name: str) -> Program:
 def _summary(program: Program) -> str:
     """What the Program holds now, in a few words."""
     if program.schedule is not None:
-        return f"{sum(len(actions) for actions in program.schedule.stages)} actions on {len(program.stages)} stages"
+        ranks = program.schedule.ranks
+        return f"{program.schedule.name}: {sum(map(len, ranks))} actions on {len(ranks)} ranks"
     if program.stages:
         return f"{len(program.stages)} stages, {len(program.messages)} messages"
     if program.variants:

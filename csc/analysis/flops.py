@@ -25,19 +25,26 @@ def count(graph: fx.Graph | None) -> Work:
         return Work(0, 0)
     flops = matmuls = 0
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            continue
-        formula = flop_registry.get(node.target.overloadpacket)
-        if formula is not None:
-            arguments = fx.map_arg(node.args, _value)
-            keywords = fx.map_arg(node.kwargs, _value)
-            flops += int(formula(*arguments, **keywords, out_val=node.meta["val"]))
-        elif node.target._schema.name == FLASH_CPU:
-            flops += _flash(*fx.map_arg(node.args[:3], _value))
-        elif node.target._schema.name == f"{FLASH_CPU}_backward":
-            flops += 5 * _flash(*fx.map_arg(node.args[1:4], _value)) // 2
-        matmuls += node.target._schema.name in MATMULS
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            flops += call_flops(node)
+            matmuls += node.target._schema.name in MATMULS
     return Work(flops, matmuls)
+
+
+def call_flops(node: fx.Node) -> int:
+    """The work of one call, by PyTorch's formula where it has one and by that of its flash kernel for CPUs here."""
+    assert isinstance(node.target, OpOverload)
+    formula = flop_registry.get(node.target.overloadpacket)
+    name = node.target._schema.name
+    if formula is not None:
+        arguments = fx.map_arg(node.args, _value)
+        keywords = fx.map_arg(node.kwargs, _value)
+        return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+    if name == FLASH_CPU:
+        return _flash(*fx.map_arg(node.args[:3], _value))
+    if name == f"{FLASH_CPU}_backward":
+        return 5 * _flash(*fx.map_arg(node.args[1:4], _value)) // 2
+    return 0
 
 
 FLASH_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"

@@ -49,7 +49,7 @@ def _lines(program: Program, regions: tuple[str, ...] | None, stages: tuple[int,
         if (stages is None and whole) or (stages is not None and stage.index in stages):
             parts = "F" + ("B" if stage.has_b else "") + ("W" if stage.has_w else "")
             held = f"{stage.regions[0]} ... {stage.regions[-1]}  ({len(stage.regions)} regions)"
-            yield f"\nstage {stage.index}  {parts}  {held}"
+            yield f"\nstage {stage.index}  rank {stage.rank}  {parts}  {held}"
             for m in program.messages:
                 if stage.index in (m.source, m.destination):
                     yield f"  {m.kind} {m.source}>{m.destination}  {', '.join(m.values)}"

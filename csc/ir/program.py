@@ -141,9 +141,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Stage:
-    """The regions that one pipeline position runs, in order of execution."""
+    """A set of regions, in order of execution, that `rank` (a position on the pp axis) runs as one F, one B, one W.
+
+    A rank runs one stage or several. Stages form a DAG: values go from lower to higher indices only.
+    """
 
     index: int
+    rank: int
     regions: tuple[str, ...]
     inputs: tuple[str, ...]
     constants: tuple[str, ...]
@@ -164,6 +168,23 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What the planner decided and what it expects. Times are seconds of one step, sizes bytes of one rank.
+
+    costs: where the seconds come from. layout: how components share ranks. pipeline: what the simulator needs, in the
+    JSON form of csc.simulation. bound: no plan of one stage a rank takes less; None where several share a rank.
+    """
+
+    schedule: Schedule
+    costs: str
+    layout: str
+    pipeline: Mapping[str, Any]
+    makespan: float
+    bound: float | None
+    peak_memory: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Record:
     """Provenance of one pass: what ran, how long, what it left."""
 
@@ -177,13 +198,24 @@ class Options:
     """What the user asked for; every pass reads the part that concerns it.
 
     freeze: component names or glob patterns over parameter names; None keeps `requires_grad` as the model has it.
-    cuts: names of the regions that open a stage; None balances needed FLOPs.
+    cuts: names of the regions that open a stage, in order of execution.
+    stages: for each stage the names or glob patterns of its regions; neither this nor cuts: csc plans the stages.
+    placement: the pipeline rank of each stage; None: as the schedule wants it.
+    schedule: a name of csc.planning.schedules, or the path of a schedule file.
+    chunks: stages a rank runs; None: as many as the schedule wants.
+    hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
+    memory: bytes that one rank may hold; None: what the hardware has.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
     freeze: tuple[str, ...] | None = None
     cuts: tuple[str, ...] | None = None
-    schedule: str = "1f1b"
+    stages: tuple[tuple[str, ...], ...] | None = None
+    placement: tuple[int, ...] | None = None
+    schedule: str = "auto"
+    chunks: int | None = None
+    hardware: str | None = None
+    memory: int | None = None
     microbatches: int = 1
     loss_weight: str = "auto"
 
@@ -208,6 +240,7 @@ class Program:
     variants: Mapping[str, Variant] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     messages: tuple[Message, ...] = ()
+    plan: Plan | None = None
     schedule: Schedule | None = None
     history: tuple[Record, ...] = ()
 

@@ -1,19 +1,21 @@
-"""The schedule: for every stage the list of actions that its ranks run, in order.
+"""The schedule: for every pipeline rank the list of actions that it runs, in order.
 
 Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *SEND*
 and *RECV* move the values of a message (F: activations, B: gradients) from stage a to stage b; *REDUCE* sums
-gradients over ranks at the end of a step. A *channel* is (message kind, a, b): its messages arrive in the
-order in which they are sent.
+gradients over ranks at the end of a step. A *rank* here is a position on the pp axis; it runs one stage or
+several. Between two stages of one rank nothing is sent: the rank keeps the values until the other stage takes
+them. A *channel* is (message kind, stage a, stage b), a *wire* (message kind, rank a, rank b): the messages of
+a wire, whatever their channels, arrive in the order in which they are sent.
 
-    # 1f1b, 2 stages, 1 microbatches
-    stage 0: F 0 0 | SEND F 0>1 0 | RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
-    stage 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
+    # 1f1b, 2 ranks, 1 microbatches
+    rank 0: F 0 0 | SEND F 0>1 0 | RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
+    rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 
     parse(text) -> Schedule        str(schedule) -> text        peak_in_flight(schedule) -> [count per stage]
-    verify(schedule, messages, has_b, has_w, microbatches)                       ScheduleError with a sentence
+    with_messages(name, orders, channels) -> Schedule            from the order of F, B and W alone
 
-A line that starts with white space continues the stage above it; `#` starts a comment; the first comment
-names the schedule.
+`csc.ir.schedule_verifier` checks a schedule. A line that starts with white space continues the rank above it;
+`#` starts a comment; the first comment names the schedule.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from csc.errors import ScheduleError
@@ -34,13 +37,13 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Action:
-    """One step of one stage. `stage` is the stage that runs it; `microbatch` is -1 for REDUCE.
+    """One step of one rank. `stage` is the stage that it is for; stage and microbatch are -1 for REDUCE.
 
     SEND and RECV also carry the message's kind and both ends; for the others these are "" and -1.
     """
 
     kind: Kind
-    stage: int
+    stage: int = -1
     microbatch: int = -1
     message: str = ""
     source: int = -1
@@ -76,20 +79,30 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name and, for stage s, `stages[s]`: what its ranks run. Every dp replica runs the same list."""
+    """A name and, for pipeline rank r, `ranks[r]`: what it runs. Every dp replica runs the same list."""
 
     name: str
-    stages: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
 
     @property
     def microbatches(self) -> int:
         """One more than the largest microbatch number."""
-        return 1 + max((a.microbatch for actions in self.stages for a in actions), default=-1)
+        return 1 + max((a.microbatch for actions in self.ranks for a in actions), default=-1)
+
+    @cached_property
+    def placement(self) -> dict[int, int]:
+        """The rank of each stage: the first one that has an action of it."""
+        found: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.kind != "REDUCE":
+                    found.setdefault(action.stage, rank)
+        return dict(sorted(found.items()))
 
     def __str__(self) -> str:
-        lines = [f"# {self.name}, {len(self.stages)} stages, {self.microbatches} microbatches"]
-        for stage, actions in enumerate(self.stages):
-            head = f"stage {stage}:"
+        lines = [f"# {self.name}, {len(self.ranks)} ranks, {self.microbatches} microbatches"]
+        for rank, actions in enumerate(self.ranks):
+            head = f"rank {rank}:"
             line = head
             for i, action in enumerate(actions):
                 part = f" {action}" + (" |" if i + 1 < len(actions) else "")
@@ -101,38 +114,30 @@ class Schedule:
         return "\n".join(lines) + "\n"
 
 
-_STAGE = re.compile(r"stage\s+(\d+)\s*:(.*)", re.DOTALL)
+_RANK = re.compile(r"rank\s+(\d+)\s*:(.*)", re.DOTALL)
 _COMPUTE = re.compile(r"([FBW])\s+(\d+)\s+(\d+)")
 _MOVE = re.compile(r"(SEND|RECV)\s+([FB])\s+(\d+)\s*>\s*(\d+)\s+(\d+)")
 _FORMS = "Actions are: F s mb, B s mb, W s mb, SEND K a>b mb, RECV K a>b mb, REDUCE"
 
 
-def _action(text: str, stage: int, where: str) -> Action:
+def _action(text: str, where: str) -> Action:
     if text == "REDUCE":
-        return Action("REDUCE", stage)
+        return Action("REDUCE")
     if found := _COMPUTE.fullmatch(text):
-        action = Action(found[1], int(found[2]), int(found[3]))  # type: ignore[arg-type]
-    elif found := _MOVE.fullmatch(text):
+        return Action(found[1], int(found[2]), int(found[3]))  # type: ignore[arg-type]
+    if found := _MOVE.fullmatch(text):
         channel = (found[2], int(found[3]), int(found[4]))
         make = Action.send if found[1] == "SEND" else Action.recv
-        action = make(channel, int(found[5]))
-    else:
-        raise ScheduleError(f"{text!r} is not an action", where, _FORMS)
-    if action.stage != stage:
-        raise ScheduleError(
-            f"'{action}' belongs to stage {action.stage} but stands in the list of stage {stage}",
-            where,
-            "Move it",
-        )
-    return action
+        return make(channel, int(found[5]))
+    raise ScheduleError(f"{text!r} is not an action", where, _FORMS)
 
 
 def parse(text: str) -> Schedule:
     """Read a schedule's text. ScheduleError, with the line, for text that is not one. The order is not
-    checked: see `verify`.
+    checked: see `csc.ir.schedule_verifier`.
     """
     name = ""
-    stages: list[list[Action]] = []
+    ranks: list[list[Action]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         where = f"schedule, line {number}"
         line, hash_, comment = raw.partition("#")
@@ -141,26 +146,67 @@ def parse(text: str) -> Schedule:
         if not line.strip():
             continue
         if line[0].isspace():
-            if not stages:
-                raise ScheduleError("the line continues a stage, but no stage came before", where, _FORMS)
+            if not ranks:
+                raise ScheduleError("the line continues a rank, but no rank came before", where, _FORMS)
             body = line
         else:
-            found = _STAGE.fullmatch(line.strip())
+            found = _RANK.fullmatch(line.strip())
             if found is None:
-                raise ScheduleError(f"{line.strip()[:40]!r} does not start with 'stage N:'", where, _FORMS)
-            if int(found[1]) != len(stages):
+                raise ScheduleError(f"{line.strip()[:40]!r} does not start with 'rank N:'", where, _FORMS)
+            if int(found[1]) != len(ranks):
                 raise ScheduleError(
-                    f"stage {found[1]} stands where stage {len(stages)} should",
+                    f"rank {found[1]} stands where rank {len(ranks)} should",
                     where,
-                    "List the stages once each, in order from 0",
+                    "List the ranks once each, in order from 0",
                 )
-            stages.append([])
+            ranks.append([])
             body = found[2]
         parts = [part.strip() for part in body.split("|")]
-        stages[-1] += [_action(part, len(stages) - 1, where) for part in parts if part]
-    if not stages:
-        raise ScheduleError("it lists no stage", "schedule", "Write a line 'stage N: ...' for every stage")
-    return Schedule(name or "schedule", tuple(tuple(actions) for actions in stages))
+        ranks[-1] += [_action(part, where) for part in parts if part]
+    if not ranks:
+        raise ScheduleError("it lists no rank", "schedule", "Write a line 'rank N: ...' for every rank")
+    return Schedule(name or "schedule", tuple(tuple(actions) for actions in ranks))
+
+
+def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Iterable[Message]) -> Schedule:
+    """The schedule whose rank r runs the F, B and W of `orders[r]` in that order.
+
+    A SEND stands right after the action that makes its values, a RECV right before the first one that needs
+    it or a later message of its wire: both ends of a wire list its messages in the order of the sender.
+    """
+    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    leaving: dict[tuple[str, int], list[Message]] = {}
+    coming: dict[tuple[str, int], list[Message]] = {}
+    for channel in sorted(set(channels)):
+        kind, source, destination = channel
+        if rank_of.get(source) != rank_of.get(destination):
+            leaving.setdefault((kind, source), []).append(channel)
+            coming.setdefault((kind, destination), []).append(channel)
+    sent: dict[tuple[str, int, int], list[tuple[Message, int]]] = {}
+    number: dict[tuple[Message, int], int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            for channel in leaving.get((action.kind, action.stage), ()):
+                wire = sent.setdefault((action.kind, rank, rank_of[channel[2]]), [])
+                number[channel, action.microbatch] = len(wire)
+                wire.append((channel, action.microbatch))
+    taken = dict.fromkeys(sent, 0)
+    ranks = []
+    for rank, order in enumerate(orders):
+        actions: list[Action] = []
+        for action in order:
+            for channel in coming.get((action.kind, action.stage), ()):
+                if (channel, action.microbatch) not in number:
+                    continue  # nobody sends it: the verifier will say so
+                key = (channel[0], rank_of[channel[1]], rank)
+                upto = number[channel, action.microbatch] + 1
+                actions += [Action.recv(*item) for item in sent[key][taken[key] : upto]]
+                taken[key] = max(taken[key], upto)
+            actions.append(action)
+            leave = leaving.get((action.kind, action.stage), ())
+            actions += [Action.send(channel, action.microbatch) for channel in leave]
+        ranks.append((*actions, Action("REDUCE")))
+    return Schedule(name, tuple(ranks))
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
@@ -169,167 +215,15 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
     They live from F to the last of the stage's B and W of that microbatch. A stage without B or W keeps
     nothing: 0.
     """
-    peaks = []
-    for actions in schedule.stages:
-        last = {a.microbatch: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
-        alive = peak = 0
+    peaks = dict.fromkeys(schedule.placement, 0)
+    for actions in schedule.ranks:
+        last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+        alive = dict.fromkeys(peaks, 0)
         for i, action in enumerate(actions):
-            if action.kind == "F" and action.microbatch in last:
-                alive += 1
-                peak = max(peak, alive)
-            elif action.kind in ("B", "W") and last[action.microbatch] == i:
-                alive -= 1
-        peaks.append(peak)
-    return peaks
-
-
-def verify(
-    schedule: Schedule,
-    messages: Iterable[Message],
-    has_b: Sequence[bool],
-    has_w: Sequence[bool],
-    microbatches: int,
-) -> None:
-    """Raise a ScheduleError unless the schedule does the work of these stages, whole, once, in a possible
-    order.
-
-    `messages` are the channels between stages, `has_b[s]` and `has_w[s]` say whether stage s has B and W.
-    Time is linear in the number of actions.
-    """
-    channels = set(messages)
-    if len(schedule.stages) != len(has_b):
-        raise ScheduleError(
-            f"it has {len(schedule.stages)} stages, the program has {len(has_b)}",
-            _where(schedule),
-            "Add or remove",
-        )
-    for stage, actions in enumerate(schedule.stages):
-        needed = {kind for kind, there in (("F", True), ("B", has_b[stage]), ("W", has_w[stage])) if there}
-        places = _places(schedule, stage, actions, needed, channels, microbatches)
-        _check_order(schedule, stage, places, needed, channels)
-    _check_channels(schedule, channels)
-    _check_progress(schedule)
-
-
-def _where(schedule: Schedule, stage: int | None = None) -> str:
-    return f"schedule {schedule.name}" + ("" if stage is None else f", stage {stage}")
-
-
-def _places(
-    schedule: Schedule,
-    stage: int,
-    actions: Sequence[Action],
-    needed: set[str],
-    channels: set[Message],
-    microbatches: int,
-) -> dict[Action, int]:
-    """Position of every action of a stage, having checked that it holds exactly the actions that it needs."""
-    where = _where(schedule, stage)
-    places: dict[Action, int] = {}
-    for i, action in enumerate(actions):
-        if action.stage != stage:
-            raise ScheduleError(f"'{action}' belongs to stage {action.stage}", where, "Move it to that stage")
-        if action in places:
-            raise ScheduleError(f"'{action}' stands there twice", where, "Remove one")
-        if action.kind != "REDUCE" and not 0 <= action.microbatch < microbatches:
-            raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
-        if action.computes and action.kind not in needed:
-            raise ScheduleError(f"'{action}' has nothing to do: the stage has no {action.kind}", where, "Remove it")
-        if action.kind in ("SEND", "RECV") and action.channel not in channels:
-            known = ", ".join(f"{k} {a}>{b}" for k, a, b in sorted(channels)) or "none"
-            raise ScheduleError(f"'{action}': there is no such message; there are: {known}", where, "Remove it")
-        places[action] = i
-    wanted = [Action(kind, stage, mb) for mb in range(microbatches) for kind in sorted(needed)]  # type: ignore[arg-type]
-    for channel in sorted(channels):
-        if channel[1] == stage:
-            wanted += [Action.send(channel, mb) for mb in range(microbatches)]
-        if channel[2] == stage:
-            wanted += [Action.recv(channel, mb) for mb in range(microbatches)]
-    for action in [*wanted, Action("REDUCE", stage)]:
-        if action not in places:
-            raise ScheduleError(f"'{action}' is missing", where, "Every action is needed once per microbatch")
-    if actions[-1].kind != "REDUCE":
-        raise ScheduleError(f"'{actions[-1]}' comes after REDUCE", where, "Put REDUCE at the end of the stage")
-    return places
-
-
-def _check_order(
-    schedule: Schedule, stage: int, places: dict[Action, int], needed: set[str], channels: set[Message]
-) -> None:
-    """Each action of a stage comes after those of the same stage and microbatch whose result it uses."""
-
-    def after(later: Action, earlier: Action, why: str) -> None:
-        if places[later] < places[earlier]:
-            raise ScheduleError(
-                f"'{later}' comes before '{earlier}', {why}", _where(schedule, stage), "Swap their order"
-            )
-
-    for action in places:
-        mb = action.microbatch
-        if action.kind == "B":
-            after(action, Action("F", stage, mb), "whose saved activations it uses")
-        elif action.kind == "W":
-            earlier: Kind = "B" if "B" in needed else "F"
-            after(action, Action(earlier, stage, mb), "whose results it uses")
-        elif action.kind == "SEND":
-            after(action, Action(action.message, stage, mb), "which produces what it sends")  # type: ignore[arg-type]
-        elif action.kind == "RECV":
-            after(Action(action.message, stage, mb), action, "which brings what it needs")  # type: ignore[arg-type]
-
-
-def _check_channels(schedule: Schedule, channels: set[Message]) -> None:
-    """Both ends of a channel list its messages in the same order: NCCL matches them by order alone."""
-    sent: dict[Message, list[int]] = {channel: [] for channel in channels}
-    received: dict[Message, list[int]] = {channel: [] for channel in channels}
-    for actions in schedule.stages:
-        for action in actions:
-            if action.kind == "SEND":
-                sent[action.channel].append(action.microbatch)
-            elif action.kind == "RECV":
-                received[action.channel].append(action.microbatch)
-    for (kind, a, b), order in sorted(sent.items()):
-        for mine, theirs in zip(order, received[kind, a, b]):
-            if mine != theirs:
-                raise ScheduleError(
-                    f"'{Action.send((kind, a, b), mine)}' of stage {a} meets "
-                    f"'{Action.recv((kind, a, b), theirs)}' of stage {b}",
-                    _where(schedule),
-                    "Messages are matched by order alone: list them in the same order on both stages",
-                )
-
-
-def _check_progress(schedule: Schedule) -> None:
-    """Run the lists: SEND never blocks, RECV waits for its SEND, REDUCE is last and needs no check."""
-    position = [0] * len(schedule.stages)
-    sent: set[tuple[Message, int]] = set()
-    waiting: dict[tuple[Message, int], int] = {}
-    ready = list(range(len(schedule.stages)))
-    while ready:
-        stage = ready.pop()
-        actions = schedule.stages[stage]
-        while position[stage] < len(actions):
-            action = actions[position[stage]]
-            token = (action.channel, action.microbatch)
-            if action.kind == "RECV" and token not in sent:
-                waiting[token] = stage
-                break
-            if action.kind == "SEND":
-                sent.add(token)
-                if token in waiting:
-                    ready.append(waiting.pop(token))
-            position[stage] += 1
-    if not waiting:
-        return
-    # Every blocked stage waits for a stage that is itself blocked, so following the waits runs into a circle.
-    path: list[int] = []
-    stage = min(waiting.values())
-    while stage not in path:
-        path.append(stage)
-        stage = schedule.stages[stage][position[stage]].source
-    circle = path[path.index(stage) :]
-    waits = [f"stage {s} waits at '{schedule.stages[s][position[s]]}'" for s in circle]
-    raise ScheduleError(
-        f"deadlock: {', '.join(waits)}, in a circle: each one's SEND stands behind the wait of the other",
-        _where(schedule),
-        "Move one of these SENDs, with the action that produces it, ahead of its stage's wait",
-    )
+            item = (action.stage, action.microbatch)
+            if action.kind == "F" and item in last:
+                alive[action.stage] += 1
+                peaks[action.stage] = max(peaks[action.stage], alive[action.stage])
+            elif action.kind in ("B", "W") and last[item] == i:
+                alive[action.stage] -= 1
+    return list(peaks.values())

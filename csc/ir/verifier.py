@@ -18,7 +18,7 @@ from torch import fx
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region
-from csc.ir.schedule import verify as verify_schedule
+from csc.ir.schedule_verifier import verify as verify_schedule
 from csc.torch_private import OpOverload
 
 
@@ -161,9 +161,17 @@ def _region_problems(region: Region, trainable: set[str], above: set[str]) -> It
 
 def _stage_problems(program: Program) -> Iterator[str]:
     placed = [name for stage in program.stages for name in stage.regions]
-    if placed != [region.name for region in program.regions]:
-        yield "invariant 7: the stages do not hold every region once, in order"
+    position = {region.name: i for i, region in enumerate(program.regions)}
+    if sorted(placed) != sorted(position):
+        yield "invariant 7: the stages do not hold every region once"
         return
+    for stage in program.stages:
+        places = [position[name] for name in stage.regions]
+        if places != sorted(places):
+            yield f"invariant 7: stage {stage.index} does not run its regions in order"
+    for m in program.messages:
+        if (m.source < m.destination) != (m.kind == "F"):
+            yield f"invariant 7: message {m.kind} {m.source}>{m.destination} leads the wrong way"
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     sent = {(m.kind, m.source, m.destination, value) for m in program.messages for value in m.values}
     maker = {value: home[region.name] for region in program.regions for value in region.outputs}

@@ -31,10 +31,17 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
     parts = {
         "fingerprints": manifest.fingerprint,
         "shapes, strides and dtypes of messages": repr(sorted(manifest.messages, key=lambda m: m.channel)),
-        "mesh, microbatches, inputs and loss": repr(
-            (manifest.mesh, manifest.microbatches, manifest.inputs, loss.stage, loss.weight)
+        "mesh, placement, microbatches, inputs and loss": repr(
+            (
+                manifest.mesh,
+                [stage.rank for stage in manifest.stages],
+                manifest.microbatches,
+                manifest.inputs,
+                loss.stage,
+                loss.weight,
+            )
         ),
-        "parameters and the stages that hold them": repr(holders),
+        "parameters and the stages that use them": repr(holders),
         "schedules": str(program.schedule),
     }
     return {what: hashlib.sha256(text.encode()).digest() for what, text in parts.items()}
@@ -69,9 +76,9 @@ def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], ra
     Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed.
     """
     mesh = manifest.mesh
-    shared = [p for p in manifest.parameters if len(p.stages) * mesh.dp > 1]
-    stage = mesh.coordinates(rank).pp
-    sums = [_checksum(weights[p.name]) if stage in p.stages else torch.zeros((), dtype=torch.int64) for p in shared]
+    shared = [p for p in manifest.parameters if len(p.ranks) * mesh.dp > 1]
+    position = mesh.coordinates(rank).pp
+    sums = [_checksum(weights[p.name]) if position in p.ranks else torch.zeros((), dtype=torch.int64) for p in shared]
     if not sums:
         return
     own = torch.stack([s.cpu() for s in sums]).to(device)
@@ -79,7 +86,7 @@ def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], ra
     dist.all_gather(gathered, own)
     rows = torch.stack(gathered).cpu()
     for i, spec in enumerate(shared):
-        holders = [mesh.rank_of(dp=d, pp=s) for s in spec.stages for d in range(mesh.dp)]
+        holders = [mesh.rank_of(dp=d, pp=r) for r in spec.ranks for d in range(mesh.dp)]
         differing = sorted(r for r in holders if rows[r, i] != rows[holders[0], i])
         if differing:
             raise InputError(

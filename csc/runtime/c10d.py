@@ -35,13 +35,13 @@ from csc.runtime.transport import in_layout, laid_out, summed
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Sets of two or more ranks, each ascending: dp replicas of a stage, holders of a tied parameter, all. No
+    """Sets of two or more ranks, each ascending: dp replicas of a position, holders of a tied parameter, all. No
     set twice.
     """
     mesh = manifest.mesh
     sets = [tuple(mesh.rank_of(dp=d, pp=s) for d in range(mesh.dp)) for s in range(mesh.pp)]
-    tied = sorted({tuple(sorted(p.stages)) for p in manifest.parameters if p.trainable})
-    sets += [tuple(mesh.rank_of(dp=d, pp=s) for s in stages) for stages in tied for d in range(mesh.dp)]
+    tied = sorted({tuple(sorted(p.ranks)) for p in manifest.parameters if p.trainable})
+    sets += [tuple(mesh.rank_of(dp=d, pp=r) for r in holders) for holders in tied for d in range(mesh.dp)]
     sets.append(tuple(range(mesh.size)))
     return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
@@ -202,7 +202,7 @@ class Distributed:
     # peers
 
     def _peer(self, stage: int) -> int:
-        return self._manifest.mesh.rank_of(dp=self._replica, pp=stage)
+        return self._manifest.mesh.rank_of(dp=self._replica, pp=self._manifest.stages[stage].rank)
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""
@@ -221,7 +221,9 @@ class Distributed:
 
     def _place(self, rank: int) -> str:
         at = self._manifest.mesh.coordinates(rank)
-        return f"(stage {at.pp}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"(stage {at.pp})"
+        stages = [stage.stage for stage in self._manifest.stages_of(at.pp)]
+        named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        return f"({named}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"({named})"
 
 
 def _reason(error: RuntimeError) -> str:

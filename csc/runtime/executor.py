@@ -23,8 +23,9 @@ from csc.runtime import losses
 from csc.runtime.gradients import GradientSums, reduce
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
+from csc.runtime.transport import laid_out
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,20 @@ class StepResult:
 
 @dataclass
 class _Inbox:
-    """Values that have arrived, by (F or B, microbatch) and then by the stage that sent them."""
+    """Values that have come, by (F or B, stage, microbatch) and then by the stage that made them."""
 
-    values: dict[tuple[str, int], dict[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    values: dict[tuple[str, int, int], dict[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
 
     def put(self, message: MessageSpec, microbatch: int, values: dict[str, torch.Tensor]) -> None:
-        self.values.setdefault((message.kind, microbatch), {})[message.source] = values
+        key = (message.kind, message.destination, microbatch)
+        self.values.setdefault(key, {})[message.source] = values
 
-    def take(self, kind: str, microbatch: int) -> dict[str, torch.Tensor]:
+    def take(self, kind: str, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         """By name. A value that went to several stages gets its gradients summed, highest stage first, as
         autograd does.
         """
         taken: dict[str, torch.Tensor] = {}
-        for _, values in sorted(self.values.pop((kind, microbatch), {}).items(), reverse=True):
+        for _, values in sorted(self.values.pop((kind, stage, microbatch), {}).items(), reverse=True):
             for name, tensor in values.items():
                 taken[name] = taken[name] + tensor if name in taken else tensor
         return taken
@@ -73,51 +75,66 @@ class _Step:
         self.rank = rank
         self.batches = microbatches
         self.weights = weights
+        self.stages = {stage.stage: stage for stage in rank.stages}
         self.messages: dict[Message, MessageSpec] = {m.channel: m for m in manifest.messages}
+        self.leaving: dict[tuple[str, int], list[MessageSpec]] = {}
+        self.staying: dict[tuple[str, int], list[MessageSpec]] = {}
+        for message in manifest.messages:
+            kept = message.destination in self.stages
+            (self.staying if kept else self.leaving).setdefault((message.kind, message.source), []).append(message)
         self.inbox = _Inbox()
-        self.outbox: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-        self.pending: dict[tuple[str, int], int] = {}  # messages that still have to be sent from an outbox
-        self.saved: dict[int, Any] = {}
-        self.saved_for_weights: dict[int, Any] = {}
+        self.outbox: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
+        self.pending: dict[tuple[str, int, int], int] = {}  # messages that still have to be sent from an outbox
+        self.saved: dict[tuple[int, int], Any] = {}
+        self.saved_for_weights: dict[tuple[int, int], Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.loss_weights: dict[int, float] = {}
-        self.gradients = GradientSums(p for p in manifest.parameters if rank.stage.stage in p.stages)
+        held = [p for p in manifest.parameters if rank.position in p.ranks]
+        self.gradients = GradientSums(held, self.stages)
 
     def compute(self, action: Action) -> None:
         """Run F, B or W of one microbatch."""
-        module, mb, constants = self.rank.module, action.microbatch, self.rank.constants
-        stage = self.rank.stage
+        stage, mb, constants = self.stages[action.stage], action.microbatch, self.rank.constants
+        item = (stage.stage, mb)
+        functions = self.rank.functions[stage.stage]
+        loss_here = self.rank.program.manifest.loss.stage == stage.stage
         if action.kind == "F":
-            received = self.inbox.take("F", mb)
-            sent, saved = module.forward(self.batches[mb], received, self.weights, constants)
-            if self.rank.program.manifest.loss.stage == stage.stage:
+            received = self.inbox.take("F", *item)
+            sent, saved = functions.forward(self.batches[mb], received, self.weights, constants)
+            if loss_here:
                 sent = dict(sent)
                 self.losses[mb] = sent.pop("loss")
             if stage.backward_input:
-                self.saved[mb] = saved
-            self._to_send("F", mb, sent)
+                self.saved[item] = saved
+            self._hand_on("F", stage.stage, mb, sent)
         elif action.kind == "B":
-            received = self.inbox.take("B", mb)
-            if mb in self.losses:
+            assert functions.backward_input is not None
+            received = self.inbox.take("B", *item)
+            if loss_here:
                 loss = self.losses[mb]
                 received["loss"] = torch.tensor(self.loss_weights[mb], dtype=loss.dtype, device=loss.device)
-            sent, saved = module.backward_input(self.saved.pop(mb), received, self.weights, constants)
+            sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights, constants)
             if stage.backward_weight:
-                self.saved_for_weights[mb] = saved
-            self._to_send("B", mb, sent)
+                self.saved_for_weights[item] = saved
+            self._hand_on("B", stage.stage, mb, sent)
         else:
-            pairs = module.backward_weight(self.saved_for_weights.pop(mb), self.weights, constants)
-            for name, gradient in pairs:
-                self.gradients.add(name, gradient)
+            assert functions.backward_weight is not None
+            pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights, constants)
+            self.gradients.add(stage.stage, mb, pairs)
 
-    def _to_send(self, kind: str, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
-        count = sum(m.kind == kind and m.source == self.rank.stage.stage for m in self.messages.values())
+    def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
+        """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""
+        for message in self.staying.get((kind, stage), ()):
+            names = [spec.name for spec in message.values]
+            values = laid_out(message, sent, self.rank.rank)
+            self.inbox.put(message, mb, dict(zip(names, values, strict=True)))
+        count = len(self.leaving.get((kind, stage), ()))
         if count:
-            self.outbox[kind, mb] = dict(sent)
-            self.pending[kind, mb] = count
+            self.outbox[kind, stage, mb] = dict(sent)
+            self.pending[kind, stage, mb] = count
 
     def send(self, action: Action) -> None:
-        key = (action.message, action.microbatch)
+        key = (action.message, action.source, action.microbatch)
         self.rank.endpoint.send(self.messages[action.channel], action.microbatch, self.outbox[key])
         self.pending[key] -= 1
         if not self.pending[key]:
@@ -136,10 +153,10 @@ def step(
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     manifest = rank.program.manifest
-    actions = rank.program.schedule.stages[rank.stage.stage]
+    actions = rank.program.schedule.ranks[rank.position]
     state = _Step(rank, microbatches, weights)
     timed: list[Timed] = []
-    if manifest.loss.stage == rank.stage.stage:
+    if manifest.loss_rank == rank.position:
         state.loss_weights = yield from losses.weights(rank, microbatches)
     try:
         for i, action in enumerate(actions):
@@ -157,7 +174,7 @@ def step(
                 state.inbox.put(message, action.microbatch, values)
             else:
                 yield from reduce(
-                    state.gradients, rank.stage.stage, rank.replica, manifest.mesh, rank.endpoint, rank.device
+                    state.gradients, rank.position, rank.replica, manifest.mesh, rank.endpoint, rank.device
                 )
             if trace:
                 timed.append(Timed(action, start, time.perf_counter()))

@@ -1,11 +1,11 @@
 """Gradients of one step on one rank: added up over microbatches, then over ranks.
 
-Terms: a parameter is *tied* if several stages hold it; each of them then has a part of its gradient. A
+Terms: a parameter is *tied* if several stages use it; each of them then has a part of its gradient. A
 *bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
 sums run.
 
-    GradientSums(parameters).add(name, gradient)      contributions are added in the order in which they come
-    reduce(sums, stage, replica, mesh, ...)           a generator: over holders, highest stage first, then dp
+    GradientSums(parameters, stages).add(stage, microbatch, pairs)     what one W gives
+    reduce(sums, rank, replica, mesh, ...)          a generator: over tied stages, highest first, then dp
 
 The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 """
@@ -23,25 +23,43 @@ from csc.runtime.transport import Endpoint
 
 BUCKET_BYTES = 25 * 2**20
 
+Pair = tuple[str, torch.Tensor]
+
 
 class GradientSums:
     """Buffers by parameter name, in the parameter's dtype.
 
-    The first contribution is kept as it is, without a copy: it may share memory with another gradient or with
-    an activation. The second one makes a buffer of our own, and later ones are added to that in place. `own`
-    names the parameters that have one.
+    Each stage's microbatches are added in ascending order, whatever the order of their W's: the sum has the same
+    bits under every schedule. What comes early waits. The first contribution is kept as it is, without a copy: it
+    may share memory with another gradient or with an activation. The second one makes a buffer of our own, and
+    later ones are added to that in place. `own` names the parameters that have one.
     """
 
-    def __init__(self, parameters: Iterable[ParameterSpec]) -> None:
+    def __init__(self, parameters: Iterable[ParameterSpec], stages: Iterable[int]) -> None:
         self.specs = {spec.name: spec for spec in parameters}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}  # complete after `merge`
         self.own: set[str] = set()
+        self._of_stage: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in stages}
+        self._own_of_stage: dict[int, set[str]] = {stage: set() for stage in self._of_stage}
+        self._turn = dict.fromkeys(self._of_stage, 0)
+        self._early: dict[tuple[int, int], list[Pair]] = {}
 
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add one contribution. ProgramError for a name or shape that cannot be right."""
+    def add(self, stage: int, microbatch: int, pairs: Iterable[Pair]) -> None:
+        """Add what W of one microbatch gives. ProgramError for a name or shape that cannot be right."""
+        if microbatch != self._turn[stage]:
+            self._early[stage, microbatch] = list(pairs)
+            return
+        for name, gradient in pairs:
+            self._add(stage, name, gradient)
+        self._turn[stage] += 1
+        early = self._early.pop((stage, self._turn[stage]), None)
+        if early is not None:
+            self.add(stage, self._turn[stage], early)
+
+    def _add(self, stage: int, name: str, gradient: torch.Tensor) -> None:
         spec = self.specs.get(name)
-        if spec is None or not spec.trainable:
-            what = "is frozen" if spec else "is not on this stage"
+        if spec is None or not spec.trainable or stage not in spec.stages:
+            what = "is frozen" if spec and not spec.trainable else f"is not on stage {stage}"
             raise ProgramError(f"there is a gradient for {name!r}, which {what}", "", "Mend the rank file")
         if tuple(gradient.shape) != spec.shape:
             raise ProgramError(
@@ -50,41 +68,57 @@ class GradientSums:
                 "Mend the rank file",
             )
         gradient = gradient.to(spec.dtype)
-        if name not in self.buffers:
-            self.buffers[name] = gradient
-        elif name in self.own:
-            self.buffers[name] += gradient
+        sums, own = self._of_stage[stage], self._own_of_stage[stage]
+        if name not in sums:
+            sums[name] = gradient
+        elif name in own:
+            sums[name] += gradient
         else:
-            self.buffers[name] = self.buffers[name] + gradient
-            self.own.add(name)
+            sums[name] = sums[name] + gradient
+            own.add(name)
+
+    def merge(self) -> None:
+        """Fill `buffers`: a parameter that several stages of this rank use gets their sum, highest stage first, as
+        autograd adds them.
+        """
+        for stage in sorted(self._of_stage, reverse=True):
+            for name, gradient in self._of_stage[stage].items():
+                if name not in self.buffers:
+                    self.buffers[name] = gradient
+                    self.own |= {name} & self._own_of_stage[stage]
+                else:
+                    self.buffers[name] = self.buffers[name] + gradient
+                    self.own.add(name)
+            self._of_stage[stage] = {}
 
 
 def reduce(
-    sums: GradientSums, stage: int, replica: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
+    sums: GradientSums, position: int, replica: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
 ) -> Generator[str, None, None]:
-    """Sum over the stages that hold a tied parameter, then everything over dp. Every rank calls it once a
-    step.
+    """Sum over the ranks that hold a tied parameter, then everything over dp. Every rank calls it once a
+    step. `position`: the rank's index on the pp axis.
     """
+    sums.merge()
     for spec in sums.specs.values():
-        if spec.trainable and len(spec.stages) > 1:
+        if spec.trainable and len(spec.ranks) > 1:
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
                 there = sums.buffers.get(spec.name)
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
                 sums.buffers[spec.name] = zeros if there is None else there.clone(memory_format=torch.contiguous_format)
                 sums.own.add(spec.name)
-            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=s) for s in spec.stages))
+            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=r) for r in spec.ranks))
             why = f"tied gradient of {spec.name}"
             yield from wait_sum(endpoint, sums.buffers[spec.name], holders, why, ordered=True)
     if mesh.dp == 1:
         return
-    replicas = tuple(mesh.rank_of(dp=d, pp=stage) for d in range(mesh.dp))
+    replicas = tuple(mesh.rank_of(dp=d, pp=position) for d in range(mesh.dp))
     tickets = []
     for number, specs in enumerate(buckets(sums)):
         flat = torch.cat([sums.buffers[spec.name].reshape(-1) for spec in specs])
         for spec, part in zip(specs, flat.split([sums.buffers[s.name].numel() for s in specs]), strict=True):
             sums.buffers[spec.name] = part.view(spec.shape)  # frees the gradient itself
             sums.own.add(spec.name)
-        why = f"gradients of stage {stage} over dp, bucket {number}"
+        why = f"gradients of pipeline rank {position} over dp, bucket {number}"
         tickets.append((why, endpoint.start_sum(flat, replicas, why)))
     for why, ticket in tickets:
         while not endpoint.finish_sum(ticket):
@@ -102,7 +136,7 @@ def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[list[Paramete
     for spec in sums.specs.values():
         if spec.name not in sums.buffers:
             continue
-        kind = (spec.stages, spec.dtype)
+        kind = (spec.ranks, spec.dtype)
         size = sums.buffers[spec.name].numel() * spec.dtype.itemsize
         if kind not in kinds or room[kind] < size:
             kinds.setdefault(kind, []).append([])

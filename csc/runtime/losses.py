@@ -61,9 +61,11 @@ def weights(rank: Rank, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> G
         return dict.fromkeys(range(count), 1.0)
     if manifest.loss.weight == "mean":
         return dict.fromkeys(range(count), 1.0 / (count * mesh.dp))
-    tokens = torch.stack([rank.module.loss_tokens(batch, rank.constants).reshape(()) for batch in microbatches])
+    counted = rank.functions[manifest.loss.stage].loss_tokens
+    assert counted is not None
+    tokens = torch.stack([counted(batch, rank.constants).reshape(()) for batch in microbatches])
     total = tokens.sum().reshape(1)
-    replicas = tuple(mesh.rank_of(dp=d, pp=manifest.loss.stage) for d in range(mesh.dp))
+    replicas = tuple(mesh.rank_of(dp=d, pp=manifest.loss_rank) for d in range(mesh.dp))
     yield from wait_sum(rank.endpoint, total, replicas, "count of labels over dp")
     whole = int(total)
     if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step

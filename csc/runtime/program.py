@@ -5,7 +5,7 @@ per rank). A file whose hash is no longer the one that program.json lists is *ed
 files are there to be read and changed.
 
     load(directory) -> LoadedProgram             ProgramError with a sentence for everything that does not fit
-    rank_module(program, rank) -> ModuleType     the rank's functions, imported without touching sys.path
+    functions(program, rank) -> {stage: StageFunctions}     imported from rank_R.py without touching sys.path
     read_tensors(file) -> {name: tensor}         of a safetensors file
 """
 
@@ -18,15 +18,18 @@ import json
 import sys
 import traceback
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from csc.errors import ProgramError, ScheduleError
-from csc.ir.schedule import Schedule, parse, verify
+from csc.ir.schedule import Schedule, parse
+from csc.ir.schedule_verifier import verify
 from csc.runtime.specs import Manifest, manifest
 
 
@@ -48,9 +51,10 @@ class LoadedProgram:
         """Example inputs of one microbatch, by name."""
         return read_tensors(self.directory / "example.safetensors")
 
-    def constants(self, stage: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """The constants that a stage reads, on `device`."""
-        names = [c.name for c in self.manifest.constants if stage in c.stages]
+    def constants(self, rank: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """The constants that the stages of a position on the pp axis read, on `device`."""
+        own = {stage.stage for stage in self.manifest.stages_of(rank)}
+        names = [c.name for c in self.manifest.constants if own.intersection(c.stages)]
         found = read_tensors(self.directory / "constants.safetensors", names)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
@@ -118,11 +122,29 @@ def read_tensors(
         raise ProgramError(f"it is not safetensors: {error}", str(file), remedy) from None
 
 
-def rank_module(program: LoadedProgram, rank: int) -> ModuleType:
-    """Import rank_R.py as a member of the program's package, so that `from .layers import x` works in it.
+@dataclass(frozen=True)
+class StageFunctions:
+    """What a rank file defines for one stage. A function that the stage has no work for is None.
 
-    No bytecode is written: a cached file could outlive an edit made within the same second. ProgramError for
-    code that does not import, with file and line, and for functions that are missing.
+    forward(batch, received, weights, constants) -> sent, saved
+    backward_input(saved, received, weights, constants) -> sent, saved for weights
+    backward_weight(saved for weights, weights, constants) -> iterable of (parameter name, gradient)
+    loss_tokens(batch, constants) -> 0-d tensor
+    """
+
+    forward: Callable[..., Any]
+    backward_input: Callable[..., Any] | None = None
+    backward_weight: Callable[..., Any] | None = None
+    loss_tokens: Callable[..., Any] | None = None
+
+
+def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
+    """The functions of a rank's stages, from rank_R.py. In a file for several stages each name ends in the stage:
+    `forward_3`.
+
+    The file is imported as a member of the program's package, so that `from .layers import x` works in it. No
+    bytecode is written: a cached file could outlive an edit made within the same second. ProgramError for code
+    that does not import, with file and line, and for functions that are missing.
     """
     file = program.directory / f"rank_{rank}.py"
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -141,8 +163,7 @@ def rank_module(program: LoadedProgram, rank: int) -> ModuleType:
         raise ProgramError(f"importing it raised {type(error).__name__}: {error}", where, "Mend that line") from error
     finally:
         sys.dont_write_bytecode = writes
-    _check(program, rank, module, file)
-    return module
+    return _found(program, rank, module, file)
 
 
 def _import_package(program: LoadedProgram) -> None:
@@ -161,21 +182,27 @@ def _import_package(program: LoadedProgram) -> None:
         raise
 
 
-def _check(program: LoadedProgram, rank: int, module: ModuleType, file: Path) -> None:
-    stage = program.manifest.stages[program.manifest.mesh.coordinates(rank).pp]
-    if getattr(module, "STAGE", None) != stage.stage:
+def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) -> dict[int, StageFunctions]:
+    manifest = program.manifest
+    stages = manifest.stages_of(manifest.mesh.coordinates(rank).pp)
+    own = tuple(stage.stage for stage in stages)
+    if getattr(module, "STAGES", None) != own:
         raise ProgramError(
-            f"STAGE is {getattr(module, 'STAGE', None)}, rank {rank} runs stage {stage.stage}",
-            str(file),
-            "Mend it",
+            f"STAGES is {getattr(module, 'STAGES', None)}, rank {rank} runs stages {own}", str(file), "Mend it"
         )
-    loss = program.manifest.loss
-    needed = {
-        "forward": True,
-        "backward_input": stage.backward_input,
-        "backward_weight": stage.backward_weight,
-        "loss_tokens": loss.stage == stage.stage and loss.weight == "tokens",
-    }
-    for name, there in needed.items():
-        if there and not callable(getattr(module, name, None)):
-            raise ProgramError(f"function {name} is missing", str(file), "Stages with this work must define it")
+    found = {}
+    for stage in stages:
+        needed = {
+            "forward": True,
+            "backward_input": stage.backward_input,
+            "backward_weight": stage.backward_weight,
+            "loss_tokens": manifest.loss.stage == stage.stage and manifest.loss.weight == "tokens",
+        }
+        parts: dict[str, Any] = {}
+        for name, there in needed.items():
+            full = name if len(own) == 1 else f"{name}_{stage.stage}"
+            if there and not callable(getattr(module, full, None)):
+                raise ProgramError(f"function {full} is missing", str(file), "Stages with this work must define it")
+            parts[name] = getattr(module, full) if there else None
+        found[stage.stage] = StageFunctions(**parts)
+    return found

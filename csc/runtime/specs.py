@@ -1,8 +1,8 @@
 """What program.json says, as frozen dataclasses.
 
 Terms: a *value* is a tensor that a message carries between two stages; its *stride* is dense, possibly
-permuted. A parameter's *holders* are the stages that hold it; the first is its *owner*. All sizes are those
-of ONE microbatch.
+permuted. A parameter's *holders* are the pipeline ranks that hold it; the first is its *owner*. All sizes are
+those of ONE microbatch.
 
     manifest(table, where) -> Manifest        ProgramError for any field that is missing or wrong
 """
@@ -21,7 +21,7 @@ from csc.ir.layout import overlaps
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
-FORMAT = 1
+FORMAT = 2
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 
@@ -36,17 +36,18 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter; `stages` are its holders, the owner first."""
+    """One parameter; `stages` use it, `ranks` (positions on the pp axis) hold it, the owner first."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     stages: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     @property
     def owner(self) -> int:
-        return self.stages[0]
+        return self.ranks[0]
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ class MessageSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which inputs a stage reads and which of F, B and W it has."""
+    """Which rank (position on the pp axis) runs a stage, which inputs it reads and which of F, B and W it has."""
 
     stage: int
+    rank: int
     regions: tuple[str, ...]
     inputs: tuple[str, ...]
     forward: bool
@@ -125,6 +127,15 @@ class Manifest:
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
     files: Mapping[str, str]
+
+    def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
+        """The stages that a position on the pp axis runs, in order."""
+        return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    @property
+    def loss_rank(self) -> int:
+        """The position on the pp axis that computes the loss."""
+        return self.stages[self.loss.stage].rank
 
 
 class _Table:
@@ -185,9 +196,12 @@ def manifest(table: Any, where: str) -> Manifest:
         raise ProgramError(error.what, f"{where}, mesh", error.remedy) from None
     if mesh.cp * mesh.tp != 1:
         raise ProgramError(f"mesh {mesh} has cp or tp above 1", where, "This runtime runs dp and pp only")
-    stages = tuple(_stage(row) for row in top.rows("stages"))
-    if [s.stage for s in stages] != list(range(mesh.pp)):
-        raise ProgramError(f"it lists stages {[s.stage for s in stages]}, the mesh has pp={mesh.pp}", where, _REMEDY)
+    stages = tuple(_stage(row, mesh.pp) for row in top.rows("stages"))
+    if [s.stage for s in stages] != list(range(len(stages))):
+        raise ProgramError(f"it lists stages {[s.stage for s in stages]}, not in order from 0", where, _REMEDY)
+    idle = set(range(mesh.pp)) - {s.rank for s in stages}
+    if idle:
+        raise ProgramError(f"rank {min(idle)} has no stage, the mesh has pp={mesh.pp}", where, _REMEDY)
     loss = _Table(top.get("loss", dict), f"{where}, loss")
     weight = loss.get("weight", str)
     if weight not in LOSS_WEIGHTS:
@@ -202,29 +216,35 @@ def manifest(table: Any, where: str) -> Manifest:
         device=top.get("device", str),
         microbatches=microbatches,
         inputs=tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs")),
-        parameters=tuple(
-            ParameterSpec(
-                r.get("name", str),
-                r.sizes("shape"),
-                r.dtype(),
-                r.get("trainable", bool),
-                r.stages("stages", mesh.pp),
-            )
-            for r in top.rows("parameters")
+        parameters=tuple(_parameter(row, stages) for row in top.rows("parameters")),
+        constants=tuple(
+            ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants")
         ),
-        constants=tuple(ConstantSpec(r.get("name", str), r.stages("stages", mesh.pp)) for r in top.rows("constants")),
-        messages=tuple(_message(row, mesh.pp) for row in top.rows("messages")),
+        messages=tuple(_message(row, len(stages)) for row in top.rows("messages")),
         stages=stages,
-        loss=LossSpec(_end(loss, "stage", mesh.pp), weight),
+        loss=LossSpec(_end(loss, "stage", len(stages)), weight),
         frozen=tuple(top.get("frozen", list, [])),
         plan=top.get("plan", dict, {}),
         files=top.get("files", dict),
     )
 
 
-def _stage(row: _Table) -> StageSpec:
+def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
+    users = row.stages("stages", len(stages))
+    return ParameterSpec(
+        row.get("name", str),
+        row.sizes("shape"),
+        row.dtype(),
+        row.get("trainable", bool),
+        users,
+        tuple(dict.fromkeys(stages[stage].rank for stage in users)),
+    )
+
+
+def _stage(row: _Table, ranks: int) -> StageSpec:
     return StageSpec(
         row.get("stage", int),
+        _end(row, "rank", ranks),
         tuple(row.get("regions", list, [])),
         tuple(row.get("inputs", list)),
         row.get("forward", bool),
@@ -234,10 +254,10 @@ def _stage(row: _Table) -> StageSpec:
 
 
 def _end(row: _Table, key: str, count: int) -> int:
-    stage = row.get(key, int)
-    if not 0 <= stage < count:
-        raise ProgramError(f"{key} is stage {stage}, there are 0..{count - 1}", row.where, _REMEDY)
-    return stage
+    found = row.get(key, int)
+    if not 0 <= found < count:
+        raise ProgramError(f"{key} is {found}, there are 0..{count - 1}", row.where, _REMEDY)
+    return found
 
 
 def _message(row: _Table, count: int) -> MessageSpec:

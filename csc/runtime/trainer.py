@@ -24,7 +24,7 @@ from csc.errors import InputError
 from csc.runtime import batches, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.program import LoadedProgram, rank_module
+from csc.runtime.program import LoadedProgram, functions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.transport import InProcess, Transport
@@ -55,15 +55,15 @@ class Trainer:
         self.transport = transport or _transport(program, self.device)
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
-        self._specs = [p for p in program.manifest.parameters if held & set(p.stages)]
+        self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._weights = _parameters(program, self._specs, weights, self.device)
         self.transport.compare_weights(self._weights)
-        constants = {stage: program.constants(stage, self.device) for stage in sorted(held)}
+        constants = {position: program.constants(position, self.device) for position in sorted(held)}
         self._ranks = [
             Rank(
                 program,
                 rank,
-                rank_module(program, rank),
+                functions(program, rank),
                 self.transport.endpoint(rank),
                 constants[mesh.coordinates(rank).pp],
                 self.device,
@@ -93,9 +93,9 @@ class Trainer:
         self.transport.begin_step()
         runs = {}
         for rank in self._ranks:
-            names = rank.stage.inputs
+            names = dict.fromkeys(name for stage in rank.stages for name in stage.inputs)
             own = [{n: mb[n].to(self.device) for n in names} for mb in pieces[rank.replica]]
-            held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.stage.stage in p.stages}
+            held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.position in p.ranks}
             runs[rank.rank] = step(rank, own, held, self.trace)
         results = interleave(runs)
         if self.trace:
@@ -127,7 +127,7 @@ class Trainer:
         return ((spec.name, self._weights[spec.name]) for spec in self._specs if spec.trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer takes. May be empty on a rank whose stage is frozen."""
+        """What an optimizer takes. May be empty on a rank whose stages are frozen."""
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -177,7 +177,7 @@ class Trainer:
             self._weights[name].copy_(tensor)
 
     def save(self, directory: str | Path) -> None:
-        """Write the weights as HF does: a shard per stage, or one file from one process. All ranks call."""
+        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call."""
         manifest = self.program.manifest
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
             weights.write(directory, manifest, None, self.state_dict())
@@ -185,7 +185,7 @@ class Trainer:
         done = torch.zeros(1, device=self.device)
         for rank in self._ranks:
             if rank.replica == 0:
-                weights.write(directory, manifest, rank.stage.stage, self.state_dict())
+                weights.write(directory, manifest, rank.position, self.state_dict())
         self.transport.sum_over_processes(done, "saving: all shards are written")
         if self._ranks[0].rank == 0:
             weights.write_index(directory, manifest)

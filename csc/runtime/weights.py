@@ -1,11 +1,11 @@
 """Weights on disk: safetensors under the model's own names, as HF stores them.
 
 Terms: a *shard* is one file of several; its *index* (model.safetensors.index.json) says which parameter is in
-which shard. A stage's first dp replica writes what the stage *owns*: a tied parameter is written by its owner
+which shard. The first dp replica of a rank writes what it *owns*: a tied parameter is written by its owner
 alone.
 
     read(path, parameters, device) -> {name: tensor}     only these, lazily; a file, or a directory as of HF
-    write(directory, manifest, stage, tensors)           a stage's shard, or (stage None) all in one file
+    write(directory, manifest, position, tensors)        a rank's shard, or (None) all in one file
     write_index(directory, manifest)                     once all shards are there
     check(parameters, tensors)                           tensors in memory against what the program needs
 
@@ -119,20 +119,20 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def shard_name(manifest: Manifest, stage: int) -> str:
-    """File of what a stage owns: model.safetensors for one stage, else model-0000S-of-0000P.safetensors, S
-    from 1.
+def shard_name(manifest: Manifest, position: int) -> str:
+    """File of what a position on the pp axis owns: model.safetensors if there is one, else
+    model-0000R-of-0000P.safetensors, R from 1.
     """
-    stages = manifest.mesh.pp
-    return SINGLE[0] if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+    count = manifest.mesh.pp
+    return SINGLE[0] if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write(directory: str | Path, manifest: Manifest, stage: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write what `stage` owns into its shard; stage None: everything into model.safetensors."""
+def write(directory: str | Path, manifest: Manifest, position: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write what `position` owns into its shard; None: everything into model.safetensors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    owned = {p.name: tensors[p.name] for p in manifest.parameters if stage is None or p.owner == stage}
-    name = SINGLE[0] if stage is None else shard_name(manifest, stage)
+    owned = {p.name: tensors[p.name] for p in manifest.parameters if position is None or p.owner == position}
+    name = SINGLE[0] if position is None else shard_name(manifest, position)
     if owned or name == SINGLE[0]:
         file = path / name
         temporary = path / f".{name}.{os.getpid()}.tmp"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.models.hf import llava, llava_batch, whisper_batch, whisper_llama
+from tests.models.hf import llava, llava_batch, valm, valm_batch, whisper_batch, whisper_llama
 from tests.models.plain import plain, plain_batch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -15,10 +15,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llava_tied": lambda: llava(tied=True),
     "whisper": whisper_llama,
     "plain": plain,
+    "valm": valm,
 }
 BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "llava": llava_batch,
     "llava_tied": llava_batch,
     "whisper": whisper_batch,
     "plain": plain_batch,
+    "valm": valm_batch,
 }

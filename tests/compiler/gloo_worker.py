@@ -27,6 +27,8 @@ def main() -> None:
         freeze=case.get("freeze"),
         microbatches=case["microbatches"],
         schedule=case.get("schedule", "1f1b"),
+        stages=case.get("stages"),
+        placement=case.get("placement"),
     )
     losses = [float(compiled.train_step(batch))]
     norm = float(compiled.clip_grad_norm_(1e9))

@@ -39,6 +39,8 @@ def in_process(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
         freeze=case.get("freeze"),
         microbatches=case["microbatches"],
         schedule=case.get("schedule", "1f1b"),
+        stages=case.get("stages"),
+        placement=case.get("placement"),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes have: reductions over threads round in another order
@@ -49,16 +51,32 @@ def in_process(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, {name: p.grad for name, p in compiled.named_parameters() if p.grad is not None}
 
 
+# Encoders on ranks of their own, beside each other: neither waits for the other.
+PARALLEL = [
+    ["vision_tower*", "vision_projector"],
+    ["audio_tower*", "audio_projector"],
+    ["language_model.model.embed_tokens", "merge", "language_model.model.layers.0"],
+    ["language_model.model.layers.1", "language_model.model.layers.2"],
+    ["language_model.model.layers.3", "language_model.model.norm", "language_model.lm_head"],
+]
 CASES = [
     {"model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2, "freeze": ["vision_tower", "language_model"]},
     {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
     {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "whisper", "mesh": "pp=2", "samples": 4, "microbatches": 2, "schedule": "gpipe"},
     {"model": "plain", "mesh": "pp=4", "samples": 2, "microbatches": 1},
-]
+    {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "zb-v"},
+    {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "interleaved-1f1b"},
+    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL},
+    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL, "schedule": "auto",
+     "freeze": ["vision_tower", "audio_tower"]},
+    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['model']}-{c['mesh']}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c['model']}-{c['mesh']}-{c.get('schedule', '1f1b')}-{'freeze' in c}"
+)
 def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: Path) -> None:
     results = launch(case, tmp_path)
     loss, expected = in_process(case)

@@ -218,17 +218,17 @@ def test_4_gradient_that_does_not_travel(trained: Program) -> None:
 
 
 def test_5_incomplete(trained: Program) -> None:
-    first, second = trained.schedule.stages
+    first, second = trained.schedule.ranks
     without = tuple(action for action in first if action.kind != "W")
-    refused(replace(trained, schedule=replace(trained.schedule, stages=(without, second))), "invariant 5:", "W 0 0")
+    refused(replace(trained, schedule=replace(trained.schedule, ranks=(without, second))), "invariant 5:", "W 0 0")
 
 
 def test_5_deadlock(trained: Program) -> None:
     """Stage 0 waits for a gradient before it sends what the gradient is of."""
-    first, second = trained.schedule.stages
+    first, second = trained.schedule.ranks
     receive = next(action for action in first if action.kind == "RECV")
     waiting = (receive, *(action for action in first if action is not receive))
-    broken = replace(trained, schedule=replace(trained.schedule, stages=(waiting, second)))
+    broken = replace(trained, schedule=replace(trained.schedule, ranks=(waiting, second)))
     refused(broken, "invariant 5:", "deadlock")
 
 
@@ -264,7 +264,15 @@ def test_7_loss(program: Program) -> None:
 def test_7_stages(program: Program) -> None:
     first = program.stages[0]
     broken = replace(program, stages=(replace(first, regions=first.regions[1:]), *program.stages[1:]))
-    refused(broken, "invariant 7: the stages do not hold every region once, in order")
+    refused(broken, "invariant 7: the stages do not hold every region once")
+    turned = replace(program, stages=(replace(first, regions=first.regions[::-1]), *program.stages[1:]))
+    refused(turned, "invariant 7: stage 0 does not run its regions in order")
+
+
+def test_7_direction(program: Program) -> None:
+    lost = next(message for message in program.messages if message.kind == "F")
+    back = replace(lost, source=lost.destination, destination=lost.source)
+    refused(replace(program, messages=(*program.messages, back)), "invariant 7: message F 1>0 leads the wrong way")
 
 
 def test_7_message(program: Program) -> None:

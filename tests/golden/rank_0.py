@@ -1,10 +1,10 @@
 """Rank 0 of 3: stage 0 of 3, replica 0 of 1, LlavaForConditionalGeneration.
 
-Holds     model.language_model.embed_tokens: frozen
-          model.vision_tower.embeddings: frozen
+Holds     model.vision_tower.embeddings: frozen
           model.vision_tower.pre_layrnorm: frozen
           model.vision_tower.encoder.layers.0 ... model.vision_tower.encoder.layers.1 (2 layers): frozen
           model.multi_modal_projector: trained
+          model.language_model.embed_tokens: frozen
           model.merge: no parameters
           model.language_model.layers.0: frozen
 Receives  gradient of model.language_model.layers.0 f32[2, 20, 48] from stage 1
@@ -17,19 +17,16 @@ from csc.runtime.names import under
 
 from . import layers
 
-STAGE = 0
+STAGES = (0,)
 LAYERS_0_TO_1 = [f"model.vision_tower.encoder.layers.{i}." for i in range(0, 2)]
 
 
 def forward(batch, received, weights, constants):
     """F of stage 0."""
-    input_ids = batch["input_ids"]
     pixel_values = batch["pixel_values"]
     position_ids = constants["model.vision_tower.embeddings.position_ids"]
+    input_ids = batch["input_ids"]
     (mask, cos, sin, mask_1) = layers.tables.of_stage_0(batch, constants)
-    embed_tokens = layers.embed_tokens_forward_only.forward(
-        input_ids, under(weights, "model.language_model.embed_tokens."),
-    )
     embeddings = layers.clip_vision_embeddings_forward_only.forward(
         pixel_values, position_ids, under(weights, "model.vision_tower.embeddings."),
     )
@@ -42,6 +39,9 @@ def forward(batch, received, weights, constants):
     layers_1 = hidden_states
     multi_modal_projector, saved_multi_modal_projector = layers.llava_multi_modal_projector_first.forward(
         layers_1, under(weights, "model.multi_modal_projector."),
+    )
+    embed_tokens = layers.embed_tokens_forward_only.forward(
+        input_ids, under(weights, "model.language_model.embed_tokens."),
     )
     merge, saved_merge = layers.merge.forward(multi_modal_projector, embed_tokens, mask)
     layers_0, saved_layers_0 = layers.llama_decoder_layer_frozen.forward(

@@ -13,7 +13,7 @@ from csc.runtime.names import under
 
 from . import layers
 
-STAGE = 1
+STAGES = (1,)
 LAYERS_1_TO_2 = [f"model.language_model.layers.{i}." for i in range(1, 3)]
 
 

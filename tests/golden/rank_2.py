@@ -13,7 +13,7 @@ from csc.runtime.names import under
 
 from . import layers
 
-STAGE = 2
+STAGES = (2,)
 
 
 def forward(batch, received, weights, constants):

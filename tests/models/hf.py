@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    CLIPVisionModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -85,21 +86,69 @@ def llava_batch(samples: int = 2, length: int = 20, padded: bool = True) -> dict
     return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels.contiguous(), "labels": labels}
 
 
+class Valm(nn.Module):
+    """Vision, audio and text: CLIP and a Whisper encoder beside each other, their features before Llama's text."""
+
+    def __init__(self, vision_layers: int = 3, audio_layers: int = 3, text_layers: int = 4) -> None:
+        super().__init__()
+        self.vision_tower = CLIPVisionModel(
+            CLIPVisionConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=vision_layers,
+                num_attention_heads=4,
+                image_size=24,
+                patch_size=8,
+            )
+        )
+        self.vision_projector = nn.Linear(32, 48)
+        self.audio_tower = WhisperEncoder(whisper_config(audio_layers))
+        self.audio_projector = nn.Linear(32, 48)
+        self.language_model = LlamaForCausalLM(llama_config(text_layers))
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        input_features: torch.Tensor,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        image = self.vision_projector(self.vision_tower(pixel_values).last_hidden_state)
+        speech = self.audio_projector(self.audio_tower(input_features).last_hidden_state)
+        text = self.language_model.get_input_embeddings()(input_ids)
+        ignored = labels.new_full((len(labels), image.shape[1] + speech.shape[1]), IGNORED)
+        return self.language_model(
+            inputs_embeds=torch.cat([image, speech, text], dim=1), labels=torch.cat([ignored, labels], dim=1)
+        ).loss
+
+
+def valm() -> Valm:
+    torch.manual_seed(0)
+    return Valm()
+
+
+def valm_batch(samples: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    return {"pixel_values": llava_batch(samples)["pixel_values"], **whisper_batch(samples, length)}
+
+
+def whisper_config(layers: int) -> WhisperConfig:
+    return WhisperConfig(
+        d_model=32,
+        encoder_layers=layers,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        num_mel_bins=8,
+        max_source_positions=16,
+        dropout=0.0,
+    )
+
+
 class WhisperLlama(nn.Module):
     """Whisper encoder, a linear projector, Llama: speech features stand in front of the text."""
 
     def __init__(self, audio_layers: int = 2, text_layers: int = 2) -> None:
         super().__init__()
-        audio = WhisperConfig(
-            d_model=32,
-            encoder_layers=audio_layers,
-            encoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            num_mel_bins=8,
-            max_source_positions=16,
-            dropout=0.0,
-        )
-        self.audio_tower = WhisperEncoder(audio)
+        self.audio_tower = WhisperEncoder(whisper_config(audio_layers))
         self.audio_projector = nn.Linear(32, 48)
         self.language_model = LlamaForCausalLM(llama_config(text_layers))
 

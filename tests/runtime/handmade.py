@@ -7,8 +7,8 @@
 
 Stage 0 holds E and w0, stage 1 holds w1 and b1 (used twice), stage 2 holds E again (tied). `a` goes to two
 stages, with strides that are not contiguous, so its gradient comes from two stages. Frozen: "none"; "prefix"
-(E and w0: stage 0 has no B and no W); "middle" (w1 and b1: stage 1 has B and no W). With pp=1 one rank runs
-the three stages one after the other.
+(E and w0: stage 0 has no B and no W); "middle" (w1 and b1: stage 1 has B and no W). `placement` says which rank
+runs which stage: (0, 1, 2) by default, (0, 0, 0) for one rank that runs all, (0, 1, 0) for a V.
 
     write(directory, ...) -> directory      weights(dtype) -> {name: tensor}      batch(...)
     eager(weights, batch) -> loss, gradients
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from csc.planning.schedules import gpipe, one_f_one_b
+from csc.planning.schedules import SCHEDULES
+from csc.simulation.pipeline import Pipeline, Stage
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 2, 5
 FROZEN = {"none": (), "prefix": ("embed", "w0"), "middle": ("w1", "b1"), "all": ("embed", "w0", "w1", "b1")}
@@ -107,59 +108,36 @@ def backward_weight(saved, weights, constants):
     yield "embed", d.flatten(0, 1).T @ z.flatten(0, 1)
 """
 
-RANK = '''"""Stage {stage}."""
-from .layers.stage_{stage} import {names}
 
-STAGE = {stage}
-'''
-
-WHOLE = '''"""All stages in one rank."""
-from .layers import stage_0, stage_1, stage_2
-from .layers.stage_2 import loss_tokens
-
-STAGE = 0
-
-def forward(batch, received, weights, constants):
-    first, saved_0 = stage_0.forward(batch, {}, weights, constants)
-    second, saved_1 = stage_1.forward(batch, first, weights, constants)
-    sent, saved_2 = stage_2.forward(batch, first | second, weights, constants)
-    return sent, (saved_0, saved_1, saved_2)
-
-def backward_input(saved, received, weights, constants):
-    third, for_2 = stage_2.backward_input(saved[2], received, weights, constants)
-    second, for_1 = stage_1.backward_input(saved[1], third, weights, constants)
-    received = {"h": third["h"], "a": third["a"] + second["a"]}
-    _, for_0 = stage_0.backward_input(saved[0], received, weights, constants)
-    return {}, (for_0, for_1, for_2)
-
-def backward_weight(saved, weights, constants):
-    for stage, part in zip((stage_2, stage_1, stage_0), reversed(saved)):
-        yield from stage.backward_weight(part, weights, constants)
-'''
+def rank_text(stages: list[int], names: dict[int, list[str]]) -> str:
+    """rank_R.py: the functions of its stages, with the stage at the end of the name if there are several."""
+    lines = [f'"""Stages {stages}."""']
+    for stage in stages:
+        renamed = [f"{name} as {name}_{stage}" if len(stages) > 1 else name for name in names[stage]]
+        lines.append(f"from .layers.stage_{stage} import {', '.join(renamed)}")
+    return "\n".join([*lines, "", f"STAGES = {tuple(stages)!r}", ""])
 
 
 def write(
     directory: Path,
     *,
-    pp: int = 3,
+    placement: tuple[int, int, int] = (0, 1, 2),
     dp: int = 1,
     microbatches: int = 4,
     frozen: str = "none",
     schedule: str = "1f1b",
+    text: str = "",
     weight: str = "tokens",
     dtype: str = "float32",
     device: str = "cpu",
     with_weights: bool = True,
 ) -> Path:
     """Write the program directory and return it. `directory` must not exist."""
-    assert pp in (1, 3)
+    pp = max(placement) + 1
     (directory / "layers").mkdir(parents=True)
     fixed = FROZEN[frozen]
     has_w = [any(n not in fixed for n, held in HOLDERS.items() if s in held) for s in range(3)]
     has_b = [has_w[0], has_w[0] or has_w[1], any(has_w)]
-    if pp == 1:
-        assert frozen == "none"
-        has_b, has_w = [True], [True]
     files = {
         "__init__.py": "",
         "layers/__init__.py": "",
@@ -167,15 +145,18 @@ def write(
         "layers/stage_1.py": f"SENDS = {has_b[0]}\n" + STAGE_1,
         "layers/stage_2.py": f"MEAN = {weight != 'sum'}\n" + STAGE_2,
     }
+    names = {
+        stage: ["forward", *["backward_input"] * has_b[stage], *["backward_weight"] * has_w[stage]]
+        for stage in range(3)
+    }
+    names[2].append("loss_tokens")
     for rank in range(pp * dp):
-        names = ["forward", *["backward_input"] * has_b[rank % pp], *["backward_weight"] * has_w[rank % pp]]
-        names += ["loss_tokens"] * (rank % pp == 2)
-        files[f"rank_{rank}.py"] = WHOLE if pp == 1 else RANK.format(stage=rank % pp, names=", ".join(names))
+        files[f"rank_{rank}.py"] = rank_text([s for s in range(3) if placement[s] == rank % pp], names)
 
     flat, turned = [ROWS, LENGTH, WIDTH], [ROWS, WIDTH, LENGTH]
     h, x = ({"name": n, "shape": flat, "stride": [LENGTH * WIDTH, WIDTH, 1], "dtype": dtype} for n in "hx")
     a = {"name": "a", "shape": turned, "stride": [LENGTH * WIDTH, 1, WIDTH], "dtype": dtype}
-    edges = {(0, 1): [a], (0, 2): [h, a], (1, 2): [x]} if pp == 3 else {}
+    edges = {(0, 1): [a], (0, 2): [h, a], (1, 2): [x]}
     messages: list[dict[str, Any]] = [
         {"kind": "F", "source": s, "destination": d, "values": values} for (s, d), values in edges.items()
     ]
@@ -183,18 +164,19 @@ def write(
         {"kind": "B", "source": d, "destination": s, "values": values} for (s, d), values in edges.items() if has_b[s]
     ]
     channels = [(m["kind"], m["source"], m["destination"]) for m in messages]
-    plan = {"1f1b": one_f_one_b, "gpipe": gpipe}[schedule]
-    files["schedule.txt"] = str(plan(pp, microbatches, channels, has_b, has_w))
+    costs = tuple(Stage(1.0, float(b), float(w), has_b=b, has_w=w) for b, w in zip(has_b, has_w))
+    pipeline = Pipeline(costs, dict.fromkeys(channels, 0.0))
+    files["schedule.txt"] = text or str(SCHEDULES[schedule](pipeline, placement, microbatches))
 
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    inputs = {0: ["ids"], 1: [], 2: ["labels"]} if pp == 3 else {0: ["ids", "labels"]}
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    inputs = {0: ["ids"], 1: [], 2: ["labels"]}
     table = {
-        "format": 1,
+        "format": 2,
         "csc": "0.1.0",
         "torch": torch.__version__,
         "name": "Handmade",
-        "fingerprint": hashlib.sha256(repr((pp, dp, microbatches, frozen)).encode()).hexdigest(),
+        "fingerprint": hashlib.sha256(repr((placement, dp, microbatches, frozen)).encode()).hexdigest(),
         "mesh": {"dp": dp, "pp": pp, "cp": 1, "tp": 1},
         "device": device,
         "microbatches": microbatches,
@@ -205,27 +187,28 @@ def write(
                 "shape": shape,
                 "dtype": dtype,
                 "trainable": name not in fixed,
-                "stages": HOLDERS[name] if pp == 3 else [0],
+                "stages": HOLDERS[name],
             }
             for name, shape in SHAPES.items()
         ],
-        "constants": [{"name": "scale", "stages": [pp - 1]}],
+        "constants": [{"name": "scale", "stages": [2]}],
         "messages": messages,
         "stages": [
             {
                 "stage": s,
+                "rank": placement[s],
                 "regions": [f"stage_{s}"],
                 "inputs": inputs[s],
                 "forward": True,
                 "backward_input": has_b[s],
                 "backward_weight": has_w[s],
             }
-            for s in range(pp)
+            for s in range(3)
         ],
-        "loss": {"stage": pp - 1, "weight": weight},
+        "loss": {"stage": 2, "weight": weight},
         "frozen": list(fixed),
         "plan": {},
-        "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
+        "files": {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()},
     }
     (directory / "program.json").write_text(json.dumps(table, indent=1))
     kind = getattr(torch, dtype)

@@ -47,10 +47,14 @@ def test_three_stages(tmp_path: Path) -> None:
 
 
 def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
-    check(2, "replicas", handmade.write(tmp_path / "p", pp=1, dp=2, microbatches=2))
-    one = handmade.write(tmp_path / "one", pp=1, dp=2)
+    check(2, "replicas", handmade.write(tmp_path / "p", placement=(0, 0, 0), dp=2, microbatches=2))
+    one = handmade.write(tmp_path / "one", placement=(0, 0, 0), dp=2)
     handmade.write(tmp_path / "one_3")
-    check(2, "disagree", one, handmade.write(tmp_path / "two", pp=1, dp=2, schedule="gpipe"))
+    check(2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
+
+
+def test_ranks_that_run_several_stages(tmp_path: Path) -> None:
+    check(2, "replicas", handmade.write(tmp_path / "v", placement=(0, 1, 0), microbatches=4, schedule="auto"))
 
 
 def test_csc_run(tmp_path: Path) -> None:

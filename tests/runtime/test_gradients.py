@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,36 +19,62 @@ def spec(
     dtype: torch.dtype = torch.float32,
     trainable: bool = True,
 ) -> ParameterSpec:
-    return ParameterSpec(name, (size,), dtype, trainable, stages)
+    return ParameterSpec(name, (size,), dtype, trainable, stages, stages)
+
+
+def merged(specs: list[ParameterSpec], *contributions: list[tuple[str, torch.Tensor]]) -> GradientSums:
+    """The sums after one stage has added these, microbatch by microbatch."""
+    sums = GradientSums(specs, [0])
+    for microbatch, pairs in enumerate(contributions):
+        sums.add(0, microbatch, pairs)
+    sums.merge()
+    return sums
+
+
+def test_microbatches_are_added_in_order_whenever_they_come() -> None:
+    parts = [torch.tensor([value]) for value in (1.0, 1e8, -1e8)]
+    for order in itertools.permutations(range(3)):
+        sums = GradientSums([spec("a", 1)], [0])
+        for microbatch in order:
+            sums.add(0, microbatch, [("a", parts[microbatch])])
+        sums.merge()
+        assert sums.buffers["a"] == (parts[0] + parts[1]) + parts[2] == 0, "another order would give 1"
+
+
+def test_stages_of_one_rank_add_up_highest_first() -> None:
+    sums = GradientSums([spec("tied", 1, stages=(0, 1, 2)), spec("alone", 1, stages=(1,))], [0, 1, 2])
+    for stage, value in enumerate((1.0, 1e8, -1e8)):
+        sums.add(stage, 0, [("tied", torch.tensor([value]))])
+    sums.add(1, 1, [("alone", torch.ones(1))])
+    sums.merge()
+    assert sums.buffers["tied"] == 1, "only the highest stage first keeps the 1"
+    assert sums.own == {"tied"} and sums.buffers["alone"] == 1
 
 
 def test_contributions_do_not_touch_what_they_came_from() -> None:
-    sums = GradientSums([spec("a"), spec("b")])
     shared = torch.ones(4)
-    sums.add("a", shared)
-    sums.add("b", shared)
-    assert sums.buffers["a"] is shared and not sums.own, "the first one is kept as it is"
-    for _ in range(2):
-        sums.add("a", torch.ones(1).expand(4))
-    assert sums.own == {"a"}
+    once = merged([spec("a"), spec("b")], [("a", shared), ("b", shared)])
+    assert once.buffers["a"] is shared and not once.own, "the first one is kept as it is"
+    sums = merged([spec("a"), spec("b")], [("a", shared), ("b", shared)], *[[("a", torch.ones(1).expand(4))]] * 2)
+    assert sums.own == {"a"} and shared.tolist() == [1] * 4
     assert sums.buffers["a"].tolist() == [3] * 4 and sums.buffers["b"].tolist() == [1] * 4
 
 
 def test_gradients_take_the_dtype_of_the_parameter() -> None:
-    sums = GradientSums([spec("a", dtype=torch.bfloat16)])
-    sums.add("a", torch.ones(4))
+    sums = merged([spec("a", dtype=torch.bfloat16)], [("a", torch.ones(4))])
     assert sums.buffers["a"].dtype == torch.bfloat16
 
 
 def test_gradients_that_cannot_be_right() -> None:
-    sums = GradientSums([spec("a"), spec("frozen", trainable=False)])
+    specs = [spec("a"), spec("frozen", trainable=False), spec("b", stages=(1,))]
     for name, size, part in (
-        ("b", 4, "not on this stage"),
+        ("b", 4, "not on stage 0"),
+        ("c", 4, "not on stage 0"),
         ("frozen", 4, "is frozen"),
         ("a", 5, r"is \[5\]"),
     ):
         with pytest.raises(ProgramError, match=part):
-            sums.add(name, torch.zeros(size))
+            merged(specs, [(name, torch.zeros(size))])
 
 
 def test_buckets_keep_dtypes_and_holders_apart() -> None:
@@ -59,8 +87,6 @@ def test_buckets_keep_dtypes_and_holders_apart() -> None:
         spec("c"),
         spec("unused"),
     ]
-    sums = GradientSums(specs)
-    for s in specs[:-1]:
-        sums.add(s.name, torch.zeros(s.shape))
+    sums = merged(specs, [(s.name, torch.zeros(s.shape)) for s in specs[:-1]])
     groups = [[s.name for s in group] for group in buckets(sums, limit=32)]
     assert groups == [["a", "b"], ["big"], ["c"], ["tied"], ["half"]]

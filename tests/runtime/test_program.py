@@ -15,7 +15,7 @@ from csc.errors import CscError, ProgramError
 from csc.ir.layout import dense, overlaps
 from csc.runtime.agreement import digests
 from csc.runtime.executor import interleave
-from csc.runtime.program import load, rank_module
+from csc.runtime.program import functions, load
 from csc.runtime.trainer import Trainer
 
 
@@ -30,12 +30,12 @@ def test_load_reads_everything(tmp_path: Path) -> None:
 
 def test_two_loads_share_no_modules(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p")
-    first = rank_module(load(directory), 0)
+    first = functions(load(directory), 0)[0].forward
     (directory / "layers/stage_0.py").write_text(handmade.STAGE_0 + "\nEDITED = True\n")
     (directory / "rank_0.py").write_text((directory / "rank_0.py").read_text() + "from .layers.stage_0 import EDITED\n")
     again = load(directory)
-    second = rank_module(again, 0)
-    assert not hasattr(first, "EDITED") and second.EDITED
+    second = functions(again, 0)[0].forward
+    assert "EDITED" not in first.__globals__ and second.__globals__["EDITED"]
     assert again.edited == ("layers/stage_0.py", "rank_0.py")
     assert not list(directory.rglob("__pycache__")), "a program directory holds what the compiler wrote"
 
@@ -47,22 +47,22 @@ Edit = Callable[[dict[str, Any]], object]
     ("edit", "part"),
     [
         (lambda t: t.pop("loss"), "program.json: field 'loss' is missing"),
-        (lambda t: t.update(format=2), "format is version 2, this csc reads version 1"),
+        (lambda t: t.update(format=1), "format is version 1, this csc reads version 2"),
         (lambda t: t.update(microbatches="4"), "field 'microbatches' should be int, it is '4'"),
         (lambda t: t.update(microbatches=0), "0 microbatches"),
         (lambda t: t.update(inputs=[3]), r"inputs\[0\]: this should be an object"),
-        (lambda t: t["mesh"].update(pp=2), "it lists stages"),
+        (lambda t: t["mesh"].update(pp=2), r"rank is 2, there are 0\.\.1"),
         (lambda t: t["mesh"].update(tp=2), "cp or tp above 1"),
         (lambda t: t["mesh"].update(xx=2), "no axis 'xx'"),
         (lambda t: t["loss"].update(weight="max"), "loss weight 'max' is none of tokens, sum, mean"),
-        (lambda t: t["loss"].update(stage=3), r"stage is stage 3, there are 0\.\.2"),
+        (lambda t: t["loss"].update(stage=3), r"stage is 3, there are 0\.\.2"),
         (lambda t: t["inputs"][0].update(dtype="int65"), "'int65' is not a torch dtype"),
         (lambda t: t["inputs"][0].update(shape=[-1]), "should list sizes"),
         (lambda t: t["parameters"][0].update(stages=[5]), "different stages in 0..2"),
         (lambda t: t["messages"][0].update(kind="G"), "neither F nor B"),
         (lambda t: t["messages"][0]["values"][0].update(stride=[1, 1, 1]), "elements overlap"),
         (lambda t: t["messages"].pop(0), "'SEND F 0>1 0': there is no such message"),
-        (lambda t: t["stages"][1].update(backward_weight=False), "the stage has no W"),
+        (lambda t: t["stages"][1].update(backward_weight=False), "stage 1 has no W"),
         (lambda t: t["files"].update({"layers/gone.py": "0"}), "its file layers/gone.py is missing"),
     ],
 )
@@ -80,7 +80,7 @@ def test_manifests_that_do_not_fit(tmp_path: Path, edit: Edit, part: str) -> Non
     [
         ("program.json", "{", "it is not JSON"),
         ("program.json", "[]", "this should be an object"),
-        ("schedule.txt", "stage 0: F 0 0", "has 1 stages, the program has 3"),
+        ("schedule.txt", "rank 0: F 0 0", "no rank runs stage 1, the program has 3 stages"),
         ("schedule.txt", "nonsense", r"schedule.txt, schedule, line 1: 'nonsense'"),
         ("rank_1.py", "x = (\n", r"rank_1.py, line 1: syntax error: '\(' was never closed"),
         (
@@ -89,8 +89,8 @@ def test_manifests_that_do_not_fit(tmp_path: Path, edit: Edit, part: str) -> Non
             r"rank_1.py, line 2: importing it raised ModuleNotFoundError",
         ),
         ("layers/stage_1.py", "\n\n1 / 0\n", r"stage_1.py, line 3: importing it raised ZeroDivisionError"),
-        ("rank_1.py", "STAGE = 2", "STAGE is 2, rank 1 runs stage 1"),
-        ("rank_1.py", "STAGE = 1", "function forward is missing"),
+        ("rank_1.py", "STAGES = (2,)", r"STAGES is \(2,\), rank 1 runs stages \(1,\)"),
+        ("rank_1.py", "STAGES = (1,)", "function forward is missing"),
         ("constants.safetensors", "x", "it is not safetensors"),
         ("__init__.py", None, "its file __init__.py is missing"),
         ("rank_2.py", None, "its file rank_2.py is missing"),
@@ -116,7 +116,7 @@ def test_no_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ('yield "w1"', 'yield "w7"', "gradient for 'w7', which is not on this stage"),
+        ('yield "w1"', 'yield "w7"', "gradient for 'w7', which is not on stage 1"),
         ('yield "b1", dx.sum((0, 1))', 'yield "b1", dx', r"the gradient of 'b1' is \[2, 5, 6\]"),
         ('return {"x":', 'return {"y":', "returned no value 'x' to send"),
         ('+ weights["b1"]}, (a,)', "}, (a,)", None),
@@ -146,7 +146,7 @@ def test_gradient_of_a_frozen_parameter_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text())
     rank = directory / "rank_1.py"
     rank.write_text(rank.read_text() + "\ndef backward_weight(saved, weights, constants):\n    yield 'w0', saved\n")
-    with pytest.raises(ProgramError, match="gradient for 'w0', which is not on this stage"):
+    with pytest.raises(ProgramError, match="gradient for 'w0', which is not on stage 1"):
         Trainer(load(directory)).train_step(handmade.batch(4))
 
 
@@ -174,7 +174,7 @@ def test_digests_tell_programs_apart(tmp_path: Path) -> None:
     wide = digests(load(handmade.write(tmp_path / "c", dtype="float64")))
     assert {what for what in base if base[what] != wide[what]} == {
         "shapes, strides and dtypes of messages",
-        "parameters and the stages that hold them",
+        "parameters and the stages that use them",
     }
     gpipe = digests(load(handmade.write(tmp_path / "d", schedule="gpipe")))
     assert {what for what in base if base[what] != gpipe[what]} == {"schedules"}

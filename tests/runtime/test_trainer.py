@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch import nn
 
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Action, peak_in_flight
+from csc.planning.schedules import SCHEDULES
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
+
+
+ONE, THREE, V = (0, 0, 0), (0, 1, 2), (0, 1, 0)
 
 
 def make(path: Path, **options: Any) -> Trainer:
@@ -28,10 +33,15 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (1, 2), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("placement", "dp"),
+    [(ONE, 1), (ONE, 2), (THREE, 1), (THREE, 2), (THREE, 3), (V, 1), (V, 2), ((0, 0, 1), 1), ((1, 0, 1), 1)],
+)
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_gradients_are_eager(tmp_path: Path, pp: int, dp: int, microbatches: int, schedule: str) -> None:
-    trainer = make(tmp_path, pp=pp, dp=dp, microbatches=microbatches, schedule=schedule, dtype="float64")
+def test_gradients_are_eager(
+    tmp_path: Path, placement: tuple[int, ...], dp: int, microbatches: int, schedule: str
+) -> None:
+    trainer = make(tmp_path, placement=placement, dp=dp, microbatches=microbatches, schedule=schedule, dtype="float64")
     batch = handmade.batch(microbatches * dp)
     loss, expected = handmade.eager(handmade.weights(torch.float64), batch)
     found = trainer.train_step(batch)
@@ -54,15 +64,33 @@ def test_frozen_parameters_get_nothing(tmp_path: Path, frozen: str) -> None:
     assert set(trainer.state_dict()) == set(handmade.SHAPES)
 
 
-def test_gpipe_and_1f1b_give_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", ["none", "prefix"])
+def test_all_schedules_give_the_same_bits(tmp_path: Path, frozen: str) -> None:
     batch = handmade.batch(12)
-    results = []
-    for schedule in ("gpipe", "1f1b"):
-        trainer = make(tmp_path / schedule, schedule=schedule, dp=2, microbatches=6)
-        results.append((trainer.train_step(batch), gradients(trainer)))
-    (loss_a, a), (loss_b, b) = results
-    assert torch.equal(loss_a, loss_b)
-    assert all(torch.equal(a[name], b[name]) for name in handmade.SHAPES)
+    results = {}
+    cases = [(name, THREE) for name in SCHEDULES if name != "zb-v"] + [("auto", V)]  # zb-v wants two stages a rank
+    for name, placement in cases:
+        home = tmp_path / f"{name}{placement}"
+        trainer = make(home, schedule=name, placement=placement, dp=2, microbatches=6, frozen=frozen)
+        results[name, placement] = (trainer.train_step(batch), gradients(trainer))
+    loss, expected = results["gpipe", THREE]
+    for name, (found, sums) in results.items():
+        assert torch.equal(found, loss), name
+        assert sums.keys() == expected.keys()
+        for parameter, gradient in sums.items():
+            assert torch.equal(gradient, expected[parameter]), (name, parameter)
+
+
+def test_the_order_of_microbatches_does_not_change_a_bit(tmp_path: Path) -> None:
+    batch = handmade.batch(4)
+    usual = make(tmp_path / "usual", placement=ONE)
+    text = "rank 0: " + " | ".join(f"{kind} {s} {mb}" for kind in "F" for mb in (2, 0, 3, 1) for s in (0, 1, 2))
+    text += " | " + " | ".join(f"B {s} {mb}" for mb in (1, 3, 2, 0) for s in (2, 1, 0))
+    text += " | " + " | ".join(f"W {s} {mb}" for s in (1, 0, 2) for mb in (3, 1, 0, 2)) + " | REDUCE"
+    odd = make(tmp_path / "odd", placement=ONE, text=text)
+    assert torch.equal(usual.train_step(batch), odd.train_step(batch))
+    for name, gradient in gradients(odd).items():
+        assert torch.equal(gradient, gradients(usual)[name]), name
 
 
 def test_one_microbatch_is_eager_to_the_bit_in_the_loss(tmp_path: Path) -> None:
@@ -70,9 +98,9 @@ def test_one_microbatch_is_eager_to_the_bit_in_the_loss(tmp_path: Path) -> None:
     loss = trainer.train_step(handmade.batch(1))
     rank = trainer._ranks[2]
     data = handmade.batch(1)
-    first, _ = trainer._ranks[0].module.forward(data, {}, trainer.state_dict(), {})
-    second, _ = trainer._ranks[1].module.forward(data, first, trainer.state_dict(), {})
-    sent, _ = rank.module.forward(data, first | second, trainer.state_dict(), rank.constants)
+    first, _ = trainer._ranks[0].functions[0].forward(data, {}, trainer.state_dict(), {})
+    second, _ = trainer._ranks[1].functions[1].forward(data, first, trainer.state_dict(), {})
+    sent, _ = rank.functions[2].forward(data, first | second, trainer.state_dict(), rank.constants)
     assert torch.equal(loss, sent["loss"])
 
 
@@ -181,7 +209,7 @@ def test_no_labels_at_all(tmp_path: Path) -> None:
 def test_timeline(tmp_path: Path) -> None:
     trainer = Trainer(load(handmade.write(tmp_path / "p")), trace=True)
     trainer.train_step(handmade.batch(4))
-    for stage, actions in enumerate(trainer.program.schedule.stages):
+    for stage, actions in enumerate(trainer.program.schedule.ranks):
         assert tuple(t.action for t in trainer.timeline[stage]) == actions
         assert all(t.start <= t.end for t in trainer.timeline[stage])
 
@@ -235,8 +263,9 @@ def test_saved_activations_live_as_long_as_the_schedule_says(tmp_path: Path) -> 
     for rank in trainer._ranks:
         alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         peak = [0]
-        vars(rank.module)["forward"] = _mark(rank.module.forward, alive, peak)
-        vars(rank.module)["backward_input"] = _unmark(rank.module.backward_input)
+        own = rank.functions[rank.position]
+        marked = replace(own, forward=_mark(own.forward, alive, peak), backward_input=_unmark(own.backward_input))
+        rank.functions[rank.position] = marked  # type: ignore[index]
         trainer.train_step(handmade.batch(6))
         assert peak[0] == peak_in_flight(trainer.program.schedule)[rank.rank]
         assert not alive

@@ -15,8 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 # The first prefix that fits decides. Imports go to the same floor or a lower one.
 FLOORS = {
-    "csc.cli": 5, "csc.target": 5, "csc.inspection": 5, "csc.verification": 5, "csc.run": 5,
-    "csc.api": 4, "csc.compiler": 4, "csc.drawing": 4,
+    "csc.cli": 5, "csc.target": 5, "csc.target_options": 5, "csc.inspection": 5, "csc.verification": 5,
+    "csc.forecast": 5, "csc.run": 5,
+    "csc.cost_tables": 5, "csc.costing": 4, "csc.lengths": 4, "csc.profiling": 4,
+    "csc.api": 4, "csc.compiler": 4, "csc.options": 4, "csc.drawing": 4,
     "csc.capture": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,
     "csc.planning": 2,
     "csc.analysis": 1, "csc.simulation": 1,
@@ -28,13 +30,15 @@ ROOMS = {
     "csc.ir": set(),
     "csc.kernels": set(),
     "csc.analysis": {"csc.ir"},
-    "csc.simulation": set(),
-    "csc.planning": {"csc.simulation", "csc.ir.schedule", "csc.ir.mesh"},
+    "csc.simulation": {"csc.ir.schedule"},
+    "csc.planning": {"csc.simulation", "csc.ir.schedule", "csc.ir.schedule_verifier", "csc.ir.mesh"},
     "csc.capture": {"csc.ir", "csc.analysis", "csc.kernels"},
-    "csc.passes": {"csc.ir", "csc.analysis", "csc.planning"},
+    "csc.passes": {"csc.ir", "csc.analysis", "csc.planning", "csc.simulation"},
     "csc.codegen": {"csc.ir"},
-    "csc.runtime": {"csc.kernels", "csc.ir.layout", "csc.ir.mesh", "csc.ir.schedule"},
-    "csc.run": {"csc.runtime"},
+    "csc.runtime": {
+        "csc.kernels", "csc.simulation", "csc.ir.layout", "csc.ir.mesh", "csc.ir.schedule", "csc.ir.schedule_verifier",
+    },
+    "csc.run": {"csc.runtime", "csc.simulation"},
 }
 
 

@@ -1,47 +1,66 @@
-"""Schedule text, its verifier (each rule broken on purpose), and the planners that produce schedules."""
+"""Schedule text, messages around an order, and the verifier: each rule broken on purpose."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Message, Schedule, parse, peak_in_flight, verify
-from csc.planning.schedules import gpipe, one_f_one_b
+from csc.ir.schedule import Action, Kind, Message, parse, peak_in_flight, with_messages
+from csc.ir.schedule_verifier import verify
 
-TEXT = """# by hand, 2 stages
-stage 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 |
+TEXT = """# by hand, 2 ranks
+rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 |
     RECV B 1>0 0 | B 0 0 | W 0 0 | RECV B 1>0 1 | B 0 1 | W 0 1 | REDUCE   # the end
-stage 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0
+rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0
          | RECV F 0>1 1 | F 1 1 | B 1 1 | SEND B 1>0 1 | W 1 1 | REDUCE
 """
 MESSAGES: list[Message] = [("F", 0, 1), ("B", 1, 0)]
+
+# Stages 0 and 2 on rank 0, stage 1 on rank 1; stage 0 feeds both others.
+FOLDED = """# folded
+rank 0: F 0 0 | SEND F 0>1 0 | RECV F 1>2 0 | F 2 0 | B 2 0 | SEND B 2>1 0 | W 2 0 |
+    RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
+rank 1: RECV F 0>1 0 | F 1 0 | SEND F 1>2 0 | RECV B 2>1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
+"""
+FOLDED_MESSAGES: list[Message] = [("F", 0, 1), ("F", 1, 2), ("F", 0, 2), ("B", 2, 1), ("B", 1, 0), ("B", 2, 0)]
 
 
 def check(text: str, has_w: tuple[bool, bool] = (True, True)) -> None:
     verify(parse(text), MESSAGES, (True, True), has_w, 2)
 
 
+def check_folded(text: str) -> None:
+    verify(parse(text), FOLDED_MESSAGES, (True,) * 3, (True,) * 3, 1)
+
+
 def test_text_round_trip() -> None:
     schedule = parse(TEXT)
     check(TEXT)
     assert schedule.name == "by hand" and schedule.microbatches == 2
+    assert schedule.placement == {0: 0, 1: 1}
     assert parse(str(schedule)) == schedule
     assert peak_in_flight(schedule) == [2, 1]
+
+
+def test_several_stages_on_a_rank() -> None:
+    schedule = parse(FOLDED)
+    check_folded(FOLDED)
+    assert schedule.placement == {0: 0, 1: 1, 2: 0}
+    assert parse(str(schedule)) == schedule
+    assert peak_in_flight(schedule) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "no stage"),
+        ("", "no rank"),
         ("  F 0 0", "line 1: the line continues"),
-        ("stage 0: F 0 0\nstage 2: F 2 0", "line 2: stage 2 stands where stage 1"),
-        ("stage 0: G 0 0", "'G 0 0' is not an action"),
-        ("stage 0: F 1 0", "belongs to stage 1"),
-        ("stage 0: SEND F 1>0 0", "belongs to stage 1"),
+        ("rank 0: F 0 0\nrank 2: F 2 0", "line 2: rank 2 stands where rank 1"),
+        ("rank 0: G 0 0", "'G 0 0' is not an action"),
+        ("rank 0: SEND F 0-1 0", "'SEND F 0-1 0' is not an action"),
+        ("stage 0: F 0 0", "'stage 0: F 0 0' does not start with"),
         ("hello", "'hello' does not start with"),
     ],
 )
@@ -53,11 +72,13 @@ def test_parse_refuses(text: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ("F 0 1 | SEND F 0>1 1 |", "SEND F 0>1 1 |", "stage 0: 'F 0 1' is missing"),
+        ("F 0 1 | SEND F 0>1 1 |", "SEND F 0>1 1 |", "rank 0: 'F 0 1' is missing"),
         ("F 0 1 | SEND", "F 0 1 | F 0 1 | SEND", "'F 0 1' stands there twice"),
         ("| W 0 1 ", "", "'W 0 1' is missing"),
-        ("| W 1 1 | REDUCE", "| REDUCE", "stage 1: 'W 1 1' is missing"),
-        ("W 0 0", "W 0 7", "outside 0..1"),
+        ("| W 1 1 | REDUCE", "| REDUCE", "rank 1: 'W 1 1' is missing"),
+        ("W 0 0", "W 0 7", r"outside 0\.\.1"),
+        ("| W 1 1", "| W 1 1 | W 0 1", "rank 1: 'W 0 1' belongs to stage 0, which rank 0 runs"),
+        ("| W 1 1 | REDUCE", "| W 1 1 | F 2 0 | REDUCE", "'F 2 0' belongs to stage 2, the program has 2 stages"),
         ("F 1 0 | B 1 0", "B 1 0 | F 1 0", "'B 1 0' comes before 'F 1 0'"),
         ("B 0 0 | W 0 0", "W 0 0 | B 0 0", "'W 0 0' comes before 'B 0 0'"),
         ("| SEND B 1>0 1", "", "'SEND B 1>0 1' is missing"),
@@ -70,12 +91,12 @@ def test_parse_refuses(text: str, part: str) -> None:
         (
             "F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1",
             "F 0 0 | F 0 1 | SEND F 0>1 1 | SEND F 0>1 0",
-            "matched by order",
+            "'SEND F 0>1 1' of rank 0 meets 'RECV F 0>1 0' of rank 1.*matched by order",
         ),
         (
             "F 0 1 | SEND F 0>1 1 |\n    RECV B 1>0 0 | B 0 0 | W 0 0 | RECV B 1>0 1",
             "F 0 1 |\n RECV B 1>0 0 | B 0 0 | W 0 0 | RECV B 1>0 1 | SEND F 0>1 1",
-            "deadlock: stage 0 waits at 'RECV B 1>0 1', stage 1 waits at 'RECV F 0>1 1', in a circle",
+            "deadlock: rank 0 waits at 'RECV B 1>0 1', rank 1 waits at 'RECV F 0>1 1', in a circle",
         ),
     ],
 )
@@ -85,53 +106,66 @@ def test_verify_names_what_is_wrong(old: str, new: str, part: str) -> None:
         check(TEXT.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        # A rank keeps what its own stages exchange, and must run them in order.
+        ("F 0 0 |", "F 0 0 | SEND F 0>2 0 |", "'SEND F 0>2 0' has nothing to move: rank 0 runs both stages"),
+        ("RECV F 1>2 0 | F 2 0", "RECV F 1>2 0 | RECV F 0>2 0 | F 2 0", "'RECV F 0>2 0' has nothing to move"),
+        (
+            "F 0 0 | SEND F 0>1 0 | RECV F 1>2 0 | F 2 0",
+            "RECV F 1>2 0 | F 2 0 | F 0 0 | SEND F 0>1 0",
+            "'F 2 0' comes before 'F 0 0', which produces what it needs",
+        ),
+        ("| W 1 0 ", "| W 1 0 | W 0 0 ", "rank 1: 'W 0 0' belongs to stage 0, which rank 0 runs"),
+        ("SEND F 1>2 0 | RECV B 2>1 0", "RECV B 2>1 0 | SEND F 1>2 0", "deadlock: rank 0 waits at 'RECV F 1>2 0'"),
+    ],
+)
+def test_verify_names_what_is_wrong_between_stages_of_a_rank(old: str, new: str, part: str) -> None:
+    assert old in FOLDED
+    with pytest.raises(ScheduleError, match=part):
+        check_folded(FOLDED.replace(old, new))
+
+
 def test_verify_wants_no_work_for_frozen_stages() -> None:
-    with pytest.raises(ScheduleError, match="the stage has no W"):
+    with pytest.raises(ScheduleError, match="stage 0 has no W"):
         check(TEXT, has_w=(False, True))
-    with pytest.raises(ScheduleError, match="has 2 stages, the program has 1"):
+    with pytest.raises(ScheduleError, match="belongs to stage 1, the program has 1 stages"):
         verify(parse(TEXT), MESSAGES, [True], [True], 2)
+    with pytest.raises(ScheduleError, match="no rank runs stage 2, the program has 3 stages"):
+        verify(parse(TEXT), MESSAGES, [True] * 3, [True] * 3, 2)
 
 
-def test_verify_is_linear() -> None:
-    stages, microbatches = 16, 512
-    chain: list[Message] = [("F", s, s + 1) for s in range(stages - 1)]
-    chain += [("B", s + 1, s) for s in range(stages - 1)]
-    schedule = one_f_one_b(stages, microbatches, chain, [True] * stages, [True] * stages)
-    assert peak_in_flight(schedule) == [stages - s for s in range(stages)]
+def compute(*items: str) -> list[Action]:
+    """Actions from "F 0 1"."""
+    kinds: list[tuple[Kind, int, int]] = [(i.split()[0], *map(int, i.split()[1:])) for i in items]  # type: ignore[misc]
+    return [Action(*kind) for kind in kinds]
 
 
-@st.composite
-def stage_graphs(draw: st.DrawFn) -> tuple[int, int, list[Message], list[bool], list[bool]]:
-    """A random DAG of stages, with random frozen ones, and the gradient messages that it needs."""
-    stages = draw(st.integers(1, 6))
-    pairs = [(a, b) for b in range(stages) for a in range(b)]
-    edges = {pair for pair in pairs if draw(st.booleans())}
-    for a in range(stages - 1):  # every stage but the last (the loss) is of use to a later one
-        if not any(pair[0] == a for pair in edges):
-            edges.add((a, draw(st.integers(a + 1, stages - 1))))
-    trainable = [draw(st.booleans()) for _ in range(stages)]
-    needs = list(trainable)  # a gradient flows to a stage if it or a stage before it is trainable
-    for stage in range(stages):
-        needs[stage] = needs[stage] or any(needs[a] for a, b in edges if b == stage)
-    messages: list[Message] = [("F", a, b) for a, b in edges]
-    messages += [("B", b, a) for a, b in edges if needs[a]]
-    return stages, draw(st.integers(1, 9)), messages, needs, trainable
+def test_messages_stand_around_what_makes_and_needs_them() -> None:
+    orders = [compute("F 0 0", "F 2 0", "B 2 0", "W 2 0", "B 0 0", "W 0 0"), compute("F 1 0", "B 1 0", "W 1 0")]
+    assert with_messages("folded", orders, FOLDED_MESSAGES) == parse(FOLDED)
 
 
-@given(stage_graphs(), st.sampled_from([gpipe, one_f_one_b]))
-def test_planned_schedules_are_valid(
-    graph: tuple[int, int, list[Message], list[bool], list[bool]], plan: Callable[..., Schedule]
-) -> None:
-    stages, microbatches, messages, has_b, has_w = graph
-    schedule = plan(stages, microbatches, messages, has_b, has_w)
-    verify(schedule, messages, has_b, has_w, microbatches)
-    verify(parse(str(schedule)), messages, has_b, has_w, microbatches)
-    for stage, peak in enumerate(peak_in_flight(schedule)):
-        limit = microbatches if plan is gpipe else min(microbatches, stages - stage)
-        assert peak == (limit if has_b[stage] else 0)
-        assert schedule.stages[stage][-1].kind == "REDUCE"
+def test_both_ends_of_a_channel_list_its_messages_in_the_senders_order() -> None:
+    """The receiver takes microbatch 0 first, though the sender sends it last: it receives both before."""
+    orders = [compute("F 0 1", "F 0 0"), compute("F 1 0", "F 1 1")]
+    schedule = with_messages("crossed", orders, [("F", 0, 1)])
+    verify(schedule, [("F", 0, 1)], [False] * 2, [False] * 2, 2)
+    assert [str(a) for a in schedule.ranks[1]] == ["RECV F 0>1 1", "RECV F 0>1 0", "F 1 0", "F 1 1", "REDUCE"]
 
 
-def test_planners_want_stages_in_order() -> None:
-    with pytest.raises(ScheduleError, match="F 1>0 leads the wrong way"):
-        gpipe(2, 1, [("F", 1, 0)], [True, True], [True, True])
+@given(st.permutations(range(4)), st.permutations(range(4)), st.booleans())
+def test_any_two_orders_of_a_channel_meet(sender: list[int], receiver: list[int], same_rank: bool) -> None:
+    """Sent in one order and used in another, the messages never cross; on one rank there are none."""
+    first, second = ([Action("F", stage, mb) for mb in order] for stage, order in ((0, sender), (1, receiver)))
+    orders = [first + second] if same_rank else [first, second]
+    schedule = with_messages("any", orders, [("F", 0, 1)])
+    verify(schedule, [("F", 0, 1)], [False] * 2, [False] * 2, 4)
+    assert parse(str(schedule)) == schedule
+    assert sum(a.kind == "SEND" for a in schedule.ranks[0]) == (0 if same_rank else 4)
+
+
+def test_in_flight_counts_from_f_to_the_last_of_b_and_w() -> None:
+    orders = [compute("F 0 0", "F 0 1", "B 0 0", "F 0 2", "W 0 0", "B 0 1", "W 0 1", "B 0 2", "W 0 2", "F 1 0")]
+    assert peak_in_flight(with_messages("one", orders, [])) == [3, 0]

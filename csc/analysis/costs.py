@@ -1,0 +1,338 @@
+"""What F, B and W of every region cost: FLOPs, bytes moved, bytes held, seconds; from the nodes of their graphs.
+
+Terms
+  call      one node that runs a kernel. It reads its inputs and writes its outputs, once: no fusion is assumed, since
+            the emitted programs call ATen op by op. Views move nothing; a lookup reads the rows that it takes
+  work      the calls of F, B or W. Attention's products have two activation operands: their backward costs twice the
+            forward, whatever is frozen (five halves in a fused kernel, which makes QK^T again). That of a linear layer
+            costs once the forward in B and once in W
+  saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; kept: B for W
+  state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
+            float32 copy of trained parameters of a narrower dtype, and moments in float32
+  recompute F leaves its inputs only, and B runs F again first
+
+    variant_cost(variant, recompute, master) -> RegionCost           pure integers, one per variant
+    seconds(work, hardware) -> float                                  roofline per call
+    region_costs(program, hardware, recompute, measured) -> [RegionTimes]   in the order of program.regions
+    value_bytes(program) -> {value: (bytes, bytes of its gradient)}
+
+They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end up
+on different ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis.flops import call_flops
+from csc.analysis.hardware import Hardware, Seconds
+from csc.ir import graph as g
+from csc.ir.program import Program, Variant
+
+# Calls that read as many elements of their first argument as they write, whatever its size.
+LOOKUPS = frozenset({"aten::embedding", "aten::index", "aten::index_select", "aten::gather"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel. dtype: of the operands, which decides the peak rate."""
+
+    op: str
+    dtype: str
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The kernels of F, B or W, in order."""
+
+    calls: tuple[Call, ...] = ()
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(call.flops for call in self.calls)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(call.bytes for call in self.calls)
+
+    @property
+    def kernels(self) -> int:
+        return len(self.calls)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.calls + other.calls)
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """Work and bytes of one variant and one microbatch; see the module's terms.
+
+    outputs: bytes of each output, in order; output_gradients: of the gradient that comes back to it, 0 if none does.
+    """
+
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+    has_b: bool
+    has_w: bool
+    saved: int
+    kept: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    outputs: tuple[int, ...]
+    output_gradients: tuple[int, ...]
+
+    @property
+    def state(self) -> int:
+        """Bytes that are there for the whole step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def figures(self) -> dict[str, int]:
+        """Every number by name; `F flops` to `W kernels`, then bytes."""
+        parts = {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}
+        return {
+            **{
+                f"{part} {name}": getattr(work, name)
+                for name in ("flops", "bytes", "kernels")
+                for part, work in parts.items()
+            },
+            "saved": self.saved,
+            "kept": self.kept,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "messages": sum(self.outputs),
+            "gradient messages": sum(self.output_gradients),
+        }
+
+
+@dataclass(frozen=True)
+class RegionTimes:
+    """One region for the planner: seconds of F, B and W; bytes. The fields are those of csc.planning.problem.Unit."""
+
+    name: str
+    component: str
+    forward: float
+    backward_input: float
+    backward_weight: float
+    has_b: bool
+    has_w: bool
+    saved: int
+    kept: int
+    state: int
+
+
+def region_costs(
+    program: Program,
+    hardware: Hardware,
+    recompute: bool = False,
+    measured: Mapping[str, Seconds] | None = None,
+    master: bool = False,
+) -> list[RegionTimes]:
+    """Seconds and bytes of every region, in the order of `program.regions`.
+
+    measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`.
+    """
+    known = hardware.measured if measured is None else measured
+    of_variant = {}
+    for name, variant in program.variants.items():
+        cost = variant_cost(variant, recompute, master)
+        of_variant[name] = (cost, _seconds(variant, cost, hardware, recompute, known))
+    found = []
+    for region in program.regions:
+        cost, times = of_variant[region.variant]
+        found.append(
+            RegionTimes(
+                region.name, region.component, *times, cost.has_b, cost.has_w, cost.saved, cost.kept, cost.state
+            )
+        )
+    return found
+
+
+def basis(program: Program, hardware: Hardware, measured: Mapping[str, Seconds] | None = None) -> str:
+    """Where the seconds of `region_costs` come from: "measured on ..." or "model of a100"."""
+    known = hardware.measured if measured is None else measured
+    keys = {variant_key(variant) for variant in program.variants.values()}
+    model, found = f"model of {hardware.name}", len(keys & known.keys())
+    if not found:
+        return model
+    text = f"measured on {hardware.measured_on or hardware.name}"
+    return text if found == len(keys) else f"{text}, {model} for {len(keys) - found} of {len(keys)} variants"
+
+
+def value_bytes(program: Program) -> dict[str, tuple[int, int]]:
+    """For every value between regions: its bytes, and those of its gradient if any reader gives one (else 0)."""
+    sizes = {}
+    for region in program.regions:
+        for value, node in zip(region.outputs, values_of(program.variants[region.variant])):
+            sizes[value] = dense_bytes(node)
+    needed = {value for region in program.regions for value, dx in zip(region.activations, region.dx) if dx}
+    return {value: (size, size if value in needed else 0) for value, size in sizes.items()}
+
+
+def variant_key(variant: Variant) -> str:
+    """A name for what F, B and W of a variant compute and on which shapes; stable from run to run."""
+    parts = (variant.forward, variant.backward_input, variant.backward_weight)
+    return g.digest(*(g.canonical(part) if part is not None else None for part in parts))[:16]
+
+
+def _seconds(
+    variant: Variant, cost: RegionCost, hardware: Hardware, recompute: bool, measured: Mapping[str, Seconds]
+) -> Seconds:
+    found = measured.get(variant_key(variant)) if measured else None
+    if found is None:
+        return (
+            seconds(cost.forward, hardware),
+            seconds(cost.backward_input, hardware),
+            seconds(cost.backward_weight, hardware),
+        )
+    forward, backward_input, backward_weight = found
+    return forward, backward_input + (forward if recompute and cost.has_b else 0.0), backward_weight
+
+
+def seconds(work: Work, hardware: Hardware) -> float:
+    """Roofline (Williams, Waterman, Patterson 2009) call by call, and the launch of each:
+    sum of max(flops / reached rate, bytes / reached bandwidth) + launch.
+    """
+    total = 0.0
+    for call in work.calls:
+        compute = call.flops / hardware.rate(call.dtype) if call.flops else 0.0
+        total += max(compute, call.bytes / hardware.reached_bandwidth) + hardware.launch
+    return total
+
+
+def variant_cost(variant: Variant, recompute: bool = False, master: bool = False) -> RegionCost:
+    """Work and bytes of a variant, linear in its nodes. The variant must have been divided by pass `split`."""
+    forward, backward = work_of(variant.forward), work_of(variant.backward_input)
+    has_b = variant.backward_input is not None
+    saved = kept = 0
+    if has_b:
+        saved = _held(g.outputs(variant.forward)[1])  # type: ignore[arg-type]
+        kept = _held(g.outputs(variant.backward_input)[1])  # type: ignore[arg-type]
+    inputs = g.placeholders(variant.pruned)
+    if has_b and recompute:
+        saved = sum(dense_bytes(node) for node in inputs if node.meta["role"][0] == "activation")
+        backward = forward + backward
+    parameters = [node for node in inputs if node.meta["role"][0] == "parameter"]
+    trained = [node for node, trains in zip(parameters, variant.dw) if trains]
+    values = values_of(variant)
+    return RegionCost(
+        forward=forward,
+        backward_input=backward,
+        backward_weight=work_of(variant.backward_weight),
+        has_b=has_b,
+        has_w=variant.backward_weight is not None,
+        saved=saved,
+        kept=kept,
+        parameters=sum(map(dense_bytes, parameters)),
+        gradients=sum(map(dense_bytes, trained)),
+        optimizer=sum(optimizer_bytes(n.meta["val"].numel(), n.meta["val"].itemsize, master) for n in trained),
+        outputs=tuple(map(dense_bytes, values)),
+        output_gradients=tuple(dense_bytes(v) if comes else 0 for v, comes in zip(values, variant.tangents)),
+    )
+
+
+def values_of(variant: Variant) -> tuple[fx.Node, ...]:
+    """The nodes of F that are the region's outputs."""
+    assert variant.forward is not None, f"{variant.name} has not been divided"
+    results = g.outputs(variant.forward)
+    return tuple(results[0]) if variant.backward_input is not None else results
+
+
+def optimizer_bytes(numel: int, itemsize: int, master: bool) -> int:
+    """AdamW's two moments; with `master`, of a parameter narrower than float32: those and a copy, in float32."""
+    return 3 * 4 * numel if master and itemsize < 4 else 2 * itemsize * numel
+
+
+def work_of(graph: fx.Graph | None) -> Work:
+    """The kernels of one run of the graph; none for None."""
+    return Work(tuple(_calls(graph))) if graph is not None else Work()
+
+
+def _calls(graph: fx.Graph) -> Iterator[Call]:
+    for node in g.calls(graph):
+        if node.target is operator.getitem or moves_nothing(node):  # items of a tuple were written by its maker
+            continue
+        name = g.op_name(node)
+        written = list(_tensors(node.meta["val"]))
+        if not written:
+            continue  # a number, not a tensor: nothing on the device
+        inputs = [t for used in node.all_input_nodes for t in _tensors(used.meta.get("val"))]
+        moved = sum(map(_bytes, written))
+        if name in LOOKUPS:  # the rows, not the table, and the indices
+            moved += moved + sum(map(_bytes, inputs[1:]))
+        else:
+            moved += sum(map(_bytes, inputs))
+        operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
+        yield Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
+
+
+def moves_nothing(node: fx.Node) -> bool:
+    """True for a view; a reshape is one if the strides of its argument allow it."""
+    if g.op_name(node) != "aten::reshape":
+        return g.is_view(node)
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    alike = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    try:
+        alike.view(after.shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tensors(val: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a node's value: itself, or those in a tuple."""
+    if isinstance(val, torch.Tensor):
+        yield val
+    elif isinstance(val, (tuple, list)):
+        for item in val:
+            yield from _tensors(item)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory that the elements lie in: a dimension of stride 0 (an expanded one) repeats the same ones."""
+    count = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride or not size else 1
+    return count
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last: a gradient may be a slice of a larger one, with gaps between rows."""
+    if not tensor.numel():
+        return 0
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())))
+
+
+def dense_bytes(node: fx.Node) -> int:
+    """Bytes of a value that fills its memory, as parameters and messages do."""
+    val = node.meta["val"]
+    return val.numel() * val.itemsize
+
+
+def _held(nodes: Iterable[Any]) -> int:
+    """Bytes that keeping these values keeps alive, each block once; parameters and tables are there anyway."""
+    blocks: dict[fx.Node, int] = {}
+    for node in nodes:
+        base = _base(node)
+        if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared"):
+            blocks[base] = _extent(base.meta["val"])
+    return sum(blocks.values())
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks at."""
+    while node.op == "call_function" and moves_nothing(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

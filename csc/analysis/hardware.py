@@ -1,0 +1,227 @@
+"""Hardware profiles: what a device computes, moves and holds, as a small TOML file.
+
+Terms
+  peak         FLOP/s of dense matmuls by dtype, as the vendor states them; `matmul_efficiency` is the share of it, and
+               `bandwidth_efficiency` the share of the memory bandwidth, that kernels reach
+  wire         latency and bandwidth of a message between two devices, in one direction
+  measured     seconds of F, B and W of template variants, by the variant's key (csc.analysis.costs.variant_key)
+
+    hardware("a100") -> Hardware        hardware("mine.toml") -> Hardware        names() -> ["a100", "a40", ...]
+    toml_text(hardware) -> text of such a file
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from csc.errors import InputError
+
+PROFILES = Path(__file__).parents[1] / "hardware"
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+LARGEST_BANDWIDTH = 1e15  # bytes per second: a thousand times the fastest memory there is
+LARGEST_RATE = 1e18
+LARGEST_MEMORY = 1e15
+LONGEST = 1.0  # second, for a latency or a launch
+
+Seconds = tuple[float, float, float]
+
+
+class Wire(NamedTuple):
+    """latency: seconds until the first byte arrives; bandwidth: bytes per second after that."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
+    every kernel takes besides its work; ranks_per_node: devices that the `within` wires join.
+    """
+
+    name: str
+    description: str
+    peak: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    matmul_efficiency: float
+    bandwidth_efficiency: float
+    launch: float
+    within: Wire
+    between: Wire
+    ranks_per_node: int
+    measured_on: str = ""
+    measured: Mapping[str, Seconds] = field(default_factory=dict)
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype."""
+        if dtype not in self.peak:
+            raise InputError(
+                f"the profile has no peak rate for {dtype}", f"hardware {self.name}", f"add peak.{dtype}, in FLOP/s"
+            )
+        return self.peak[dtype] * self.matmul_efficiency
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second that kernels reach."""
+        return self.bandwidth * self.bandwidth_efficiency
+
+
+def names() -> list[str]:
+    """The profiles that come with csc."""
+    return sorted(path.stem for path in PROFILES.glob("*.toml"))
+
+
+def hardware(name: str | Path) -> Hardware:
+    """The profile of that name, or of a TOML file by its path.
+
+    Raises InputError for an unknown name, a file that is no TOML, and, naming the file and the field, for figures that
+    are missing, unknown or absurd.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        if str(name) not in names():
+            close = difflib.get_close_matches(str(name), names(), n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise InputError(
+                f"there is no hardware profile {str(name)!r}",
+                "hardware",
+                f"{hint}choose one of {', '.join(names())}, or give the path of a .toml file",
+            )
+        path = PROFILES / f"{name}.toml"
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the hardware profile: {error}", str(path), "give the path of a file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"this is no TOML: {error}", str(path), "mend that line") from error
+    return _hardware(_Table(content, str(path), ""), path.stem)
+
+
+def _hardware(top: _Table, stem: str) -> Hardware:
+    peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
+    wires = []
+    for name in ("within", "between"):
+        wire = network.table(name)
+        wires.append(
+            Wire(wire.number("latency", 0.0, LONGEST, zero=True), wire.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
+        )
+        wire.done()
+    found = Hardware(
+        name=top.text("name", stem),
+        description=top.text("description", ""),
+        peak={dtype: peak.number(dtype, 0.0, LARGEST_RATE) for dtype in DTYPES},
+        memory=top.number("memory", 0.0, LARGEST_MEMORY),
+        bandwidth=top.number("bandwidth", 0.0, LARGEST_BANDWIDTH),
+        matmul_efficiency=top.number("matmul_efficiency", 0.0, 1.0),
+        bandwidth_efficiency=top.number("bandwidth_efficiency", 0.0, 1.0),
+        launch=top.number("launch", 0.0, LONGEST, zero=True),
+        within=wires[0],
+        between=wires[1],
+        ranks_per_node=network.whole("ranks_per_node"),
+        measured_on=measured.text("on", ""),
+        measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
+    )
+    for table in (top, peak, network, measured):
+        table.done()
+    return found
+
+
+class _Table:
+    """A table of the file. Every field is asked for once; what nobody asked for is an error (a misspelt field)."""
+
+    def __init__(self, content: Mapping[str, Any], file: str, prefix: str) -> None:
+        self.content = content
+        self.file = file
+        self.prefix = prefix
+        self.known: set[str] = set()
+
+    def table(self, name: str, optional: bool = False) -> _Table:
+        value = self._get(name, {} if optional else None, "a table")
+        if not isinstance(value, dict):
+            raise self._wrong(name, "is no table", f"write [{self.prefix}{name}] and its fields below it")
+        return _Table(value, self.file, f"{self.prefix}{name}.")
+
+    def text(self, name: str, default: str) -> str:
+        value = self._get(name, default, "text")
+        if not isinstance(value, str):
+            raise self._wrong(name, f"is {value!r}", "write text in quotes")
+        return value
+
+    def number(self, name: str, low: float, high: float, zero: bool = False) -> float:
+        """A finite number in (low, high], or in [low, high] if `zero`."""
+        value = self._get(name, None, "a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self._wrong(name, f"is {value!r}", "write a number")
+        if not (low < value <= high or (zero and value == low)):
+            least = f"{low:g} or more" if zero else f"more than {low:g}"
+            raise self._wrong(name, f"is {value:g}", f"it must be {least} and at most {high:g}")
+        return float(value)
+
+    def whole(self, name: str) -> int:
+        value = self._get(name, None, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
+            raise self._wrong(name, f"is {value!r}", "write a whole number of at least 1")
+        return value
+
+    def seconds(self, name: str) -> Seconds:
+        value = self._get(name, None, "three numbers")
+        good = isinstance(value, list) and len(value) == 3
+        if not good or not all(isinstance(v, (int, float)) and math.isfinite(v) and v >= 0 for v in value):
+            raise self._wrong(name, f"is {value!r}", "write the seconds of F, B and W: [0.1, 0.1, 0.0]")
+        return (float(value[0]), float(value[1]), float(value[2]))
+
+    def done(self) -> None:
+        """Raise InputError if the file has a field here that nothing reads."""
+        for name in self.content:
+            if name not in self.known:
+                close = difflib.get_close_matches(name, self.known, n=1)
+                raise self._wrong(name, "is unknown", f"did you mean {close[0]}?" if close else "remove it")
+
+    def _get(self, name: str, default: Any, what: str) -> Any:
+        self.known.add(name)
+        value = self.content.get(name, default)
+        if value is None:
+            raise self._wrong(name, "is missing", f"add it: {what}")
+        return value
+
+    def _wrong(self, name: str, what: str, remedy: str) -> InputError:
+        return InputError(f"the field {self.prefix}{name} {what}", self.file, remedy)
+
+
+def toml_text(hardware: Hardware) -> str:
+    """The profile as the text of a file that `hardware` reads back unchanged."""
+    lines = [
+        f"name = {_quoted(hardware.name)}",
+        f"description = {_quoted(hardware.description)}",
+        f"memory = {hardware.memory!r}",
+        f"bandwidth = {hardware.bandwidth!r}",
+        f"matmul_efficiency = {hardware.matmul_efficiency!r}",
+        f"bandwidth_efficiency = {hardware.bandwidth_efficiency!r}",
+        f"launch = {hardware.launch!r}",
+        "",
+        "[peak]",
+        *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),
+        "",
+        "[network]",
+        f"ranks_per_node = {hardware.ranks_per_node}",
+    ]
+    for name, wire in (("within", hardware.within), ("between", hardware.between)):
+        lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]
+    if hardware.measured:
+        lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
+        lines.append(f"on = {_quoted(hardware.measured_on)}")
+        lines += [f"{_quoted(key)} = [{f!r}, {b!r}, {w!r}]" for key, (f, b, w) in hardware.measured.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'

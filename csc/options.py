@@ -1,0 +1,97 @@
+"""The options of a compilation, from what users write.
+
+    changed(options, **changes) -> Options        InputError for a name or value that cannot be
+
+Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
+of names; memory in bytes or as "40GB" or "40GiB".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options
+
+UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | {
+    f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)
+}  # fmt: skip
+
+
+def changed(options: Options, **changes: Any) -> Options:
+    """The options with these changes, checked. None is what each field's own default means."""
+    unknown = changes.keys() - {field.name for field in fields(Options)}
+    if unknown:
+        known = ", ".join(field.name for field in fields(Options))
+        raise InputError(f"there is no option {', '.join(sorted(unknown))}", "options", f"options: {known}")
+    read = {
+        name: getattr(Options(), name) if value is None else READERS[name](name, value)
+        for name, value in changes.items()
+    }
+    found = replace(options, **read)
+    if found.mesh.cp * found.mesh.tp > 1:
+        raise InputError(
+            f"the mesh asks for cp={found.mesh.cp}, tp={found.mesh.tp}",
+            "mesh",
+            "this version runs dp and pp; leave cp and tp at 1",
+        )
+    return found
+
+
+def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    listed = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(item, str) and item for item in listed):
+        raise InputError(f"{option} holds something that is no name: {listed!r}", "compile", "pass a list of strings")
+    return tuple(listed)
+
+
+def _stages(option: str, given: Sequence[str | Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    if isinstance(given, str):
+        raise InputError(f"{option} is the text {given!r}", "compile", "pass a list with an entry for each stage")
+    return tuple(_names(option, stage) for stage in given)
+
+
+def _placement(option: str, given: Sequence[int]) -> tuple[int, ...]:
+    if not all(isinstance(rank, int) and rank >= 0 for rank in given):
+        raise InputError(f"{option} is {given!r}", "compile", "pass the pipeline rank of each stage")
+    return tuple(given)
+
+
+def _positive(option: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{option} is {value!r}", "compile", "pass a whole number of at least 1")
+    return value
+
+
+def _bytes(option: str, given: int | str) -> int:
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", given)
+        if found is None or found[2] not in UNITS:
+            raise InputError(f"{option} is {given!r}", "compile", "write bytes, or a size such as 40GB or 40GiB")
+        given = int(float(found[1]) * UNITS[found[2]])
+    return _positive(option, given)
+
+
+def _loss_weight(option: str, given: str) -> str:
+    if given not in ("auto", "tokens", "mean", "sum"):
+        raise InputError(f"{option} is {given!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+    return given
+
+
+READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "mesh": lambda _, mesh: Mesh.of(mesh),
+    "freeze": _names,
+    "cuts": _names,
+    "stages": _stages,
+    "placement": _placement,
+    "schedule": lambda _, name: str(name),
+    "chunks": _positive,
+    "hardware": lambda _, name: str(name),
+    "memory": _bytes,
+    "microbatches": _positive,
+    "loss_weight": _loss_weight,
+}

@@ -1,0 +1,342 @@
+"""The units of a problem as a few chains, and what any piece of them costs as a stage.
+
+Terms
+  before     unit a comes before unit b: b reads what a makes, or both give a gradient of one value and a reads it first
+             (the gradient visits b, then a). A set of units can be a stage if nothing outside lies between two of them
+  chain      units each of which comes right before the next; every unit stands on one chain, the longest chain is last
+  frontier   for each chain how many of its units, from the first one on, are left to be put into stages
+  piece      the units between two frontiers: on chain c the positions low[c] up to high[c]
+  ramps      longest paths of one microbatch, in seconds: up to the end of F or B of a unit, and from their start to the
+             end of everything
+
+    branches(problem)            -> Branches
+    ramps(problem)               -> Ramps
+    numbered(branches, home)     -> stages     in an order in which values go forward
+    pieces(problem, branches)    -> Pieces     tables by which the bounds of many pieces are found at once
+    bounds(pieces, low, high)    -> seconds of each piece: see csc.planning.bound for what they are and the proof
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from csc.errors import InputError
+from csc.planning.problem import Problem
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Stages = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """chains[c]: its units in order. place[u]: (chain, position) of unit u. after[u], before[u]: what has to be in the
+    same or a later, an earlier stage.
+    """
+
+    chains: tuple[tuple[int, ...], ...]
+    place: tuple[tuple[int, int], ...]
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Ramps:
+    """Seconds of the longest paths of one microbatch of scale 1, by unit.
+
+    to_forward, to_backward: until the end of its F, its B. from_forward, from_backward: from the start of its F, its B,
+    until nothing is left to do. forward_edges, backward_edges: (u, v) where F of v waits for F of u, B of v for B of u.
+    """
+
+    to_forward: Floats
+    to_backward: Floats
+    from_forward: Floats
+    from_backward: Floats
+    forward_edges: tuple[tuple[int, int], ...]
+    backward_edges: tuple[tuple[int, int], ...]
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds of one microbatch of scale 1 alone."""
+        return float(self.from_forward.max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Edges between one unit and units of other chains (or of its own chain past a missing link).
+
+    where: which of the four ramps of `Pieces.links` it belongs to. The unit at (chain, position) is the outer end and
+    takes `seconds` before or after a piece that holds an inner end but not it. count: inner ends before each place.
+    """
+
+    where: int
+    chain: int
+    position: int
+    seconds: float
+    count: Ints
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
+
+    sums: running sums of F, B, W, saved and state. links: seconds over the neighbour on the chain, by place: until F
+    can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high end).
+    need[place, d]: units of chain d that come before the units ahead of this place. work, ramp: what the work and the
+    ramps are multiplied by, from the microbatches' sizes.
+    """
+
+    branches: Branches
+    lengths: Ints
+    start: Ints
+    sums: Floats
+    links: Floats
+    crossings: tuple[Crossing, ...]
+    need: Ints
+    least_rest: Floats
+    work: float
+    ramp: float
+
+
+def orders(problem: Problem) -> list[tuple[int, int]]:
+    """Every (a, b) such that unit a comes before unit b."""
+    found = set()
+    for value in problem.values:
+        found |= {(value.maker, reader) for reader in value.readers}
+        giving = [reader for reader, given in zip(value.readers, value.gradient) if given]
+        found |= set(itertools.pairwise(giving))
+    return sorted(found)
+
+
+def branches(problem: Problem) -> Branches:
+    """Cover the units with chains: the longest path first, then the longest of what is left, and so on."""
+    count = len(problem.units)
+    before: list[list[int]] = [[] for _ in range(count)]
+    after: list[list[int]] = [[] for _ in range(count)]
+    for a, b in orders(problem):
+        before[b].append(a)
+        after[a].append(b)
+    free = [True] * count
+    chains: list[tuple[int, ...]] = []
+    while any(free):
+        length, previous = [0] * count, [-1] * count
+        for u in range(count):
+            if free[u]:
+                best = max((a for a in before[u] if free[a]), key=lambda a: (length[a], a), default=-1)
+                length[u], previous[u] = (length[best] if best >= 0 else 0) + 1, best
+        u = max(range(count), key=lambda u: (length[u], -u))
+        path: list[int] = []
+        while u >= 0:
+            path.append(u)
+            free[u] = False
+            u = previous[u]
+        chains.append(tuple(reversed(path)))
+    chains.reverse()
+    place = [(0, 0)] * count
+    for c, chain in enumerate(chains):
+        for position, u in enumerate(chain):
+            place[u] = (c, position)
+    return Branches(tuple(chains), tuple(place), tuple(map(tuple, before)), tuple(map(tuple, after)))
+
+
+def ramps(problem: Problem) -> Ramps:
+    """Longest paths over F, B and W of one microbatch; messages take no time. Linear in the units and edges."""
+    units, count = problem.units, len(problem.units)
+    forward = sorted({(value.maker, reader) for value in problem.values for reader in value.readers})
+    backward = set()
+    for value in problem.values:
+        visits = [reader for reader, given in reversed(list(zip(value.readers, value.gradient))) if given]
+        backward |= set(zip(visits, [*visits[1:], value.maker]))
+    makers: list[list[int]] = [[] for _ in units]
+    readers: list[list[int]] = [[] for _ in units]
+    for u, v in forward:
+        makers[v].append(u)
+        readers[u].append(v)
+    later: list[list[int]] = [[] for _ in units]
+    earlier: list[list[int]] = [[] for _ in units]
+    for u, v in sorted(backward):
+        later[v].append(u)
+        earlier[u].append(v)
+    to_forward, to_backward, from_forward, from_backward = (np.zeros(count) for _ in range(4))
+    for u, unit in enumerate(units):
+        to_forward[u] = max((to_forward[v] for v in makers[u]), default=0.0) + unit.forward
+        rest = max((from_backward[v] for v in earlier[u]), default=0.0)
+        from_backward[u] = unit.backward_input + max(rest, unit.backward_weight)
+    for u, unit in reversed(list(enumerate(units))):
+        ready = max((to_backward[v] for v in later[u]), default=0.0)
+        to_backward[u] = max(ready, to_forward[u]) + unit.backward_input
+        rest = max((from_forward[v] for v in readers[u]), default=0.0)
+        from_forward[u] = unit.forward + max(rest, from_backward[u])
+    return Ramps(to_forward, to_backward, from_forward, from_backward, tuple(forward), tuple(sorted(backward)))
+
+
+def pieces(problem: Problem, found: Branches) -> Pieces:
+    """The tables of a problem; their size is linear in the units times the crossings between chains."""
+    units, chains = problem.units, found.chains
+    lengths = np.array([len(chain) for chain in chains], dtype=np.int64)
+    start = np.concatenate([[0], np.cumsum(lengths + 1)[:-1]]).astype(np.int64)
+    places = int((lengths + 1).sum())
+    sums = np.zeros((places, 5))
+    for c, chain in enumerate(chains):
+        costs = [
+            (u.forward, u.backward_input, u.backward_weight, u.saved if u.has_b else 0.0, u.state)
+            for u in (units[i] for i in chain)
+        ]
+        sums[start[c] + 1 : start[c] + 1 + len(chain)] = np.cumsum(np.array(costs), axis=0)
+    paths = ramps(problem)
+    links, crossings = _edges(found, paths, start, places)
+    need = np.zeros((places, len(chains)), dtype=np.int64)
+    least_rest = np.full(places, np.inf)
+    for c, chain in enumerate(chains):
+        for position, u in enumerate(chain):
+            place = start[c] + position
+            need[place + 1] = need[place]
+            for v in found.before[u]:
+                d, other = found.place[v]
+                need[place + 1, d] = max(need[place + 1, d], other + 1)
+            rest = paths.from_forward[u] - units[u].forward
+            least_rest[place + 1] = min(least_rest[place], rest)
+    scale = problem.scale or (1.0,) * problem.microbatches
+    return Pieces(
+        found, lengths, start, sums, links, crossings, need, least_rest, work=float(sum(scale)), ramp=float(min(scale))
+    )
+
+
+def _edges(found: Branches, paths: Ramps, start: Ints, places: int) -> tuple[Floats, tuple[Crossing, ...]]:
+    """The ramps that come over the chains' own links, and over all other edges."""
+    links = np.zeros((4, places))
+    inner: dict[tuple[int, int], list[int]] = {}
+    seconds = (paths.to_forward, paths.to_backward, paths.from_backward, paths.from_forward)
+    for where, edges in ((0, paths.forward_edges), (2, paths.backward_edges)):
+        linked = {(u, v) for u, v in edges if found.place[u][0] == found.place[v][0]}
+        whole = [0] * len(found.place)  # how many links of the chain in a row lead to this unit
+        for chain in found.chains:
+            for u, v in itertools.pairwise(chain):
+                there = (u, v) in linked if where == 0 else (v, u) in linked
+                whole[v] = whole[u] + 1 if there else 0
+        for u, v in edges:
+            # F goes up the chain from u to v, B comes down from u to v.
+            first, last = (u, v) if where == 0 else (v, u)
+            (c, i), (d, j) = found.place[first], found.place[last]
+            ahead, behind = (0, 3) if where == 0 else (2, 1)
+            if c == d and j == i + 1:
+                links[ahead, start[c] + j] = seconds[ahead][first]
+                links[behind, start[c] + j] = seconds[behind][last]
+            elif c != d or whole[last] < j - i:  # else the links between them say at least as much
+                inner.setdefault((ahead, first), []).append(last)
+                inner.setdefault((behind, last), []).append(first)
+    crossings = []
+    for (where, unit), ends in sorted(inner.items()):
+        count = np.zeros(places, dtype=np.int64)
+        for end in ends:
+            c, position = found.place[end]
+            count[start[c] + position + 1] += 1
+        c, position = found.place[unit]
+        crossings.append(Crossing(where, c, position, float(seconds[where][unit]), np.cumsum(count)))
+    return links, tuple(crossings)
+
+
+def ends(tables: Pieces, stages: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Where each of these stages begins and ends on every chain: low and high, (stages, chains)."""
+    low = np.zeros((len(stages), len(tables.lengths)), dtype=np.int64)
+    high = np.zeros_like(low)
+    for s, units in enumerate(stages):
+        for c, position in sorted(tables.branches.place[u] for u in units):
+            low[s, c] = position if high[s, c] == 0 else low[s, c]
+            high[s, c] = position + 1
+    return low, high
+
+
+def stages_between(tables: Pieces, frontiers: Sequence[Ints]) -> Stages:
+    """The stages that frontiers, the last stage's first, cut the units into, in the order of `numbered`."""
+    cuts = np.array(frontiers)
+    return numbered(tables.branches, [-int((position < cuts[:, c]).sum()) for c, position in tables.branches.place])
+
+
+def numbered(found: Branches, home: Sequence[int]) -> Stages:
+    """The stages of units that go to the same `home`, in an order in which values go from lower to higher stages.
+
+    Of stages that do not wait for each other the one with the first unit comes first; units are in order. InputError
+    if stages wait for each other in a circle.
+    """
+    members: dict[int, list[int]] = {}
+    for unit, stage in enumerate(home):
+        members.setdefault(stage, []).append(unit)
+    edges = {(home[a], home[u]) for u, before in enumerate(found.before) for a in before if home[a] != home[u]}
+    waits = dict.fromkeys(members, 0)
+    readers: dict[int, list[int]] = {stage: [] for stage in members}
+    for a, b in edges:
+        waits[b] += 1
+        readers[a].append(b)
+    ready = [(units[0], stage) for stage, units in members.items() if not waits[stage]]
+    heapq.heapify(ready)
+    stages = []
+    while ready:
+        _, stage = heapq.heappop(ready)
+        stages.append(tuple(members[stage]))
+        for reader in readers[stage]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (members[reader][0], reader))
+    if len(stages) < len(members):
+        raise InputError(
+            "these stages wait for each other in a circle", "partition", "Move the units between them into one of them"
+        )
+    return tuple(stages)
+
+
+def stage_bounds(tables: Pieces, stages: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of the step, at least, for the rank of each of these stages."""
+    low, high = ends(tables, stages)
+    return [float(seconds) for seconds in bounds(tables, low, high)]
+
+
+def totals(tables: Pieces, low: Ints, high: Ints) -> Floats:
+    """F, B, W, saved and state of the pieces between frontiers low and high, all (pieces, chains): (pieces, 5)."""
+    totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
+    return totals
+
+
+def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:
+    """The least time of a step in which one rank runs this piece as its only stage, for each of many pieces.
+
+    low, high: (pieces, chains), frontiers; every piece must be the difference of two frontiers that can occur. Never
+    larger for a part of a piece than for the piece: see csc.planning.bound.
+    """
+    at_low, at_high = tables.start + low, tables.start + high
+    ramp = _ramps_of(tables, low, high, at_low, at_high)
+    forward, backward, weight = np.maximum((tables.sums[at_high, :3] - tables.sums[at_low, :3]).sum(axis=1).T, 0.0)
+    before_f, into_b, after_b, out_of_f = ramp
+    before_b = np.maximum(before_f + forward, into_b)
+    after_f = np.maximum(out_of_f, backward + np.maximum(after_b, weight))
+    m, r = tables.work, tables.ramp
+    return np.maximum.reduce(
+        [
+            r * (before_f + after_f) + m * forward,
+            r * (before_f + after_b) + m * (forward + backward),
+            r * before_f + m * (forward + backward + weight),
+            r * (before_b + after_b) + m * backward,
+            r * before_b + m * (backward + weight),
+        ]
+    )
+
+
+def _ramps_of(tables: Pieces, low: Ints, high: Ints, at_low: Ints, at_high: Ints) -> Floats:
+    """(4, pieces): seconds of the longest paths that enter F, enter B, leave B, leave F of each piece from outside."""
+    there = high > low
+    ramp = np.empty((4, len(low)))
+    for where in range(4):
+        ends = at_low if where in (0, 2) else at_high
+        ramp[where] = np.where(there, tables.links[where][ends], 0.0).max(axis=1)
+    for crossing in tables.crossings:
+        inside = (crossing.count[at_high] - crossing.count[at_low]).sum(axis=1) > 0
+        c = crossing.chain
+        inside &= (crossing.position < low[:, c]) | (crossing.position >= high[:, c])
+        np.maximum(ramp[crossing.where], crossing.seconds, out=ramp[crossing.where], where=inside)
+    return ramp

@@ -1,0 +1,327 @@
+"""The plan: stages, the rank of each, and the order of work, with what they are expected to take.
+
+Terms: see csc.planning.problem and csc.planning.branches. The *bound* is what no plan with one stage on each rank can
+beat (csc.planning.bound); the *shared bound* holds for every plan, also with several stages on a rank. The *bubble* of
+a rank is the part of the makespan in which it has nothing to do.
+
+    plan(problem, schedule, chunks, stages, placement, effort) -> Plan
+
+Planning goes from many partitions, looked at quickly, to few, searched well: candidates of csc.planning.partition, each
+simulated under a few greedy orders; units moved between stages of the best; the full search of `auto` on what is left.
+Nothing depends on time or chance: the same problem gives the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from csc.errors import CscError, InputError
+from csc.ir.schedule import Schedule
+from csc.ir.schedule_verifier import verify
+from csc.planning.bound import check_ranks, lower_bound, shared_lower_bound
+from csc.planning.branches import Stages, branches
+from csc.planning.moves import homes, moved, moves
+from csc.planning.partition import MIDDLE, InFlight, candidates, describe
+from csc.planning.problem import Problem, pipeline
+from csc.planning.schedules import SCHEDULES, auto, stages_per_rank
+from csc.planning.schedules import placement as placed
+from csc.planning.screen import STYLES, Trial, climb, polish, screen
+from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.simulate import makespan
+
+FINALISTS = 2  # partitions that get more than a quick look
+MOVES = 60  # partitions tried around the best one under a named schedule
+SHARED = 0.99  # several stages on a rank have to be this much faster, for their messages
+SEARCH_GAINS = 1.05  # at most by this factor is a plan expected to get faster after a quick look
+AUTO = 500  # actions that `auto` simulates for each action of the step
+
+Placement = tuple[int, ...]
+Make = Callable[[Stages, Placement], Schedule]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """stages[s]: its units; placement[s]: its rank. Times are seconds of one step, sizes bytes of each rank.
+
+    bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them;
+    shared_bound: holds for every plan. layout: how the components share the ranks, in words.
+    """
+
+    stages: Stages
+    placement: tuple[int, ...]
+    schedule: Schedule
+    pipeline: Pipeline
+    makespan: float
+    peak_memory: tuple[float, ...]
+    bubble: tuple[float, ...]
+    bound: float | None
+    shared_bound: float
+    layout: str
+
+    @property
+    def gap(self) -> float:
+        """How much longer the step takes than the bound for plans of its kind, as a part of that bound."""
+        return self.makespan / (self.shared_bound if self.bound is None else self.bound) - 1
+
+
+def plan(
+    problem: Problem,
+    schedule: str | Schedule = "auto",
+    chunks: int | None = None,
+    stages: Sequence[Sequence[int]] | None = None,
+    placement: Sequence[int] | None = None,
+    effort: float = 1.0,
+) -> Plan:
+    """The plan with the least makespan found under problem.memory.
+
+    schedule: a name of csc.planning.schedules.SCHEDULES, or a whole schedule, which is then kept. chunks: stages on
+    each rank; None: as many as the schedule is made for, and with "auto" two if that is faster. stages: the units of
+    each stage, kept as they are. placement: the rank of each stage, kept as it is. effort: how much to search; 1.
+
+    InputError for more stages than units, stages that leave units out or wait for each other, and a memory limit that
+    nothing fits: the least that would, and what takes the space. ScheduleError for a schedule that does not do the work
+    of the stages.
+    """
+    if stages is None:
+        check_ranks(problem)
+    fixed = None if stages is None else _given(problem, stages)
+    if isinstance(schedule, Schedule):
+        kept = schedule
+        home = _checked(problem, tuple(kept.placement.values()))
+        return _best(problem, [home], fixed, lambda found, home: kept, [None, _one])
+    ways = _placements(problem, schedule, chunks, fixed, placement)
+    if schedule == "auto":
+        return _auto(problem, ways, fixed, effort)
+    make = SCHEDULES[schedule]
+    return _best(
+        problem,
+        ways,
+        fixed,
+        lambda found, home: make(pipeline(problem, found), home, problem.microbatches, problem.memory),
+        _limits(problem, schedule),
+    )
+
+
+def _given(problem: Problem, stages: Sequence[Sequence[int]]) -> Stages:
+    """The user's stages, checked and in the user's order."""
+    listed = sorted(unit for members in stages for unit in members)
+    if listed != list(range(len(problem.units))) or not all(stages):
+        raise InputError("the stages do not hold every unit once, each stage at least one", "stages", "List them all")
+    home = homes(stages)
+    for unit, ahead in enumerate(branches(problem).before):
+        for a in ahead:
+            if home[a] > home[unit]:
+                raise InputError(
+                    f"{problem.units[unit].name} is in stage {home[unit]} and needs {problem.units[a].name} of stage "
+                    f"{home[a]}",
+                    "stages",
+                    "Values go from lower to higher stages: number them so, or move one of the two",
+                )
+    return tuple(tuple(sorted(members)) for members in stages)
+
+
+def _checked(problem: Problem, home: Sequence[int]) -> tuple[int, ...]:
+    """A placement that names every rank."""
+    if set(home) != set(range(problem.ranks)):
+        raise InputError(
+            f"the placement {list(home)} does not give each of {problem.ranks} ranks a stage",
+            "placement",
+            f"Name the ranks 0 to {problem.ranks - 1}, each at least once",
+        )
+    return tuple(home)
+
+
+def _placements(
+    problem: Problem, schedule: str, chunks: int | None, stages: Stages | None, placement: Sequence[int] | None
+) -> list[tuple[int, ...]]:
+    """The placements to try."""
+    ranks, units = problem.ranks, len(problem.units)
+    wanted = stages_per_rank(schedule)  # also says if there is no such schedule
+    if placement is not None:
+        return [_checked(problem, placement)]
+    if stages is not None:
+        if len(stages) % ranks:
+            raise InputError(
+                f"{len(stages)} stages do not spread evenly over {ranks} ranks", "stages", "Give a placement too"
+            )
+        chunks = len(stages) // ranks
+    both = schedule == "auto" and (chunks == 2 or (chunks is None and units >= 2 * ranks > 2))
+    ways = [placed(schedule, ranks, wanted if chunks is None else chunks)]
+    if both:
+        ways += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
+    return list(dict.fromkeys(tuple(way) for way in ways))
+
+
+def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight | None]) -> list[Stages]:
+    """Partitions into one stage for each entry of `home`. limits: what the stages of a depth hold, tried in turn."""
+    count = len(home)
+    if count == problem.ranks:
+        found: list[Stages] = []
+        for limit in limits:
+            last = limit is limits[-1]
+            try:
+                found += (
+                    candidates(problem, limit) if not found else candidates(problem, limit, (MIDDLE,), layouts=False)
+                )
+            except InputError:
+                if last and not found:
+                    raise
+            if problem.memory is None:
+                break
+        return list(dict.fromkeys(found))
+    # Memory is the rank's, not the stage's: look away from it here, and let the schedule say what fits.
+    every = replace(problem, ranks=count, memory=None)
+    found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
+    if problem.memory is not None:
+        with suppress(InputError):
+            share = replace(every, memory=problem.memory * problem.ranks / count)
+            found += candidates(share, _one, (0.0,), layouts=False)
+    return list(dict.fromkeys(found))
+
+
+def _one(depth: int) -> float:
+    """In flight at the least: schedules that look at the memory slow down rather than hold more."""
+    return 1.0
+
+
+def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
+    if schedule == "gpipe":
+        return [lambda depth: problem.microbatches]
+    return [None, _one] if schedule == "eager-1f1b" else [None]
+
+
+def _best(
+    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, make: Make, limits: Sequence[InFlight | None]
+) -> Plan:
+    """The best partition for a schedule that follows from it; units are moved between the stages of the best."""
+    best: tuple[float, Stages, Placement, Schedule] | None = None
+    error: CscError | None = None
+    for home in ways:
+        for stages in [fixed] if fixed else _partitions(problem, home, limits):
+            try:
+                seconds, schedule = _made(problem, stages, home, make)
+            except CscError as each:
+                error = error or each
+                continue
+            if best is None or seconds < best[0] * (1 - 1e-9):
+                best = (seconds, stages, home, schedule)
+    if best is None:
+        assert error is not None  # there is at least one partition, or _partitions raised
+        raise error
+    if fixed is None:
+        best = _climbed(problem, best, make)
+    return _finished(problem, *best[1:])
+
+
+def _made(problem: Problem, stages: Stages, home: Placement, make: Make) -> tuple[float, Schedule]:
+    """The schedule of these stages and its makespan, checked against stages, messages and memory."""
+    schedule = make(stages, home)
+    numbers = pipeline(problem, stages)
+    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
+    if problem.memory is not None:
+        for rank, peak in enumerate(peak_memory(numbers, schedule)):
+            if peak > problem.memory * (1 + 1e-9):
+                raise InputError(
+                    f"rank {rank} needs {math.ceil(peak)} bytes under schedule {schedule.name}, the limit is "
+                    f"{math.floor(problem.memory)}",
+                    "plan",
+                    "Allow more memory, or choose schedule auto, which keeps to the limit",
+                )
+    return makespan(numbers, schedule), schedule
+
+
+def _climbed(
+    problem: Problem, best: tuple[float, Stages, Placement, Schedule], make: Make
+) -> tuple[float, Stages, Placement, Schedule]:
+    """Single units moved to neighbouring stages while the step gets shorter, MOVES tries in all."""
+    found = branches(problem)
+    left = MOVES
+    for unit in range(len(problem.units)):
+        for moving, source, target in list(moves(found, best[1])):
+            if moving != unit or left <= 0 or unit not in best[1][source]:
+                continue
+            stages = moved(found, best[1], unit, target)
+            if stages is None:
+                continue
+            left -= 1
+            with suppress(CscError):
+                seconds, schedule = _made(problem, stages, best[2], make)
+                if seconds < best[0] * (1 - 1e-6):
+                    best = (seconds, stages, best[2], schedule)
+    return best
+
+
+def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, effort: float) -> Plan:
+    """Search partitions, placements and orders together."""
+    bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
+    enough = bound.seconds * (1 + 1e-6) if bound else 0.0
+    single: list[Trial] = []
+    several: list[Trial] = []
+    for home in ways:
+        alone = len(home) == problem.ranks
+        tried = [fixed] if fixed else _partitions(problem, home, [None, _one])
+        if alone and bound and not fixed:
+            tried = list(dict.fromkeys([bound.stages, *tried]))
+        trials = [trial for stages in tried if (trial := screen(problem, stages, home)) is not None]
+        (single if alone else several).extend(trials)
+    if not single and not several:  # auto says why
+        auto(pipeline(problem, fixed or candidates(problem, _one)[0]), ways[0], problem.microbatches, problem.memory)
+    best_single = _searched(problem, single, enough, fixed is None, effort)
+    limit = SHARED * best_single[0] if best_single else math.inf
+    close = [trial for trial in several if trial.seconds < SEARCH_GAINS * limit]
+    best_several = _searched(problem, close, 0.0, fixed is None, effort)
+    best = best_several if best_several is not None and best_several[0] < limit else best_single
+    assert best is not None
+    return _finished(problem, *best[1:])
+
+
+def _searched(
+    problem: Problem, trials: Sequence[Trial], enough: float, climbing: bool, effort: float
+) -> tuple[float, Stages, Placement, Schedule] | None:
+    """What the full search makes of the best of these trials."""
+    ranked = sorted(trials, key=lambda trial: trial.seconds)
+    if not ranked:
+        return None
+    finalists = [
+        max(trial, screen(problem, trial.stages, trial.placement, STYLES) or trial, key=lambda each: -each.seconds)
+        for trial in ranked[:FINALISTS]
+    ]
+    trial = min(finalists, key=lambda trial: trial.seconds)
+    if climbing and trial.seconds > enough:
+        trial = climb(problem, trial, effort)
+    trial = polish(problem, trial, enough, effort)
+    orders = [trial.schedule(problem)]
+    if trial.seconds > enough:
+        budget = int(AUTO * effort) * len(trial.work.lanes) * problem.microbatches
+        orders.append(auto(trial.work.pipeline, trial.placement, problem.microbatches, problem.memory, budget))
+    order = min(orders, key=lambda order: makespan(trial.work.pipeline, order))
+    return makespan(trial.work.pipeline, order), trial.stages, trial.placement, order
+
+
+def _finished(problem: Problem, stages: Stages, home: Placement, schedule: Schedule) -> Plan:
+    """The plan, with what the simulator says about it."""
+    numbers = pipeline(problem, stages)
+    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
+    seconds = makespan(numbers, schedule)
+    scale = sum(problem.scale or (1.0,) * problem.microbatches)
+    busy = [0.0] * problem.ranks
+    for stage, rank in zip(numbers.stages, home):
+        busy[rank] += stage.work * scale
+    text = describe(problem, stages)
+    alone = len(home) == problem.ranks
+    return Plan(
+        stages=stages,
+        placement=home,
+        schedule=schedule,
+        pipeline=numbers,
+        makespan=seconds,
+        peak_memory=tuple(peak_memory(numbers, schedule)),
+        bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
+        bound=lower_bound(problem).seconds if alone else None,
+        shared_bound=shared_lower_bound(problem).seconds,
+        layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
+    )

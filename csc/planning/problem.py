@@ -1,0 +1,129 @@
+"""The planning problem in numbers: units of work, the values that flow between them, ranks and memory.
+
+Terms
+  unit     a region in numbers; never divided
+  value    what one unit makes and others read; its gradient visits the readers from the last to the first and then
+           goes to the maker (so gradients are summed in the order of autograd)
+  stages   for each stage the units it runs; a partition is valid if every value, and every gradient on its visits,
+           goes from lower to higher stage numbers forward and back again
+
+    Problem(units, values, ranks, microbatches, memory, network, scale)
+    channels(values, home)        -> {channel: values that it carries}
+    pipeline(problem, stages)     -> Pipeline for the simulator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csc.ir.schedule import Message
+from csc.simulation.pipeline import Network, Pipeline, Stage
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One region: seconds of F, B and W and bytes as in csc.simulation.pipeline.Stage.
+
+    component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
+    pass (has input or weight gradients to compute); has_w: it has trainable parameters.
+    """
+
+    name: str
+    component: str
+    forward: float
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    has_b: bool = True
+    has_w: bool = True
+    saved: float = 0.0
+    kept: float = 0.0
+    state: float = 0.0
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Value:
+    """What unit `maker` makes for `readers`, in the order in which they run. gradient[i]: reader i gives a gradient."""
+
+    maker: int
+    readers: tuple[int, ...]
+    gradient: tuple[bool, ...]
+    size: float
+    gradient_size: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
+    state and activations; None: no limit. scale: as in Pipeline.
+    """
+
+    units: tuple[Unit, ...]
+    values: tuple[Value, ...]
+    ranks: int
+    microbatches: int
+    memory: float | None = None
+    network: Network = Network()
+    scale: tuple[float, ...] | None = None
+
+
+def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list[int]]:
+    """The messages between stages when unit u runs on stage `home[u]`, with the positions of the values they carry.
+
+    A value goes from its maker's stage straight to every other stage that reads it. Its gradient visits the stages
+    of the readers that give one, from the last reader to the first, and then goes to the maker's.
+    """
+    found: dict[Message, list[int]] = {}
+
+    def carry(kind: str, source: int, destination: int, position: int) -> None:
+        carried = found.setdefault((kind, source, destination), [])
+        if not carried or carried[-1] != position:
+            carried.append(position)
+
+    for position, value in enumerate(values):
+        made = home[value.maker]
+        for reader in value.readers:
+            if home[reader] != made and position not in found.get(("F", made, home[reader]), ()):
+                carry("F", made, home[reader], position)
+        here = None
+        for reader, needed in reversed(list(zip(value.readers, value.gradient))):
+            if not needed:
+                continue
+            if here is not None and here != home[reader]:
+                carry("B", here, home[reader], position)
+            here = home[reader]
+        if here is not None and here != made:
+            carry("B", here, made, position)
+    return dict(sorted(found.items()))
+
+
+def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
+    """The pipeline of these stages: costs summed over their units, bytes over the values of each message."""
+    home = [0] * len(problem.units)
+    built = []
+    for index, members in enumerate(stages):
+        units = [problem.units[u] for u in members]
+        for u in members:
+            home[u] = index
+        has_b = any(unit.has_b for unit in units)
+        built.append(
+            Stage(
+                forward=sum(unit.forward for unit in units),
+                backward_input=sum(unit.backward_input for unit in units),
+                backward_weight=sum(unit.backward_weight for unit in units),
+                has_b=has_b,
+                has_w=any(unit.has_w for unit in units),
+                saved=sum(unit.saved for unit in units if unit.has_b),
+                kept=sum(unit.kept for unit in units if unit.has_w),
+                state=sum(unit.state for unit in units),
+            )
+        )
+    sizes = {
+        channel: sum(problem.values[v].size if channel[0] == "F" else problem.values[v].gradient_size for v in carried)
+        for channel, carried in channels(problem.values, home).items()
+    }
+    return Pipeline(tuple(built), sizes, problem.network, problem.scale)

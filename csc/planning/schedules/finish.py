@@ -1,0 +1,30 @@
+"""From orders to a schedule: check the memory, add the messages.
+
+finish(name, work, orders, memory) -> Schedule      InputError: the rank that does not fit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from csc.errors import InputError
+from csc.ir.schedule import Schedule, with_messages
+from csc.planning.schedules.memory import room, size, state
+from csc.planning.schedules.replay import peaks
+from csc.planning.schedules.work import Work, actions
+
+
+def finish(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> Schedule:
+    """The schedule of these orders. InputError if a rank's state and activations do not fit into its memory."""
+    allowed = room(work, memory)
+    if allowed is not None:
+        for rank, (peak, limit) in enumerate(zip(peaks(work, orders), allowed)):
+            if peak > limit * (1 + 1e-9):
+                fixed = state(work)[rank]
+                raise InputError(
+                    f"{name} does not fit in {size(limit + fixed)}: rank {rank} needs {size(peak + fixed)}, "
+                    f"{size(fixed)} of it for parameters, gradients and optimizer state",
+                    "schedule",
+                    "Allow more memory, or choose auto, which keeps to the limit",
+                )
+    return with_messages(name, actions(work, orders), work.pipeline.messages)

@@ -1,0 +1,208 @@
+"""An event-driven list scheduler: whenever a rank is free, it picks among the actions that are ready by a rule.
+
+Terms: see work.py.
+
+    Rule(priority, in_flight, held, memory, patience)
+    order(pipeline, placement, microbatches, rule) -> for each rank its F, B and W
+    run(work, rule) -> (orders, makespan)
+
+Time runs as in csc.simulation: a message leaves when its action ends and its directed pair of ranks is idle, occupies
+the pair for size / bandwidth and arrives after the latency.
+
+Why it never deadlocks. All lanes run their microbatches in one sequence. Let i be the first microbatch that is not
+done. All before it are done, so what is left of i is at the heads of its lanes; and as the F, B and W of one microbatch
+form a DAG, some action of i has all its inputs. It is not held back for ever:
+- W: never held back.
+- B: only by bytes, if the stage keeps more after B than it saved. W's that are ready run first and give back theirs.
+- F: by counts only if an earlier microbatch were in flight, and all of these are done; by bytes as B.
+That the bytes then fit is an invariant, `_safe`: the rank could finish its microbatches in turn, from the first that is
+not done to the last that it has started, once the W's that are ready have run. It holds at the start, as each fits
+alone. An F only starts if it holds afterwards. B and W give back bytes, or take what was set aside for them. So i gets
+done, and then i + 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from csc.errors import InputError
+from csc.ir.schedule import Action
+from csc.planning.schedules.memory import Reserve, reserves
+from csc.planning.schedules.work import Work, actions
+from csc.simulation.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Rule:
+    """priority[lane][position]: of what is ready and allowed, the least goes first. Finite.
+
+    in_flight[stage]: microbatches that may be between their F and their B's end. held[stage]: between F and the end of
+    the last of B and W. memory[rank]: bytes of activations (without state). None: no limit.
+    patience: a rank waits for a better action that is known to become ready in x seconds, rather than start one that
+    would keep it busy for y seconds longer than x, if x <= patience * y.
+    """
+
+    priority: Sequence[Sequence[float]]
+    in_flight: Sequence[float] | None = None
+    held: Sequence[float] | None = None
+    memory: Sequence[float] | None = None
+    patience: float = 0.0
+
+
+def order(pipeline: Pipeline, placement: Sequence[int], microbatches: int, rule: Rule) -> list[list[Action]]:
+    """For each rank its F, B and W, in the order in which the rule runs them."""
+    work = Work.of(pipeline, placement, microbatches)
+    return actions(work, run(work, rule)[0])
+
+
+def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
+    """The lanes that each rank runs, in order, and the makespan. Every limit must allow one microbatch at a time."""
+    count = work.microbatches
+    seconds, growth, feeds, needs = work.seconds, work.growth, work.feeds, work.needs
+    stages = work.pipeline.stages
+    priority, patience = rule.priority, rule.patience
+    lanes_of = work.lanes_of
+    rank_of = work.placement
+    size = 3 * len(stages)
+    left = [[n] * count for n in needs]
+    when = [[0.0] * count for _ in range(size)]
+    head = [0] * size
+    free = [0.0] * work.slots
+    bytes_ = [0.0] * work.ranks
+    caps = [math.inf if rule.memory is None else rule.memory[r] * (1 + 1e-9) for r in range(work.ranks)]
+    in_flight = [math.inf] * len(stages) if rule.in_flight is None else list(rule.in_flight)
+    held = [math.inf] * len(stages) if rule.held is None else list(rule.held)
+    reserve = reserves(work) if rule.memory is not None else [None] * work.ranks
+    pending = [0.0] * work.ranks  # bytes that W's which are ready will give back
+    # The lane that ends a stage's hold on a microbatch, and the one that ends its flight; -1: nothing is held.
+    last = [3 * s + 2 if stage.has_w else 3 * s + 1 if stage.has_b else -1 for s, stage in enumerate(stages)]
+    back = [3 * s + 1 if stage.has_b else end for s, (stage, end) in enumerate(zip(stages, last))]
+    gate = [3 * s + (1 if stage.has_b else 0) if stage.has_w else -1 for s, stage in enumerate(stages)]  # makes W ready
+    orders: list[list[int]] = [[] for _ in range(work.ranks)]
+    busy = [0.0] * work.ranks
+    idle = [False] * work.ranks
+    slack = 1e-9 * max(map(max, seconds))
+    heap = [(0.0, r) for r in range(work.ranks)]
+    makespan = 0.0
+    inf = math.inf
+    while heap:
+        now, rank = heappop(heap)
+        if now < busy[rank]:
+            continue  # a wake-up from before the rank found other work
+        reach = now + slack
+        best, best_priority = -1, inf
+        later, later_at, later_priority = -1, inf, inf  # the best of what is known to become ready
+        wake = inf
+        room = caps[rank] - bytes_[rank]
+        guard = reserve[rank]
+        for lane in lanes_of[rank]:
+            k = head[lane]
+            if k == count or left[lane][k]:
+                continue
+            p = priority[lane][k]
+            at = when[lane][k]
+            if at > reach:
+                if at < wake:
+                    wake = at
+                if p > best_priority or p > later_priority:
+                    continue
+            elif p >= best_priority:
+                continue
+            kind = lane % 3
+            if kind != 2:
+                if growth[lane][k] > room:
+                    continue
+                if kind == 0:
+                    stage = lane // 3
+                    end = last[stage]
+                    if end >= 0 and (
+                        k - head[back[stage]] >= in_flight[stage]
+                        or k - head[end] >= held[stage]
+                        or (
+                            guard is not None
+                            and not _safe(guard, head, lane, k, bytes_[rank], pending[rank], caps[rank])
+                        )
+                    ):
+                        continue
+            if at > reach:
+                later, later_at, later_priority = lane, at, p
+            else:
+                best, best_priority = lane, p
+        if best < 0:
+            idle[rank] = True
+            if wake < inf:
+                heappush(heap, (wake, rank))
+            continue
+        lane = best
+        k = head[lane]
+        end_time = max(now, when[lane][k]) + seconds[lane][k]
+        if (
+            patience
+            and later >= 0
+            and later_priority < best_priority
+            and later_at - now <= patience * (end_time - later_at)
+        ):
+            idle[rank] = True
+            heappush(heap, (later_at, rank))
+            continue
+        idle[rank] = False
+        busy[rank] = end_time
+        orders[rank].append(lane)
+        head[lane] = k + 1
+        bytes_[rank] += growth[lane][k]
+        if lane % 3 == 2:
+            pending[rank] += growth[lane][k]
+        elif lane == gate[lane // 3]:
+            pending[rank] -= growth[lane - lane % 3 + 2][k]
+        if end_time > makespan:
+            makespan = end_time
+        for fed, slot, latency, wire in feeds[lane]:
+            at = end_time
+            if slot >= 0:
+                if free[slot] > at:
+                    at = free[slot]
+                at += wire[k]
+                free[slot] = at
+                at += latency
+            row = when[fed]
+            if at > row[k]:
+                row[k] = at
+            left[fed][k] -= 1
+            if not left[fed][k] and idle[rank_of[fed // 3]]:
+                heappush(heap, (row[k], rank_of[fed // 3]))
+        heappush(heap, (end_time, rank))
+    if sum(map(len, orders)) < len(work.lanes) * count:
+        raise InputError(
+            "the rule's limits leave ranks without anything that they may start",
+            "schedule",
+            "Allow every stage one microbatch in flight, every rank the bytes of one, and finite priorities",
+        )
+    return orders, makespan
+
+
+def _safe(
+    reserve: Reserve, head: Sequence[int], lane: int, position: int, taken: float, pending: float, cap: float
+) -> bool:
+    """Whether the rank could still finish all its microbatches up to this one, in turn, if it started this F now.
+
+    taken: bytes alive on it; pending: those of them that the W's that are ready give back.
+    """
+    hold = taken - pending + reserve.saved[lane // 3][position]
+    if hold + reserve.most <= cap:
+        return True
+    stages = reserve.stages
+    for j in range(min(head[3 * s + 1] for s in stages), position + 1):
+        grows = gives = 0.0
+        for s in stages:
+            if j < head[3 * s] or (3 * s == lane and j == position):
+                if j >= head[3 * s + 1]:
+                    gives += reserve.saved[s][j]
+            else:
+                grows += reserve.saved[s][j]
+        if hold + grows + reserve.extra[j] > cap:
+            return False
+        hold -= gives
+    return True

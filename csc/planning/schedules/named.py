@@ -1,0 +1,227 @@
+"""The published schedules as orders, for any stages: heterogeneous, frozen, a DAG, one on a rank or several.
+
+Terms: see work.py. *Depth* of a stage: stages on the longest path from it to the end, itself included. *Warm-up*: the
+forwards that a stage runs before its first backward. Orders are made in a world in which every stage takes 1 for F, B
+and W, so they depend on how the stages hang together and not on what they cost. B sends its gradients before W runs.
+
+    name(work, room) -> orders     room: bytes for activations by rank, or None; only eager-1f1b looks at it
+    ORDERS: name -> that function
+
+Bubbles and memory on a chain of p equal ranks with F = B = W: see tests/planning/test_schedules.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from csc.errors import InputError
+from csc.planning.schedules.memory import reserve
+from csc.planning.schedules.replay import start_times
+from csc.planning.schedules.work import Work
+from csc.simulation.pipeline import Network, Pipeline
+
+Orders = list[list[int]]
+
+
+def gpipe(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """All forwards, then all backwards (Huang et al. 2019): every microbatch's activations are alive at the turn."""
+    there = set(work.lanes)
+    count = work.microbatches
+    return [
+        [3 * s for s in own for _ in range(count)]
+        + [lane for s in reversed(own) for _ in range(count) for lane in (3 * s + 1, 3 * s + 2) if lane in there]
+        for own in _stages_of(work)
+    ]
+
+
+def one_f_one_b(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """A warm-up of `depth` forwards, then one backward and one forward in turn (PipeDream-flush, Narayanan et al.
+    2021).
+
+    With B and W in one piece the bubble is (p - 1) (F + B + W); here gradients leave before W: (p - 1) (F + B).
+    """
+    return _in_turn(work, depths(work), [0] * len(work.pipeline.stages))
+
+
+def eager(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """1F1B with a warm-up of up to twice the depth, as much as the room allows; below the depth if it must be."""
+    depth = depths(work)
+    ahead = [1] * len(depth)
+    for rank, own in enumerate(_stages_of(work)):
+        held = reserve(work, rank)
+        most = [max(held.saved[s]) for s in own]
+        # Try the largest share of twice the depths first; one microbatch at a time always fits.
+        for share in sorted({n / (2 * depth[s]) for s in own for n in range(1, 2 * depth[s] + 1)}, reverse=True):
+            counts = [max(1, math.floor(2 * share * depth[s] + 1e-9)) for s in own]
+            bytes_ = sum(min(n, work.microbatches) * size for n, size in zip(counts, most)) + max(held.extra)
+            if room is None or bytes_ <= room[rank] * (1 + 1e-9):
+                break
+        for s, n in zip(own, counts):
+            ahead[s] = n
+    # A stage that runs as far ahead as the one before it would wait for forwards with its gradients at hand.
+    for _, source, destination in sorted(work.pipeline.messages, key=lambda channel: max(channel[1:])):
+        early, late = sorted((source, destination))
+        if work.pipeline.stages[early].has_b:
+            ahead[late] = max(1, min(ahead[late], ahead[early] - 1))
+    return _in_turn(work, ahead, [0] * len(depth))
+
+
+def zb_h1(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """1F1B whose W's lag behind, so that every rank holds as many microbatches as the first (Qi et al. 2023)."""
+    depth = depths(work)
+    return _in_turn(work, depth, [max(depth) - d for d in depth])
+
+
+def zb_h2(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """As zb_h1 with a warm-up of 2 depth - 1, which fills the wait for the first gradient (Qi et al. 2023)."""
+    depth = depths(work)
+    return _in_turn(work, [2 * d - 1 for d in depth], [2 * (max(depth) - d) for d in depth])
+
+
+def interleaved(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """1F1B over v stages a rank: groups of p microbatches go through a rank's first stage, then its second, and so on
+    (Narayanan et al. 2021). As zb_v, the published order without what a DAG or frozen stages leave out.
+    """
+    p, stages = work.ranks, len(work.placement)
+    _expect("interleaved-1f1b", work, [s % p for s in range(stages)] if stages % p == 0 else None)
+    count = -(-work.microbatches // p) * p
+    return [_fitting(work, _interleaved_rank(rank, p, stages // p, count)) for rank in range(p)]
+
+
+def _interleaved_rank(rank: int, p: int, chunks: int, count: int) -> list[int]:
+    """The order of one rank for a multiple of p microbatches: 2 (p - rank - 1) + (v - 1) p forwards, then in turn."""
+    forwards = [3 * (chunk * p + rank) for _ in range(count // p) for chunk in range(chunks) for _ in range(p)]
+    backwards = [lane + 1 for _ in range(count // p) for lane in reversed(forwards[: chunks * p])]
+    ahead = min(2 * (p - rank - 1) + (chunks - 1) * p, len(forwards))
+    order = forwards[:ahead]
+    for i, lane in enumerate(backwards):
+        order += [*forwards[ahead + i : ahead + i + 1], lane, lane + 1]
+    return order
+
+
+def zb_v(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """Two stages a rank in the shape of a V, no bubble for F = B = W with 1F1B's memory (Qi et al. 2024).
+
+    The published order belongs to a chain in which every stage has B and W. A DAG has fewer dependencies than the chain
+    of its stages, and frozen stages leave actions out: what is left is still free of deadlock.
+    """
+    p = work.ranks
+    _expect("zb-v", work, [*range(p), *reversed(range(p))])
+    count = max(2 * p - 1, work.microbatches)
+    return [_fitting(work, _zb_v_rank(rank, p, count)) for rank in range(p)]
+
+
+def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
+    """The order of one rank for at least 2 p - 1 microbatches: warm-up in three steps, steady turns of six, the end."""
+    down, up = 3 * rank, 3 * (2 * p - 1 - rank)
+    order = [down] * (2 * (p - rank) - 1) + [up, down] * rank + [up, up + 1, up + 2] * (p - rank)
+    while order.count(up) < count:
+        if order.count(down) < count:
+            order.append(down)
+        order += [down + 1, down + 2, up, up + 1, up + 2]
+    order += [down + 1, up + 1] * rank + [down + 1, down + 2] * (p - rank)
+    for lane in (up + 2, down + 2):
+        order += [lane] * (count - order.count(lane))
+    return order
+
+
+def _expect(name: str, work: Work, wanted: Sequence[int] | None) -> None:
+    if list(work.placement) != wanted:
+        raise InputError(
+            f"{name} does not run {len(work.placement)} stages on the ranks {list(work.placement)}",
+            "schedule",
+            f"Place them as csc.planning.schedules.placement({name!r}, ranks) says, or choose auto",
+        )
+
+
+def _fitting(work: Work, order: Sequence[int]) -> list[int]:
+    """The order without lanes and microbatches that the work does not have."""
+    there, count = set(work.lanes), [0] * (3 * len(work.pipeline.stages))
+    kept = []
+    for lane in order:
+        count[lane] += 1
+        if lane in there and count[lane] <= work.microbatches:
+            kept.append(lane)
+    return kept
+
+
+ORDERS: dict[str, Callable[[Work, Sequence[float] | None], Orders]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager,
+    "interleaved-1f1b": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+}
+
+
+def depths(work: Work) -> list[int]:
+    """For each stage the number of stages on the longest path from it to the end, along all messages."""
+    after: list[set[int]] = [set() for _ in work.pipeline.stages]
+    for _, source, destination in work.pipeline.messages:
+        after[min(source, destination)].add(max(source, destination))
+    depth = [1] * len(after)
+    for s in reversed(range(len(after))):
+        depth[s] = 1 + max((depth[t] for t in after[s]), default=0)
+    return depth
+
+
+def _in_turn(work: Work, ahead: Sequence[int], delay: Sequence[int]) -> Orders:
+    """Per stage: `ahead` forwards, then a backward and a forward in turn; W k after B k + delay, the rest at the end.
+
+    Free of deadlock on any DAG if `ahead` never grows along it: put F k of stage s at time k + e s and B k at
+    k + ahead[s] - 1/2 - e s for a small e. Every dependency leads to a later time, and so does the order of each stage.
+    A rank with several stages merges their orders by the start times that they have on ranks of their own: again every
+    dependency leads to a later time.
+    """
+    m = work.microbatches
+    lists = []
+    for s, stage in enumerate(work.pipeline.stages):
+        f, b, w = 3 * s, 3 * s + 1, 3 * s + 2
+        if not (stage.has_b or stage.has_w):
+            lists.append([f] * m)
+            continue
+        order = [f] * min(ahead[s], m)
+        for i in range(m):
+            order += [b] * stage.has_b
+            order += [w] * (stage.has_w and i >= delay[s])
+            order += [f] * (i + ahead[s] < m)
+        lists.append(order + [w] * (m * stage.has_w - order.count(w)))
+    if len(work.placement) == work.ranks:
+        alone = [0] * work.ranks
+        for s, rank in enumerate(work.placement):
+            alone[rank] = s
+        return [lists[s] for s in alone]
+    starts = start_times(replace(_even(work), placement=tuple(range(len(lists)))), lists)
+    assert starts is not None
+    return [
+        [lane for _, lane in sorted((at, lane) for s in own for lane in set(lists[s]) for at in starts[lane])]
+        for own in _stages_of(work)
+    ]
+
+
+def _stages_of(work: Work) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(work.ranks)]
+    for s, rank in enumerate(work.placement):
+        found[rank].append(s)
+    return found
+
+
+def _even(work: Work) -> Work:
+    """The same stages in a world where each takes 3 for a microbatch, 1 for B, 1 for W and F the rest, and messages
+    take nothing. So a stage without B runs at the pace of the others, not far ahead of those that share its rank.
+    """
+    stages = tuple(
+        replace(
+            stage,
+            forward=1.0 + (not stage.has_b) + (not stage.has_w),
+            backward_input=1.0,
+            backward_weight=1.0,
+        )
+        for stage in work.pipeline.stages
+    )
+    pipeline = Pipeline(stages, dict.fromkeys(work.pipeline.messages, 0.0), Network())
+    return Work(pipeline, work.placement, work.microbatches, work.sequence)

@@ -1,0 +1,92 @@
+"""When given orders finish: the same model of time as `greedy`, without choices.
+
+Terms: see work.py.
+
+    makespan(work, orders) -> seconds; inf for a deadlock
+    start_times(work, orders) -> [lane][position], or None for a deadlock
+    peaks(work, orders) -> for each rank the most bytes of activations
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from csc.planning.schedules.work import Work
+
+
+def start_times(work: Work, orders: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """Start of every action when each rank runs its order without a pause; None if the orders deadlock.
+
+    The times do not depend on the order in which ranks are looked at: only one rank sends over a directed pair.
+    """
+    count, seconds, feeds = work.microbatches, work.seconds, work.feeds
+    left = [[n] * count for n in work.needs]
+    when = [[0.0] * count for _ in left]
+    head = [0] * len(left)
+    free = [0.0] * work.slots
+    clock = [0.0] * len(orders)
+    place = [0] * len(orders)
+    blocked = [-1] * len(left)
+    ready = list(range(len(orders)))
+    todo = sum(len(order) for order in orders)
+    while ready:
+        rank = ready.pop()
+        now, order, i = clock[rank], orders[rank], place[rank]
+        first = i
+        size = len(order)
+        while i < size:
+            lane = order[i]
+            k = head[lane]
+            if left[lane][k]:
+                blocked[lane] = rank
+                break
+            row = when[lane]
+            if row[k] > now:
+                now = row[k]
+            else:
+                row[k] = now
+            now += seconds[lane][k]
+            head[lane] = k + 1
+            i += 1
+            for fed, slot, latency, wire in feeds[lane]:
+                at = now
+                if slot >= 0:
+                    if free[slot] > at:
+                        at = free[slot]
+                    at += wire[k]
+                    free[slot] = at
+                    at += latency
+                row = when[fed]
+                if at > row[k]:
+                    row[k] = at
+                waits = left[fed]
+                waits[k] -= 1
+                if not waits[k] and blocked[fed] >= 0 and head[fed] == k:
+                    ready.append(blocked[fed])
+                    blocked[fed] = -1
+        clock[rank], place[rank] = now, i
+        todo -= i - first
+    return None if todo else when
+
+
+def makespan(work: Work, orders: Sequence[Sequence[int]]) -> float:
+    """Seconds until the last action ends; inf if the orders deadlock."""
+    starts = start_times(work, orders)
+    if starts is None:
+        return math.inf
+    return max(starts[lane][-1] + work.seconds[lane][-1] for lane in work.lanes)
+
+
+def peaks(work: Work, orders: Sequence[Sequence[int]]) -> list[float]:
+    """For each rank the most bytes of activations that are alive at once: it depends on the order alone."""
+    result = []
+    for order in orders:
+        head = dict.fromkeys(work.lanes, 0)
+        alive = peak = 0.0
+        for lane in order:
+            alive += work.growth[lane][head[lane]]
+            head[lane] += 1
+            peak = max(peak, alive)
+        result.append(peak)
+    return result

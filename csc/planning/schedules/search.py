@@ -1,0 +1,134 @@
+"""Local search on the orders themselves: move actions that the makespan hangs on.
+
+Terms: see work.py. A *critical path* is a chain of actions, each starting because the one before it ended (on its rank,
+or with a message), from the start of the step to its end. Only an order that changes on every critical path can be
+better, so moves start from actions on one of them.
+
+    improve(work, orders, room, trials, rng, enough) -> (orders, seconds)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from csc.planning.schedules.replay import start_times
+from csc.planning.schedules.work import Work
+
+# How far an action moves, in places of its rank's order; near ones more often.
+STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9)
+
+
+def improve(
+    work: Work,
+    orders: Sequence[Sequence[int]],
+    room: Sequence[float] | None,
+    trials: int,
+    rng: random.Random,
+    enough: float = 0.0,
+) -> tuple[list[list[int]], float]:
+    """Orders that are at least as good, after so many evaluations, and their makespan.
+
+    Each trial moves one critical action earlier or later on its rank and keeps the move if the makespan does not grow
+    (steps aside are what leads out of plateaus). Moves that break the memory limit or deadlock are thrown away. Ends
+    early when the makespan is at most `enough`.
+    """
+    best = [list(order) for order in orders]
+    lasts = [(work.seconds[lane][-1], lane) for lane in work.lanes]
+    starts = start_times(work, best)
+    assert starts is not None
+    makespan = max(starts[lane][-1] + seconds for seconds, lane in lasts)
+    path = _Path(work, best)
+    critical = path.walk(starts, rng)
+    for _ in range(trials):
+        if makespan <= enough:
+            break
+        rank, place = critical[int(rng.random() * len(critical))]
+        order = best[rank]
+        step = STEPS[int(rng.random() * len(STEPS))]
+        target = place - step if rng.random() < 0.5 else place + step
+        target = min(max(target, 0), len(order) - 1)
+        moved = order[:place] + order[place + 1 :]
+        moved.insert(target, order[place])
+        if moved == order or (room is not None and not _fits(work, moved, room[rank])):
+            continue
+        best[rank] = moved
+        starts = start_times(work, best)
+        now = makespan + 1.0 if starts is None else max(starts[lane][-1] + seconds for seconds, lane in lasts)
+        if starts is None or now > makespan * (1 + 1e-12):
+            best[rank] = order
+            continue
+        makespan = now
+        path.change(rank, moved)
+        critical = path.walk(starts, rng)
+    return best, makespan
+
+
+def _fits(work: Work, order: Sequence[int], room: float) -> bool:
+    limit = room * (1 + 1e-9)
+    growth, head = work.growth, [0] * len(work.growth)
+    alive = 0.0
+    for lane in order:
+        alive += growth[lane][head[lane]]
+        head[lane] += 1
+        if alive > limit:
+            return False
+    return True
+
+
+class _Path:
+    """Where each action stands in its rank's order, kept up to date as ranks change."""
+
+    def __init__(self, work: Work, orders: Sequence[Sequence[int]]) -> None:
+        self.work = work
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in orders]
+        self.place: list[list[int]] = [[0] * work.microbatches for _ in work.needs]
+        self.sources: list[list[tuple[int, bool, float, list[float]]]] = [[] for _ in work.needs]
+        for lane, feeds in enumerate(work.feeds):
+            for fed, slot, latency, wire in feeds:
+                self.sources[fed].append((lane, slot >= 0, latency, wire))
+        for rank, order in enumerate(orders):
+            self.change(rank, order)
+
+    def change(self, rank: int, order: Sequence[int]) -> None:
+        """Note the new order of a rank."""
+        head = [0] * len(self.place)
+        row = []
+        for i, lane in enumerate(order):
+            k = head[lane]
+            head[lane] = k + 1
+            self.place[lane][k] = i
+            row.append((lane, k))
+        self.rows[rank] = row
+
+    def walk(self, starts: Sequence[Sequence[float]], rng: random.Random) -> list[tuple[int, int]]:
+        """(rank, place) of the actions of one critical path, from its end; where two lead on, one of them at random."""
+        work = self.work
+        seconds, home = work.seconds, work.placement
+        lane = max(work.lanes, key=lambda lane: starts[lane][-1] + seconds[lane][-1])
+        k = work.microbatches - 1
+        near = 1e-9 * (starts[lane][k] + seconds[lane][k])
+        found = []
+        while True:
+            rank = home[lane // 3]
+            place = self.place[lane][k]
+            found.append((rank, place))
+            start = starts[lane][k]
+            if start <= near:
+                return found
+            ways = []
+            if place:
+                before, j = self.rows[rank][place - 1]
+                if starts[before][j] + seconds[before][j] >= start - near:
+                    ways.append((before, j))
+            latest, source = -1.0, -1
+            for other, travels, latency, wire in self.sources[lane]:
+                at = starts[other][k] + seconds[other][k] + (latency + wire[k] if travels else 0.0)
+                if at > latest:
+                    latest, source = at, other
+            # A message that waited for its link arrives later than this; it is then the only explanation.
+            if source >= 0 and (latest >= start - near or not ways):
+                ways.append((source, k))
+            if not ways:
+                return found
+            lane, k = ways[0] if len(ways) == 1 else ways[rng.random() < 0.5]

@@ -1,0 +1,178 @@
+"""The work of a pipeline as lanes: the tables that schedulers run on.
+
+Terms
+  lane       the F, the B or the W of one stage, for all microbatches; all lanes run them in the same order
+  position   a microbatch's place in that order
+  feed       a lane whose position k waits for position k of this one, and the message in between
+  order      of a rank: the lanes that it runs, one entry per action; positions follow from counting
+
+    Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
+    actions(work, orders) -> for each rank its F, B and W as Actions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from csc.errors import InputError, ScheduleError
+from csc.ir.schedule import Action
+from csc.simulation.pipeline import Pipeline
+
+KINDS = ("F", "B", "W")
+
+# (lane that is fed, slot of the directed pair of ranks or -1 within a rank, latency, seconds on the wire by position)
+Feed = tuple[int, int, float, list[float]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Lane 3 s + i is kind i of F, B, W on stage s. Lanes without work are in no table.
+
+    Raises InputError for a placement or sequence that does not fit, ScheduleError for a channel against the order of
+    stages.
+    """
+
+    pipeline: Pipeline
+    placement: tuple[int, ...]
+    microbatches: int
+    sequence: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline, placement: Sequence[int], microbatches: int, sequence: Sequence[int] | None = None
+    ) -> Work:
+        _check(pipeline, placement, microbatches)
+        return cls(
+            pipeline, tuple(placement), microbatches, tuple(range(microbatches) if sequence is None else sequence)
+        )
+
+    @property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def lanes(self) -> list[int]:
+        """All lanes with work."""
+        return [
+            3 * s + i
+            for s, stage in enumerate(self.pipeline.stages)
+            for i, there in enumerate((True, stage.has_b, stage.has_w))
+            if there
+        ]
+
+    @cached_property
+    def lanes_of(self) -> list[list[int]]:
+        """For each rank its lanes."""
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for lane in self.lanes:
+            found[self.placement[lane // 3]].append(lane)
+        return found
+
+    @cached_property
+    def upstream_first(self) -> list[int]:
+        """All lanes, each after those that feed it: F by ascending stage, B by descending stage, then W."""
+        return sorted(self.lanes, key=lambda lane: (lane % 3, lane // 3 if lane % 3 == 0 else -(lane // 3)))
+
+    @cached_property
+    def factors(self) -> list[float]:
+        """For each position what its microbatch's times and bytes are multiplied by."""
+        return [self.pipeline.factor(mb) for mb in self.sequence]
+
+    @cached_property
+    def seconds(self) -> list[list[float]]:
+        """[lane][position]"""
+        return [[stage.seconds(kind) * f for f in self.factors] for stage in self.pipeline.stages for kind in KINDS]
+
+    @cached_property
+    def growth(self) -> list[list[float]]:
+        """[lane][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
+
+        saved is alive from F's end until B's end, kept from then until W's end; without a B, saved until W's end.
+        """
+        rows = []
+        for stage in self.pipeline.stages:
+            saved = stage.saved if stage.has_b or stage.has_w else 0.0
+            kept = (stage.kept if stage.has_b else saved) if stage.has_w else 0.0
+            for bytes_ in (saved, kept - saved if stage.has_b else 0.0, -kept):
+                rows.append([bytes_ * f for f in self.factors])
+        return rows
+
+    @cached_property
+    def feeds(self) -> list[tuple[Feed, ...]]:
+        """[lane]: what its actions make possible. Slots number the directed pairs of ranks that exchange messages."""
+        found: list[list[Feed]] = [[] for _ in range(3 * len(self.pipeline.stages))]
+        nothing = [0.0] * self.microbatches
+        for s, stage in enumerate(self.pipeline.stages):
+            if stage.has_b:
+                found[3 * s].append((3 * s + 1, -1, 0.0, nothing))
+            if stage.has_w:
+                found[3 * s + (1 if stage.has_b else 0)].append((3 * s + 2, -1, 0.0, nothing))
+        slots: dict[tuple[int, int], int] = {}
+        for (kind, source, destination), size in sorted(self.pipeline.messages.items()):
+            a, b = self.placement[source], self.placement[destination]
+            i = KINDS.index(kind)
+            if a == b:
+                found[3 * source + i].append((3 * destination + i, -1, 0.0, nothing))
+                continue
+            link = self.pipeline.network.link(a, b)
+            wire = [size * f / link.bandwidth for f in self.factors]
+            found[3 * source + i].append(
+                (3 * destination + i, slots.setdefault((a, b), len(slots)), link.latency, wire)
+            )
+        return [tuple(row) for row in found]
+
+    @cached_property
+    def slots(self) -> int:
+        """How many directed pairs of ranks exchange messages."""
+        return 1 + max((feed[1] for row in self.feeds for feed in row), default=-1)
+
+    @cached_property
+    def needs(self) -> list[int]:
+        """[lane]: how many feeds an action waits for."""
+        count = [0] * (3 * len(self.pipeline.stages))
+        for row in self.feeds:
+            for feed in row:
+                count[feed[0]] += 1
+        return count
+
+
+def actions(work: Work, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
+    """The F, B and W of each rank, in order."""
+    result = []
+    for order in orders:
+        count = dict.fromkeys(work.lanes, 0)
+        row = []
+        for lane in order:
+            row.append(Action(KINDS[lane % 3], lane // 3, work.sequence[count[lane]]))  # type: ignore[arg-type]
+            count[lane] += 1
+        result.append(row)
+    return result
+
+
+def _check(pipeline: Pipeline, placement: Sequence[int], microbatches: int) -> None:
+    stages = len(pipeline.stages)
+    if len(placement) != stages:
+        raise InputError(
+            f"the placement names {len(placement)} ranks for {stages} stages", "schedule", "Name one rank per stage"
+        )
+    if microbatches < 1:
+        raise InputError(f"there cannot be {microbatches} microbatches", "schedule", "Ask for at least 1")
+    if set(placement) != set(range(max(placement) + 1)):
+        raise InputError(
+            f"the placement {list(placement)} leaves a rank without a stage", "schedule", "Number the ranks from 0"
+        )
+    if pipeline.scale is not None and len(pipeline.scale) < microbatches:
+        raise InputError(
+            f"the pipeline scales {len(pipeline.scale)} microbatches, the schedule has {microbatches}",
+            "schedule",
+            "Give one scale per microbatch",
+        )
+    for kind, source, destination in pipeline.messages:
+        if (source < destination) != (kind == "F"):
+            raise ScheduleError(
+                f"message {kind} {source}>{destination} leads the wrong way",
+                "schedule",
+                "Number the stages so that activations go to later stages and gradients to earlier ones",
+            )

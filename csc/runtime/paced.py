@@ -1,0 +1,151 @@
+"""Paced ranks: compute is replaced by a wait of the modelled time; processes, messages and order are real.
+
+Terms: see csc.simulation.pipeline. A core that waits costs nothing, so many ranks can be measured honestly on few
+cores: what idles in the pipeline idles here, and a message takes the time that it really takes.
+
+    paced(pipeline, schedule, name) -> Paced                      a program of waits, from numbers alone
+    paced_program(program) -> Paced                               from a compiled program and the times its plan expects
+    run(paced, transport, steps, factor) -> [[Timed]]             this process' part of each step
+
+`factor` stretches all waits: with 100 a model of microseconds becomes measurable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.ir.schedule import Schedule
+from csc.runtime.executor import Timed, interleave, step
+from csc.runtime.program import LoadedProgram, StageFunctions
+from csc.runtime.rank import Rank
+from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueSpec
+from csc.runtime.transport import Transport
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline_file import from_json
+
+VALUE = "value"
+
+
+@dataclass(frozen=True)
+class Paced:
+    """A program whose stages only wait and send: each message carries one value of its real size."""
+
+    program: LoadedProgram
+    pipeline: Pipeline
+
+
+def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
+    """The paced program of a schedule on a pipeline. Every rank of the schedule is one rank of the mesh."""
+    stages = tuple(
+        StageSpec(
+            stage=index,
+            rank=schedule.placement[index],
+            regions=(),
+            inputs=(),
+            forward=True,
+            backward_input=stage.has_b,
+            backward_weight=stage.has_w,
+        )
+        for index, stage in enumerate(pipeline.stages)
+    )
+    messages = tuple(
+        MessageSpec(*channel, (ValueSpec(f"{VALUE} {channel}", (max(1, round(size)),), (1,), torch.uint8),))
+        for channel, size in sorted(pipeline.messages.items())
+    )
+    manifest = Manifest(
+        name=name,
+        fingerprint=repr((pipeline, str(schedule))),
+        mesh=Mesh(pp=len(schedule.ranks)),
+        device="cpu",
+        microbatches=schedule.microbatches,
+        inputs=(),
+        parameters=(),
+        constants=(),
+        messages=messages,
+        stages=stages,
+        loss=LossSpec(len(stages) - 1, "sum"),
+        frozen=(),
+        plan={},
+        files={},
+    )
+    return Paced(LoadedProgram(Path(), manifest, schedule, (), ""), pipeline)
+
+
+def paced_program(program: LoadedProgram) -> Paced:
+    """The paced form of a compiled program: its schedule, and the times and sizes that its plan expects. InputError for
+    several replicas: they would only wait beside each other.
+    """
+    if program.manifest.mesh.dp > 1:
+        raise InputError(
+            f"the program has {program.manifest.mesh.dp} replicas",
+            program.manifest.name,
+            "Compile it with dp=1: replicas of a paced run do the same thing at the same time",
+        )
+    pipeline = from_json(program.manifest.plan.get("pipeline"), f"{program.directory / 'program.json'}, plan")
+    return paced(pipeline, program.schedule, program.manifest.name)
+
+
+def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.0) -> list[dict[int, list[Timed]]]:
+    """Run this process' ranks for some steps; for each step when every action of them ran."""
+    device = torch.device("cpu")
+    position = program.program.manifest.mesh.coordinates
+    ranks = [
+        Rank(
+            program.program,
+            rank,
+            _functions(program, position(rank).pp),
+            transport.endpoint(rank),
+            {},
+            device,
+        )
+        for rank in transport.ranks
+    ]
+    count = program.program.manifest.microbatches
+    factors = [{"factor": factor * program.pipeline.factor(mb)} for mb in range(count)]
+    timelines = []
+    for _ in range(steps):
+        transport.begin_step()
+        transport.sum_over_processes(torch.zeros(1), "start of a paced step")
+        results = interleave({rank.rank: step(rank, factors, {}, trace=True) for rank in ranks})
+        timelines.append({rank: result.trace for rank, result in results.items()})
+    return timelines
+
+
+def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:
+    manifest = program.program.manifest
+    found = {}
+    for spec in manifest.stages_of(position):
+        parts: dict[str, Callable[..., Any]] = {}
+        for kind, name in (("F", "forward"), ("B", "backward_input"), ("W", "backward_weight")):
+            sent = {
+                value.name: torch.zeros(value.shape, dtype=value.dtype)
+                for message in manifest.messages
+                if (message.kind, message.source) == (kind, spec.stage)
+                for value in message.values
+            }
+            if kind == "F" and spec.stage == manifest.loss.stage:
+                sent["loss"] = torch.zeros(())
+            seconds = program.pipeline.stages[spec.stage].seconds(kind)
+            parts[name] = partial(_weights, seconds) if kind == "W" else partial(_work, seconds, sent)
+        found[spec.stage] = StageFunctions(**parts)
+    return found
+
+
+def _work(seconds: float, sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, float], *_: Any) -> tuple:
+    """F or B. What is saved from F to B to W is the microbatch's factor alone."""
+    time.sleep(seconds * microbatch["factor"])
+    return sent, microbatch
+
+
+def _weights(seconds: float, microbatch: Mapping[str, float], *_: Any) -> list[Any]:
+    time.sleep(seconds * microbatch["factor"])
+    return []

@@ -1,0 +1,104 @@
+"""Measured timelines: when every action of every rank ran, in the format of the simulator.
+
+Terms: see csc.simulation.timeline. Times of ranks on one machine come from one clock. Clocks of several machines are
+set against each other at a barrier; the error is the time that the barrier takes to let everybody go.
+
+    gathered(traces) -> {rank: [Timed]}             over all processes; every process calls it, each gets everything
+    timeline(traces, manifest, name) -> Timeline    of one data-parallel replica
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from csc.ir.schedule import parse
+from csc.runtime.executor import Timed
+from csc.runtime.specs import Manifest
+from csc.simulation.timeline import Event, Timeline, Transfer
+
+Traces = Mapping[int, Sequence[Timed]]
+
+
+def gathered(traces: Traces) -> dict[int, list[Timed]]:
+    """The traces of all processes, on one clock. Text travels as bytes: nothing is unpickled."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {rank: list(trace) for rank, trace in traces.items()}
+    dist.barrier()
+    mine = {
+        "host": platform.node(),
+        "barrier": time.perf_counter(),
+        "ranks": {rank: [[str(t.action), t.start, t.end] for t in trace] for rank, trace in traces.items()},
+    }
+    parts = [json.loads(text) for text in _all_gather(json.dumps(mine))]
+    several = len({part["host"] for part in parts}) > 1
+    found: dict[int, list[Timed]] = {}
+    for part in parts:
+        zero = part["barrier"] if several else 0.0
+        for rank, rows in part["ranks"].items():
+            actions = parse("rank 0: " + " | ".join(action for action, _, _ in rows)).ranks[0]
+            found[int(rank)] = [
+                Timed(action, start - zero, end - zero) for action, (_, start, end) in zip(actions, rows, strict=True)
+            ]
+    return dict(sorted(found.items()))
+
+
+def _all_gather(text: str) -> list[str]:
+    backend = str(dist.get_backend_config())
+    device = torch.device("cuda", torch.cuda.current_device()) if "gloo" not in backend else torch.device("cpu")
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded)
+    return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
+
+
+def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Timeline:
+    """The timeline of replica 0: traces by rank of the mesh. What memory was in use is not recorded."""
+    mesh = manifest.mesh
+    rows = [traces[mesh.rank_of(pp=position)] for position in range(mesh.pp)]
+    zero = min((timed.start for row in rows for timed in row), default=0.0)
+    ranks = tuple(
+        tuple(Event(position, t.action, t.start - zero, t.end - zero) for t in row) for position, row in enumerate(rows)
+    )
+    return Timeline(name, ranks, _transfers(ranks, manifest), ((),) * mesh.pp, (0.0,) * mesh.pp)
+
+
+def _transfers(ranks: Sequence[Sequence[Event]], manifest: Manifest) -> tuple[Transfer, ...]:
+    """A message is on its way from its SEND's end until its RECV's end."""
+    sizes = {m.channel: sum(v.numel * v.dtype.itemsize for v in m.values) for m in manifest.messages}
+    left = {
+        (event.action.channel, event.action.microbatch): event.end
+        for events in ranks
+        for event in events
+        if event.action.kind == "SEND"
+    }
+    found = []
+    for events in ranks:
+        for event in events:
+            action = event.action
+            if action.kind == "RECV":
+                start = left[action.channel, action.microbatch]
+                found.append(
+                    Transfer(
+                        kind=action.message,
+                        source=action.source,
+                        destination=action.destination,
+                        microbatch=action.microbatch,
+                        source_rank=manifest.stages[action.source].rank,
+                        destination_rank=manifest.stages[action.destination].rank,
+                        start=min(start, event.end),
+                        end=event.end,
+                        size=float(sizes[action.channel]),
+                    )
+                )
+    return tuple(sorted(found, key=lambda transfer: transfer.start))

@@ -1,0 +1,59 @@
+"""Memory of a rank as its actions go by. It depends on their order alone, so peaks need no simulation.
+
+Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's start and go at B's end, which leaves
+`kept`; those go at W's end. A stage with W but no B holds `saved` until W's end; one with neither holds nothing.
+
+    changes(pipeline) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
+    peak_memory(pipeline, schedule) -> [bytes for each rank]
+    states(pipeline, schedule) -> [bytes for each rank]
+"""
+
+from __future__ import annotations
+
+from csc.ir.schedule import Schedule
+from csc.simulation.pipeline import Pipeline, Stage
+
+Change = tuple[float, float]
+
+
+def changes(pipeline: Pipeline) -> dict[str, list[Change]]:
+    """By how much F, B and W of each stage change the bytes alive of their rank, at their start and at their end."""
+    per_stage = [_changes(stage) for stage in pipeline.stages]
+    return {kind: [change[i] for change in per_stage] for i, kind in enumerate("FBW")}
+
+
+def _changes(stage: Stage) -> tuple[Change, Change, Change]:
+    nothing = (0.0, 0.0)
+    if stage.has_b:
+        kept = stage.kept if stage.has_w else 0.0
+        return (stage.saved, 0.0), (0.0, kept - stage.saved), (0.0, -kept)
+    if stage.has_w:
+        return (stage.saved, 0.0), nothing, (0.0, -stage.saved)
+    return nothing, nothing, nothing
+
+
+def states(pipeline: Pipeline, schedule: Schedule) -> list[float]:
+    """Per rank, the state of its stages."""
+    total = [0.0] * len(schedule.ranks)
+    for stage, rank in schedule.placement.items():
+        total[rank] += pipeline.stages[stage].state
+    return total
+
+
+def peak_memory(pipeline: Pipeline, schedule: Schedule) -> list[float]:
+    """Per rank, the most bytes alive at once, state included. O(actions)."""
+    change = changes(pipeline)
+    scale = pipeline.scale
+    peaks = states(pipeline, schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        now = peak = peaks[rank]
+        for action in actions:
+            if action.kind in change:
+                before, after = change[action.kind][action.stage]
+                factor = 1.0 if scale is None else scale[action.microbatch]
+                now += before * factor
+                peak = max(peak, now)
+                now += after * factor
+                peak = max(peak, now)
+        peaks[rank] = peak
+    return peaks

@@ -1,0 +1,64 @@
+"""A pipeline's numbers as JSON: program.json keeps them, so that a written program can be simulated and paced.
+
+to_json(pipeline) -> dict        from_json(data, where) -> Pipeline
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+from csc.errors import InputError
+from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+
+_REMEDY = "Compile the program again"
+
+
+def to_json(pipeline: Pipeline) -> dict[str, Any]:
+    """The pipeline as dicts, lists and numbers. An unlimited bandwidth is null."""
+    network = pipeline.network
+    return {
+        "stages": [asdict(stage) for stage in pipeline.stages],
+        "messages": [[*channel, size] for channel, size in sorted(pipeline.messages.items())],
+        "network": {
+            "within": _link(network.within),
+            "between": _link(network.between),
+            "ranks_per_node": network.ranks_per_node,
+        },
+        "scale": list(pipeline.scale) if pipeline.scale is not None else None,
+    }
+
+
+def _link(link: Link) -> dict[str, float | None]:
+    return {"latency": link.latency, "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None}
+
+
+def from_json(data: Any, where: str = "pipeline") -> Pipeline:
+    """Read what `to_json` wrote. InputError, with the place, for anything else."""
+    try:
+        network = data["network"]
+        return Pipeline(
+            stages=tuple(_stage(row) for row in data["stages"]),
+            messages={(str(kind), int(a), int(b)): _size(size) for kind, a, b, size in data["messages"]},
+            network=Network(_read(network["within"]), _read(network["between"]), network["ranks_per_node"]),
+            scale=tuple(_size(factor) for factor in data["scale"]) if data["scale"] is not None else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"these are no figures of a pipeline: {error!r}", where, _REMEDY) from None
+
+
+def _stage(row: dict[str, Any]) -> Stage:
+    flags = ("has_b", "has_w")
+    figures: dict[str, Any] = {field.name: _size(row[field.name]) for field in fields(Stage) if field.name not in flags}
+    return Stage(**figures, **{name: bool(row[name]) for name in flags})
+
+
+def _read(row: dict[str, Any]) -> Link:
+    return Link(_size(row["latency"]), math.inf if row["bandwidth"] is None else _size(row["bandwidth"]))
+
+
+def _size(number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise ValueError(f"{number!r} is not a number of at least 0")
+    return float(number)

@@ -1,0 +1,227 @@
+"""The simulator: when every action of a schedule starts and ends on a pipeline.
+
+Terms: see csc.ir.schedule and csc.simulation.pipeline. A rank runs its list in order, one compute at a time. SEND
+takes none of its time: the message leaves at once, behind those that the same rank sent to the same rank before;
+the link is taken for size / bandwidth, and the message arrives one latency later. RECV waits for the arrival, so
+transfers overlap with compute. REDUCE takes no time here.
+
+    simulate(pipeline, schedule, jitter, name) -> Timeline
+    makespan(pipeline, schedule, jitter) -> seconds            the same without the timeline, for searches
+
+Who sends on a directed pair of ranks is one rank, in its own order. So every time follows from what is known when a
+rank reaches an action, and no queue of events sorted by time is needed: O(actions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from csc.errors import ScheduleError
+from csc.ir.schedule import Action, Message, Schedule
+from csc.simulation.jitter import Jitter, disturbed
+from csc.simulation.memory import changes, states
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.timeline import Curve, Event, Timeline, Transfer
+
+_REMEDY = "Check it with csc.ir.schedule_verifier against the program's stages and messages"
+
+
+class _Channel(NamedTuple):
+    """Seconds that a message of factor 1 takes up its link, latency, and the rank it goes to."""
+
+    seconds: float
+    latency: float
+    target: int
+
+
+class _Run(NamedTuple):
+    """Start and length of every F, B and W by rank; (rank, SEND, departure, arrival) of every message."""
+
+    starts: list[list[float]]
+    seconds: list[list[float]]
+    moves: list[tuple[int, Action, float, float]]
+
+
+def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, name: str | None = None) -> Timeline:
+    """The timeline of `schedule`, named after it unless `name` is given. The same arguments give the same timeline.
+
+    ScheduleError if it deadlocks (the circle of waits) or has an action that the pipeline does not know.
+    """
+    run = _run(pipeline, schedule, jitter)
+    placement = schedule.placement
+    state = states(pipeline, schedule)
+    ranks = tuple(
+        tuple(
+            Event(rank, action, start, start + seconds)
+            for action, start, seconds in zip((a for a in actions if a.computes), run.starts[rank], run.seconds[rank])
+        )
+        for rank, actions in enumerate(schedule.ranks)
+    )
+    transfers = tuple(
+        Transfer(
+            action.message,
+            action.source,
+            action.destination,
+            action.microbatch,
+            rank,
+            placement[action.destination],
+            start,
+            end,
+            pipeline.messages[action.channel] * pipeline.factor(action.microbatch),
+        )
+        for rank, action, start, end in sorted(run.moves, key=lambda move: move[2])
+    )
+    memory = tuple(_curve(pipeline, events, state[rank]) for rank, events in enumerate(ranks))
+    return Timeline(schedule.name if name is None else name, ranks, transfers, memory, tuple(state))
+
+
+def makespan(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None) -> float:
+    """Seconds until the last compute ends: `simulate(...).makespan`, in a fraction of its time."""
+    run = _run(pipeline, schedule, jitter)
+    return max(
+        (starts[-1] + seconds[-1] for starts, seconds in zip(run.starts, run.seconds) if starts),
+        default=0.0,
+    )
+
+
+def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
+    _check_size(pipeline, schedule)
+    seconds = _seconds(pipeline, schedule)
+    if jitter is not None:
+        seconds = disturbed(jitter, seconds)
+    channels = _channels(pipeline, schedule)
+    scale = pipeline.scale
+    count = len(schedule.ranks)
+    clock = [0.0] * count
+    left = [iter(actions) for actions in schedule.ranks]
+    lengths = [iter(listed) for listed in seconds]
+    starts: list[list[float]] = [[] for _ in range(count)]
+    moves: list[tuple[int, Action, float, float]] = []
+    free: dict[tuple[int, int], float] = {}  # by directed pair of ranks, when its link is
+    arrival: dict[tuple[Message, int], float] = {}
+    waiting: list[tuple[Message, int] | None] = [None] * count
+    ready = list(range(count))
+    while ready:
+        rank = ready.pop()
+        now = clock[rank]
+        started, lasting = starts[rank], lengths[rank]
+        for action in left[rank]:
+            kind = action.kind
+            if kind == "RECV":
+                token = ((action.message, action.source, action.destination), action.microbatch)
+                arrived = arrival.get(token)
+                if arrived is None:
+                    waiting[rank] = token
+                    break
+                if arrived > now:
+                    now = arrived
+            elif kind == "SEND":
+                channel = (action.message, action.source, action.destination)
+                if channel not in channels:
+                    raise _unknown_message(schedule, rank, action)
+                busy, latency, target = channels[channel]
+                if scale is not None:
+                    busy *= scale[action.microbatch]
+                departure = free.get((rank, target), 0.0)
+                if now > departure:
+                    departure = now
+                free[rank, target] = departure + busy
+                arrived = departure + busy + latency
+                token = (channel, action.microbatch)
+                arrival[token] = arrived
+                moves.append((rank, action, departure, arrived))
+                if waiting[target] == token:
+                    waiting[target] = None
+                    if arrived > clock[target]:
+                        clock[target] = arrived
+                    ready.append(target)
+            elif kind != "REDUCE":
+                started.append(now)
+                now += next(lasting)
+        clock[rank] = now
+    blocked = {rank: token for rank, token in enumerate(waiting) if token is not None}
+    if blocked:
+        raise _deadlock(schedule, blocked)
+    return _Run(starts, seconds, moves)
+
+
+def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
+    """Per rank, the modelled length of every F, B and W in its order."""
+    per_kind = {kind: [stage.seconds(kind) for stage in pipeline.stages] for kind in "FBW"}
+    scale = pipeline.scale
+    if scale is None:
+        return [[per_kind[a.kind][a.stage] for a in actions if a.kind in per_kind] for actions in schedule.ranks]
+    return [
+        [per_kind[a.kind][a.stage] * scale[a.microbatch] for a in actions if a.kind in per_kind]
+        for actions in schedule.ranks
+    ]
+
+
+def _check_size(pipeline: Pipeline, schedule: Schedule) -> None:
+    for what, has, needs in (
+        ("stages", len(pipeline.stages), 1 + max(schedule.placement, default=-1)),
+        ("microbatches", *((0, 0) if pipeline.scale is None else (len(pipeline.scale), schedule.microbatches))),
+    ):
+        if needs > has:
+            raise ScheduleError(
+                f"it has {needs} {what}, the pipeline has {has}", f"schedule {schedule.name}", "Plan it for this one"
+            )
+
+
+def _channels(pipeline: Pipeline, schedule: Schedule) -> dict[Message, _Channel]:
+    """What moving a message takes, for every channel of the pipeline that leads from one rank to another."""
+    placement = schedule.placement
+    found = {}
+    for channel, size in pipeline.messages.items():
+        source, target = placement.get(channel[1]), placement.get(channel[2])
+        if source is not None and target is not None and source != target:
+            link = pipeline.network.link(source, target)
+            found[channel] = _Channel(size / link.bandwidth, link.latency, target)
+    return found
+
+
+def _curve(pipeline: Pipeline, events: Sequence[Event], state: float) -> Curve:
+    change = changes(pipeline)
+    now = state
+    points = [(0.0, now)]
+    for event in events:
+        action = event.action
+        factor = pipeline.factor(action.microbatch)
+        for time, size in zip((event.start, event.end), change[action.kind][action.stage]):
+            if size:
+                now += size * factor
+                points.append((time, max(now, 0.0)))  # a sum of floats may end a hair below
+    return tuple(points)
+
+
+def _unknown_message(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
+    return ScheduleError(
+        f"'{action}' sends what the pipeline has no message for between two ranks",
+        f"schedule {schedule.name}, rank {rank}",
+        _REMEDY,
+    )
+
+
+def _deadlock(schedule: Schedule, blocked: dict[int, tuple[Message, int]]) -> ScheduleError:
+    """Follow the waits from the first blocked rank, to a circle or to a message that nobody sends."""
+    where = f"schedule {schedule.name}"
+    path: list[int] = []
+    rank = min(blocked)
+    while rank not in path:
+        path.append(rank)
+        channel, mb = blocked[rank]
+        sender = schedule.placement.get(channel[1], -1)
+        if sender not in blocked:
+            return ScheduleError(
+                f"'{Action.recv(channel, mb)}' waits for a message that nobody sends",
+                f"{where}, rank {rank}",
+                _REMEDY,
+            )
+        rank = sender
+    waits = [f"rank {r} waits at '{Action.recv(*blocked[r])}'" for r in path[path.index(rank) :]]
+    return ScheduleError(
+        f"deadlock: {', '.join(waits)}, in a circle",
+        where,
+        "Move one of their SENDs, with the action that produces it, ahead of its rank's wait",
+    )

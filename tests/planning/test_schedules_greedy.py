@@ -1,0 +1,126 @@
+"""The list scheduler: it finishes under any memory that holds one microbatch, and keeps to its limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csc.errors import InputError
+from csc.ir.schedule import with_messages
+from csc.ir.schedule_verifier import verify
+from csc.planning.schedules.bound import lower_bound
+from csc.planning.schedules.greedy import Rule, order, run
+from csc.planning.schedules.memory import least, room
+from csc.planning.schedules.replay import makespan, peaks, start_times
+from csc.planning.schedules.work import Work, actions
+from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.simulate import makespan as simulated
+from csc.simulation.simulate import simulate
+from tests.planning.schedule_cases import Case, cases, chain
+
+
+def by_kind(work: Work, kinds: str) -> list[list[float]]:
+    """Priorities that look at the kind alone: "BFW" runs B before F before W."""
+    return [[float(kinds.index("FBW"[lane % 3]))] * work.microbatches for lane in range(3 * len(work.placement))]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    cases(),
+    st.permutations("FBW"),
+    st.sampled_from([1.0, 1.2, 2.0, 10.0, math.inf]),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([0.0, 0.5, 3.0]),
+    st.randoms(use_true_random=False),
+)
+def test_it_always_finishes_within_its_limits(
+    case: Case, kinds: list[str], spare: float, flight: int | None, held: int | None, patience: float, chance: object
+) -> None:
+    """Even if the memory holds one microbatch at a time and no more. What it says it takes, the simulator says too."""
+    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    memory = [limit * spare for limit in least(work)]
+    allowed = room(work, memory) if math.isfinite(spare) else None
+    stages = len(case.placement)
+    priority = [[p + chance.random() for p in row] for row in by_kind(work, "".join(kinds))]  # type: ignore[attr-defined]
+    rule = Rule(priority, flight and [flight] * stages, held and [held] * stages, allowed, patience)
+    orders, seconds = run(work, rule)
+    schedule = with_messages("greedy", actions(work, orders), case.pipeline.messages)
+    verify(schedule, case.pipeline.messages, case.pipeline.has_b, case.pipeline.has_w, case.microbatches)
+    assert simulated(case.pipeline, schedule) == pytest.approx(seconds)
+    assert makespan(work, orders) == pytest.approx(seconds)
+    taken = peak_memory(case.pipeline, schedule)
+    state = [
+        sum(s.state for s, r in zip(case.pipeline.stages, case.placement) if r == rank) for rank in range(work.ranks)
+    ]
+    assert [peak + fixed for peak, fixed in zip(peaks(work, orders), state)] == pytest.approx(taken)
+    if allowed is not None:
+        assert all(peak <= limit * (1 + 1e-6) + 1e-6 for peak, limit in zip(taken, memory))
+    for stage in range(stages):
+        count = {"F": 0, "B": 0, "W": 0}
+        for action in schedule.ranks[case.placement[stage]]:
+            if action.stage == stage and action.computes:
+                count[action.kind] += 1
+                back = "B" if case.pipeline.has_b[stage] else "W"
+                last = "W" if case.pipeline.has_w[stage] else "B"
+                if case.pipeline.has_b[stage] or case.pipeline.has_w[stage]:
+                    assert flight is None or count["F"] - count[back] <= flight
+                    assert held is None or count["F"] - count[last] <= held
+    assert seconds >= lower_bound(work) * (1 - 1e-9)
+    assert seconds >= lower_bound(work, allowed) * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_replay_has_the_simulators_times(case: Case) -> None:
+    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    orders, _ = run(work, Rule(by_kind(work, "BFW")))
+    starts = start_times(work, orders)
+    assert starts is not None
+    timeline = simulate(case.pipeline, with_messages("x", actions(work, orders), case.pipeline.messages))
+    for events in timeline.ranks:
+        for event in events:
+            lane = 3 * event.action.stage + "FBW".index(event.action.kind)
+            assert starts[lane][event.action.microbatch] == pytest.approx(event.start)
+
+
+def test_the_order_follows_the_rule() -> None:
+    pipeline = chain(1, Stage(1.0, 1.0, 1.0))
+    work = Work.of(pipeline, [0], 2)
+
+    def compute(kinds: str) -> str:
+        return " ".join(f"{a.kind}{a.microbatch}" for a in order(pipeline, [0], 2, Rule(by_kind(work, kinds)))[0])
+
+    assert compute("FBW") == "F0 F1 B0 B1 W0 W1"
+    assert compute("BWF") == "F0 B0 W0 F1 B1 W1"
+    assert compute("BFW") == "F0 B0 F1 B1 W0 W1"
+
+
+def test_patience_waits_for_a_better_action() -> None:
+    """Rank 0 has a long W when B is about to arrive. Waiting for it brings the last B forward."""
+    stages = (Stage(1.0, 1.0, 4.0), Stage(1.0, 1.5, 0.5), Stage(0.1, 0.1, 0.1))
+    messages = {("F", 0, 1): 0.0, ("F", 1, 2): 0.0, ("B", 1, 0): 0.0, ("B", 2, 1): 0.0}
+    work = Work.of(Pipeline(stages, messages), range(3), 2)
+    hasty, patient = (
+        start_times(work, run(work, Rule(by_kind(work, "BFW"), patience=patience))[0]) for patience in (0.0, 1.0)
+    )
+    assert hasty is not None and patient is not None
+    assert patient[1][1] < hasty[1][1]
+
+
+def test_limits_that_hold_nothing_are_an_error() -> None:
+    pipeline = chain(2, Stage(1.0, 1.0, 1.0, saved=2.0))
+    work = Work.of(pipeline, range(2), 2)
+    with pytest.raises(InputError, match="limits leave ranks without anything"):
+        order(pipeline, range(2), 2, Rule(by_kind(work, "BFW"), memory=[1.0, 1.0]))
+
+
+def test_replay_knows_a_deadlock() -> None:
+    work = Work.of(chain(2, Stage(1.0, 1.0, 1.0)), range(2), 1)
+    assert start_times(work, [[0, 1, 2], [4, 3, 5]]) is None
+    assert makespan(work, [[1, 0, 2], [3, 4, 5]]) == math.inf
+    assert makespan(work, [[0, 1, 2], [3, 4, 5]]) == 5.0

@@ -1,0 +1,197 @@
+"""The HTML page and the SVG picture: self-contained, escaped, and with the run's own numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+
+from csc.ir.schedule import Action, Schedule
+from csc.simulation.look import BASE, LIMIT, colour
+from csc.simulation.page import page
+from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.simulate import simulate
+from csc.simulation.svg import svg
+from csc.simulation.timeline import Event, Timeline
+
+from .orders import chain, gpipe, interleaved, one_f_one_b, runs
+
+EVIL = "</script></title></style><script>alert('1')</script><img src=x onerror=\"alert(2)\"> & co"
+STAGE = Stage(0.010, 0.012, 0.006, saved=100.0, kept=20.0, state=300.0)
+PIPELINE = Pipeline((STAGE,) * 4, chain(4, 1e6), Network(Link(1e-4, 1e9)))
+PLAN = simulate(PIPELINE, one_f_one_b(PIPELINE, 6), name="plan")
+BASELINE = simulate(PIPELINE, gpipe(PIPELINE, 6), name=EVIL)
+
+
+class Reader(HTMLParser):
+    """Tags, their attributes, and the text of each kind of element; every element that must be closed is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.text.setdefault(self.open[-1], []).append(data)
+
+
+def embedded(text: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    data: dict[str, Any] = json.loads(found)
+    return data
+
+
+def test_the_page_is_whole_and_asks_for_nothing() -> None:
+    text = page([PLAN, BASELINE], "a run", bound=0.1, limit=500.0)
+    reader = Reader(text)
+    assert reader.open == []
+    assert not any({"src", "href", "action"} & attributes.keys() for _, attributes in reader.tags)
+    assert not re.search(r"https?:|url\(|@import|\bimport\b|fetch\(|XMLHttp|WebSocket", text)
+    assert [tag for tag, _ in reader.tags].count("script") == 2
+    assert "default-src 'none'" in text
+    ids = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
+    assert set(re.findall(r'getElementById\("(\w+)"\)', text)) <= ids
+
+
+def test_names_are_escaped() -> None:
+    for text in (page([BASELINE], EVIL), page([BASELINE, PLAN], "fine")):
+        reader = Reader(text)
+        assert [tag for tag, _ in reader.tags].count("script") == 2
+        assert [tag for tag, _ in reader.tags].count("img") == 0
+        assert EVIL in ["".join(reader.text["td"][i : i + 1]) for i in range(len(reader.text["td"]))]
+    assert "".join(Reader(page([], EVIL)).text["h1"]) == EVIL
+    assert embedded(page([BASELINE], EVIL))["runs"][0]["name"] == EVIL
+
+
+def decoded(steps: list[int], tick: float) -> list[float]:
+    times, now = [], 0
+    for step in steps:
+        now += step
+        times.append(now * tick)
+    return times
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs())
+def test_the_page_holds_the_run(run: tuple[Pipeline, Schedule, int]) -> None:
+    timeline = simulate(run[0], run[1])
+    data = embedded(page([timeline], "", bound=timeline.makespan))
+    (found,) = data["runs"]
+    close = data["tick"] * 0.51
+    assert data["bound"] * data["tick"] == pytest.approx(timeline.makespan, abs=close)
+    for events, drawn in zip(timeline.ranks, found["ranks"], strict=True):
+        assert [data["kinds"][kind] for kind in drawn["kind"]] == [event.action.kind for event in events]
+        assert drawn["stage"] == [event.action.stage for event in events]
+        assert drawn["microbatch"] == [event.action.microbatch for event in events]
+        expected = [time for event in events for time in (event.start, event.end)]
+        assert decoded(drawn["times"], data["tick"]) == pytest.approx(expected, abs=close)
+    for curve, drawn in zip(timeline.memory, found["memory"], strict=True):
+        assert decoded(drawn["times"], data["tick"]) == pytest.approx([time for time, _ in curve], abs=close)
+        assert drawn["sizes"] == [round(size) for _, size in curve]
+    moves = found["moves"]
+    starts = decoded(moves["start"], data["tick"])
+    rows = [
+        (kind, a, b, mb, first, last)
+        for kind, a, b, mb, first, last in zip(
+            *(moves[key] for key in ("kind", "source", "destination", "microbatch", "from", "to")), strict=True
+        )
+    ]
+    assert rows == [
+        (t.kind, t.source, t.destination, t.microbatch, t.source_rank, t.destination_rank) for t in timeline.transfers
+    ]
+    assert starts == pytest.approx([t.start for t in timeline.transfers], abs=close)
+
+
+def test_runs_share_one_scale_and_start_at_their_own_beginning() -> None:
+    late = Timeline("late", ((Event(0, Action("F", 0, 0), 5.0, 7.0),),), (), (((5.0, 9.0),),), (9.0,))
+    early = Timeline("early", ((Event(0, Action("F", 0, 0), 0.0, 4.0),),), (), (((0.0, 9.0),),), (9.0,))
+    data = embedded(page([late, early], ""))
+    times = [decoded(run["ranks"][0]["times"], data["tick"]) for run in data["runs"]]
+    assert times == [pytest.approx([0.0, 2.0]), pytest.approx([0.0, 4.0])]
+
+
+def test_later_chunks_have_their_level() -> None:
+    pipeline = Pipeline((Stage(1.0, 1.0, has_w=False),) * 4, chain(4))
+    (run,) = embedded(page([simulate(pipeline, interleaved(pipeline, 2, 2))], ""))["runs"]
+    assert run["levels"] == {"0": 0, "2": 1, "1": 0, "3": 1}
+
+
+def test_the_table_leaves_out_what_is_not_known() -> None:
+    plain = Reader(page([PLAN], "")).text["th"]
+    assert "makespan" in plain and "over the bound" not in plain and "against the first" not in plain
+    assert "over the bound" in Reader(page([PLAN], "", bound=0.1)).text["th"]
+    assert "against the first" in Reader(page([PLAN, BASELINE], "")).text["th"]
+
+
+def shapes(text: str, tag: str) -> list[dict[str, str]]:
+    root = ElementTree.fromstring(text)
+    return [element.attrib for element in root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")]
+
+
+def test_the_picture_has_every_box_in_its_place() -> None:
+    text = svg([PLAN], width=800)
+    boxes = [box for box in shapes(text, "rect") if "y" in box and box.get("height") == "20"]
+    events = [event for events in PLAN.ranks for event in events]
+    assert len(boxes) == len(events)
+    scale = (800 - 64 - 14) / PLAN.makespan
+    rows: dict[int, set[str]] = {}
+    for box, event in zip(boxes, events):
+        assert float(box["x"]) == pytest.approx(64 + event.start * scale, abs=0.01)
+        assert float(box["width"]) == pytest.approx(event.seconds * scale - 0.8, abs=0.02)
+        assert box["fill"] == colour(event.action.kind)[0]
+        rows.setdefault(event.rank, set()).add(box["y"])
+    assert all(len(row) == 1 for row in rows.values()) and len(set.union(*rows.values())) == 4
+    lines = [line for line in shapes(text, "line") if line.get("stroke") in BASE.values()]
+    assert len(lines) == len(PLAN.transfers)
+    assert not [line for line in shapes(svg([PLAN], messages=False), "line") if line.get("stroke") in BASE.values()]
+
+
+def test_the_picture_shows_bound_and_limit_when_they_are_given() -> None:
+    plain, full = svg([PLAN, BASELINE]), svg([PLAN, BASELINE], EVIL, bound=0.1, limit=400.0)
+    assert LIMIT not in plain and "lower bound" not in plain
+    limits = [line for line in shapes(full, "line") if line.get("stroke") == LIMIT]
+    assert len(limits) == 2 * 4 + 1  # one a rank, one in the legend
+    assert "lower bound" in full and "memory limit" in full
+
+
+def test_the_picture_is_escaped_and_asks_for_nothing() -> None:
+    text = svg([BASELINE], EVIL)
+    root = ElementTree.fromstring(text)
+    assert {element.tag.split("}")[1] for element in root.iter()} <= {
+        "svg", "title", "style", "rect", "text", "tspan", "line", "path",
+    }  # fmt: skip
+    assert root[0].text == EVIL
+    assert re.findall(r"https?:[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(runs())
+def test_any_run_can_be_drawn(run: tuple[Pipeline, Schedule, int]) -> None:
+    timeline = simulate(run[0], run[1])
+    ElementTree.fromstring(svg([timeline, timeline], bound=1.0))
+    assert Reader(page([timeline, timeline], "", limit=1.0)).open == []
+
+
+def test_nothing_to_draw() -> None:
+    ElementTree.fromstring(svg([]))
+    assert embedded(page([], ""))["runs"] == []
+    empty = Timeline("empty", ((), ()), (), (((0.0, 0.0),), ()), (0.0, 0.0))
+    ElementTree.fromstring(svg([empty]))
+    assert embedded(page([empty], ""))["runs"][0]["makespan"] == 0
