@@ -1,0 +1,76 @@
+"""A configuration as a Program: captured shallow and without weights, traced once, expanded, pruned per frozen set.
+
+Terms
+  traced   after pass `differentiate`, all layers: what no frozen set changes
+  frozen   the components that do not train
+
+    FROZEN                           name of a frozen set -> components, of those that the model has
+    traced(configuration)            -> Program
+    program(configuration, frozen)   -> Program after pass `split`
+
+Both are kept for the run; another frozen set traces nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+from csc.passes.differentiate import differentiate
+from csc.passes.freeze import freeze
+from csc.passes.loss import loss
+from csc.passes.prune import prune
+from csc.passes.regions import regions
+from csc.passes.shapes import shapes
+from csc.passes.split import split
+
+from benchmarks.mllm.configurations import Configuration
+from benchmarks.mllm.expand import Stack, expand
+from benchmarks.mllm.models import batch, build
+from benchmarks.mllm.weightless import weightless
+from csc.capture import capture
+from csc.ir.program import Options, Program
+from csc.ir.verifier import verify
+
+Pass = Callable[[Program, Options], Program]
+
+FROZEN: Mapping[str, tuple[str, ...]] = {
+    "all trainable": (),
+    "encoder frozen": ("vision", "audio"),
+    "projector only": ("vision", "audio", "llm"),
+}
+
+
+def captured(configuration: Configuration, depths: Mapping[str, int]) -> Program:
+    """The model with `depths[component]` layers, after pass `differentiate`."""
+    with weightless(torch.bfloat16):
+        model = build(configuration, depths)
+    program = capture(model, batch(configuration))
+    return _run(program, (shapes, loss, regions, differentiate), Options())
+
+
+@cache
+def traced(configuration: Configuration) -> Program:
+    """The whole model, after pass `differentiate`."""
+    parts = configuration.components
+    shallow = captured(configuration, {component: part.shallow for component, part in parts.items()})
+    return expand(shallow, {component: Stack(part.layers, part.period) for component, part in parts.items()})
+
+
+@cache
+def program(configuration: Configuration, frozen: str) -> Program:
+    """The whole model for one of FROZEN, after pass `split`. KeyError for another name."""
+    return pruned(traced(configuration), tuple(part for part in FROZEN[frozen] if part in configuration.components))
+
+
+def pruned(whole: Program, frozen: tuple[str, ...]) -> Program:
+    """A traced Program with these components frozen, after pass `split`."""
+    return _run(whole, (freeze, prune, split), Options(freeze=frozen))
+
+
+def _run(program: Program, passes: Sequence[Pass], options: Options) -> Program:
+    for one in passes:
+        program = one(program, options)
+        verify(program, after=one.__name__)
+    return program
