@@ -30,6 +30,11 @@ def partition(program: Program, options: Options) -> Program:
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
+    if options.mesh.pp > len(program.regions):
+        raise InputError(
+            f"the mesh asks for {options.mesh.pp} stages, and {program.name} has {len(program.regions)} regions", "mesh",
+            f"use pp={len(program.regions)} or less",
+        )  # fmt: skip
     problem = numbers.problem(program, options)
     given = _given(program, options)
     ranks, placement = options.mesh.pp, options.placement
@@ -76,7 +81,7 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         return None
     starts = at_cuts(names, options.cuts)
     count = len(options.placement) if options.placement is not None else options.mesh.pp * (options.chunks or 1)
-    if len(starts) != count and options.placement is None and len(starts) % options.mesh.pp:
+    if len(starts) != count:
         raise InputError(
             f"{len(options.cuts)} cuts make {len(starts)} stages, and the mesh has pp={options.mesh.pp}", "cuts",
             f"name {count - 1} regions, each the first of a stage",

@@ -208,7 +208,7 @@ def test_a_wrong_number_of_cuts(models: Models, cuts: list[str], stages: int) ->
 
 def test_an_unknown_schedule(models: Models) -> None:
     step = lambda: models("text", mesh="pp=2", schedule="zigzag").program  # noqa: E731
-    refused(step, "no schedule 'zigzag'", "schedule", "1f1b, gpipe")
+    refused(step, "no schedule 'zigzag'", "schedule", "gpipe, 1f1b")
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])
