@@ -97,6 +97,7 @@ def _expected(program: Program) -> dict[str, Any]:
         "pipeline": plan.pipeline,
         "makespan": plan.makespan,
         "bound": plan.bound,
+        "shared_bound": plan.shared_bound,
         "peak_memory": list(plan.peak_memory),
     }
 

@@ -275,16 +275,11 @@ def simulate(
         )  # fmt: skip
     console.print(table)
     console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
-    if found.bound is not None and found.gap is not None:
-        console.print(
-            f"lower bound {seconds_text(found.bound)}, over all partitions into one stage a rank: "
-            f"the plan is {found.gap:.1%} above it",
-            highlight=False,
-        )
-    else:
-        console.print(
-            "several stages share a rank: the lower bound for one stage a rank does not hold", highlight=False
-        )
+    kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
+    console.print(
+        f"lower bound {seconds_text(found.bound)}, over all {kind}: the plan is {found.gap:.1%} above it",
+        highlight=False,
+    )
     if found.baseline is not None:
         console.print(
             f"{found.baseline.name}: {seconds_text(found.baseline.makespan)}, peak memory "

@@ -34,22 +34,23 @@ from csc.simulation.timeline import Timeline, from_json
 class Forecast:
     """The plan's timeline and the baseline's. Times are seconds of one step, sizes bytes of one rank.
 
-    bound: no plan of one stage a rank takes less; None if the plan has several stages on a rank.
+    bound: no plan of its kind takes less: one stage a rank, or (`shared`) several.
     """
 
     schedule: str
     layout: str
     costs: str
-    bound: float | None
+    bound: float
+    shared: bool
     plan: Timeline
     baseline: Timeline | None
     holds: tuple[str, ...]  # per rank, the regions of its stages
     memory: float | None
 
     @property
-    def gap(self) -> float | None:
+    def gap(self) -> float:
         """How much longer than the bound the plan takes, as a share of the bound."""
-        return self.plan.makespan / self.bound - 1 if self.bound else None
+        return self.plan.makespan / self.bound - 1
 
     @property
     def speedup(self) -> float | None:
@@ -63,6 +64,7 @@ class Forecast:
             "costs": self.costs,
             "makespan": self.plan.makespan,
             "bound": self.bound,
+            "bound_of": "several stages a rank" if self.shared else "one stage a rank",
             "gap": self.gap,
             "memory_limit": self.memory,
             "peak_memory": max(self.plan.peak_memory),
@@ -99,7 +101,8 @@ def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jit
         schedule=program.schedule.name,
         layout=program.plan.layout,
         costs=program.plan.costs,
-        bound=program.plan.bound,
+        bound=program.plan.shared_bound if program.plan.bound is None else program.plan.bound,
+        shared=program.plan.bound is None,
         plan=simulate(pipeline, program.schedule, jitter, f"plan: {program.schedule.name}"),
         baseline=_baseline(program, options, baseline, jitter) if baseline is not None else None,
         holds=tuple(_held(program, rank) for rank in range(options.mesh.pp)),

@@ -32,7 +32,8 @@ def partition(program: Program, options: Options) -> Program:
     """
     if options.mesh.pp > len(program.regions):
         raise InputError(
-            f"the mesh asks for {options.mesh.pp} stages, and {program.name} has {len(program.regions)} regions", "mesh",
+            f"the mesh asks for {options.mesh.pp} stages, and {program.name} has {len(program.regions)} regions",
+            "mesh",
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
     problem = numbers.problem(program, options)
@@ -65,6 +66,7 @@ def partition(program: Program, options: Options) -> Program:
         pipeline=to_json(decided.pipeline),
         makespan=decided.makespan,
         bound=decided.bound,
+        shared_bound=decided.shared_bound,
         peak_memory=tuple(decided.peak_memory),
     )
     return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)

@@ -173,6 +173,7 @@ class Plan:
 
     costs: where the seconds come from. layout: how components share ranks. pipeline: what the simulator needs, in the
     JSON form of csc.simulation. bound: no plan of one stage a rank takes less; None where several share a rank.
+    shared_bound: no plan whatever takes less.
     """
 
     schedule: Schedule
@@ -181,6 +182,7 @@ class Plan:
     pipeline: Mapping[str, Any]
     makespan: float
     bound: float | None
+    shared_bound: float
     peak_memory: tuple[float, ...]
 
 

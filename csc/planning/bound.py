@@ -122,4 +122,4 @@ def shared_lower_bound(problem: Problem) -> Bound:
         "all work spread over the ranks, and the ways to their first and from their last action": spread,
     }
     term = max(terms, key=lambda name: terms[name])
-    return Bound(terms[term], (), term)
+    return Bound(float(terms[term]), (), term)

@@ -15,7 +15,7 @@ Terms
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from csc.ir.schedule import Message
 from csc.simulation.pipeline import Network, Pipeline, Stage
@@ -67,7 +67,7 @@ class Problem:
     ranks: int
     microbatches: int
     memory: float | None = None
-    network: Network = Network()
+    network: Network = field(default_factory=Network)
     scale: tuple[float, ...] | None = None
 
 

@@ -1,4 +1,4 @@
-"""A quick look at what a partition can do: greedy orders under a few rules, and small changes of the partition.
+"""A quick look at what a partition can do: named schedules, greedy orders, and small changes of the partition.
 
 Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on its ranks with the best order found.
 
@@ -22,21 +22,25 @@ from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
-from csc.planning.schedules.named import depths
+from csc.planning.schedules.named import ORDERS, depths
+from csc.planning.schedules.replay import makespan, peaks
 from csc.planning.schedules.search import improve
 from csc.planning.schedules.work import Work
 
-# Urgency of F, of B and of W (the least goes first); in flight as a multiple of the depth (None: as memory allows);
-# patience as in csc.planning.schedules.greedy.
-Style = tuple[tuple[int, int, int], float | None, float]
+# A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
+# depth (None: as memory allows); patience as in csc.planning.schedules.greedy.
+Rules = tuple[tuple[int, int, int], float | None, float]
+Style = str | Rules
+NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "zb-v")
 FEW: tuple[Style, ...] = (
+    *NAMED,
     ((0, 1, 2), None, 0.0),
     ((0, 1, 2), 1.0, 0.0),
     ((0, 1, 2), 1.0, 0.5),
     ((0, 1, 2), 2.0, 0.0),
     ((1, 0, 2), None, 0.5),
 )
-STYLES: tuple[Style, ...] = tuple(product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5)))
+STYLES: tuple[Style, ...] = (*NAMED, *product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5)))
 
 CLIMB = 120_000  # actions put in order while moving units, by default
 POLISH = 500_000  # actions simulated while changing the order, by default
@@ -59,30 +63,39 @@ class Trial:
 
 
 def screen(problem: Problem, stages: Stages, placement: Sequence[int], styles: Sequence[Style] = FEW) -> Trial | None:
-    """The best of the greedy orders. None if a rank's memory cannot hold one microbatch at a time."""
+    """The best of the orders of these styles. None if a rank's memory cannot hold one microbatch at a time."""
     work = Work.of(pipeline(problem, stages), placement, problem.microbatches)
     try:
         allowed = room(work, problem.memory)
     except InputError:
         return None
-    depth, best = depths(work), None
+    best = None
     for style in styles:
-        urgency, ahead, patience = style
-        priority = [
-            [urgency[kind] * work.microbatches * 2.0 + k for k in range(work.microbatches)] for kind in range(3)
-        ]
-        orders, seconds = run(
-            work,
-            Rule(
-                [priority[kind] for _ in stages for kind in range(3)],
-                in_flight=None if ahead is None else [max(1, round(ahead * d)) for d in depth],
-                memory=allowed,
-                patience=patience,
-            ),
-        )
-        if best is None or seconds < best.seconds * (1 - 1e-9):
-            best = Trial(stages, tuple(placement), seconds, style, work, orders)
+        found = _named(work, style, allowed) if isinstance(style, str) else _greedy(work, style, allowed)
+        if found is not None and (best is None or found[1] < best.seconds * (1 - 1e-9)):
+            best = Trial(stages, tuple(placement), found[1], style, work, found[0])
     return best
+
+
+def _named(work: Work, name: str, allowed: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
+    """The orders of a named schedule and their makespan; None if it wants its stages elsewhere or more memory."""
+    try:
+        orders = ORDERS[name](work, allowed)
+    except InputError:
+        return None
+    if allowed is not None and any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks(work, orders), allowed)):
+        return None
+    return orders, makespan(work, orders)
+
+
+def _greedy(work: Work, style: Rules, allowed: Sequence[float] | None) -> tuple[list[list[int]], float]:
+    """The orders of a greedy rule and their makespan."""
+    urgency, ahead, patience = style
+    count = work.microbatches
+    priority = [[urgency[kind] * count * 2.0 + k for k in range(count)] for kind in range(3)]
+    in_flight = None if ahead is None else [max(1, round(ahead * d)) for d in depths(work)]
+    rule = Rule([priority[kind] for _ in work.pipeline.stages for kind in range(3)], in_flight, None, allowed, patience)
+    return run(work, rule)
 
 
 def climb(problem: Problem, trial: Trial, effort: float = 1.0) -> Trial:

@@ -20,7 +20,6 @@ from csc.planning.schedules import SCHEDULES
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 
-
 ONE, THREE, V = (0, 0, 0), (0, 1, 2), (0, 1, 0)
 
 

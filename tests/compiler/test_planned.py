@@ -1,0 +1,173 @@
+"""Plans on real models: every layout and schedule gives eager's gradients, and the same bits as any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import csc
+from csc.errors import CscError, InputError, ScheduleError
+from csc.planning.schedules import SCHEDULES
+from csc.runtime.program import load
+from csc.simulation.pipeline_file import from_json
+from csc.simulation.simulate import simulate
+from csc.verification import verify
+from tests.models.hf import valm, valm_batch
+
+# Encoders beside each other on ranks 0 and 1, the language model on the others.
+PARALLEL = [
+    ["vision_tower*", "vision_projector"],
+    ["audio_tower*", "audio_projector"],
+    ["language_model.model.embed_tokens", "merge", "language_model.model.layers.0"],
+    ["language_model.model.layers.1", "language_model.model.layers.2"],
+    ["language_model.model.layers.3", "language_model.model.norm", "language_model.lm_head"],
+]
+# Both encoders on rank 0, one after the other within one stage.
+COLOCATED = [[*PARALLEL[0], *PARALLEL[1]], PARALLEL[2] + PARALLEL[3], PARALLEL[4]]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> csc.CompiledModel:
+    return csc.compile(valm(), example=valm_batch(8), microbatches=4)
+
+
+def step(model: csc.CompiledModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model.train_step(model.example)
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("freeze", [None, ["vision_tower", "audio_tower"], ["vision_tower", "language_model"]])
+@pytest.mark.parametrize(
+    ("stages", "placement", "schedule"),
+    [
+        (PARALLEL, None, "1f1b"),
+        (PARALLEL, None, "auto"),
+        (PARALLEL, [0, 1, 2, 1, 0], "auto"),
+        (COLOCATED, None, "zb-h1"),
+        (None, None, "auto"),
+        (None, None, "zb-v"),
+        (None, None, "interleaved-1f1b"),
+    ],
+)
+def test_every_layout_has_the_gradients_of_eager(
+    compiled: csc.CompiledModel,
+    freeze: list[str] | None,
+    stages: list[list[str]] | None,
+    placement: list[int] | None,
+    schedule: str,
+) -> None:
+    ranks = max(placement) + 1 if placement else len(stages) if stages else 3
+    changed = compiled.with_options(
+        mesh={"pp": ranks}, stages=stages, placement=placement, schedule=schedule, freeze=freeze
+    )
+    result = verify(changed)
+    assert result.params_missing == () and result.params_checked > 0
+    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 2e-6
+
+
+@pytest.mark.parametrize("freeze", [None, ["vision_tower"]])
+def test_all_schedules_of_the_same_stages_give_the_same_bits(
+    compiled: csc.CompiledModel, freeze: list[str] | None
+) -> None:
+    options = {"mesh": "pp=5", "stages": PARALLEL, "freeze": freeze}
+    loss, expected = step(compiled.with_options(schedule="gpipe", **options))
+    for name in SCHEDULES.keys() - {"gpipe", "zb-v"}:  # zb-v wants two stages a rank
+        found, gradients = step(compiled.with_options(schedule=name, **options))
+        assert torch.equal(found, loss) and gradients.keys() == expected.keys(), name
+        assert all(torch.equal(gradient, expected[n]) for n, gradient in gradients.items()), name
+
+
+def test_parallel_encoders_do_not_wait_for_each_other(compiled: csc.CompiledModel) -> None:
+    program = compiled.with_options(mesh="pp=5", stages=PARALLEL).program
+    pairs = {(m.source, m.destination) for m in program.messages}
+    assert not pairs & {(0, 1), (1, 0)} and {(0, 2), (1, 2)} <= pairs
+    assert [stage.rank for stage in program.stages] == [0, 1, 2, 3, 4]
+
+
+def test_a_program_keeps_what_its_plan_expects(compiled: csc.CompiledModel, tmp_path: Path) -> None:
+    planned = compiled.with_options(mesh="pp=3", directory=tmp_path / "program")
+    planned.write(tmp_path / "program")
+    table = json.loads((tmp_path / "program/program.json").read_text())["plan"]
+    program = load(tmp_path / "program")
+    assert simulate(from_json(table["pipeline"]), program.schedule).makespan == pytest.approx(table["makespan"])
+    assert table["makespan"] >= (table["bound"] or table["shared_bound"]) > 0
+    assert table["costs"] == "model of cpu"
+
+
+def test_an_edited_schedule_runs(compiled: csc.CompiledModel, tmp_path: Path) -> None:
+    planned = compiled.with_options(mesh="pp=2", schedule="1f1b")
+    loss, expected = step(planned)
+    stages = [stage.regions for stage in planned.program.stages]
+    text = str(planned.program.schedule)
+    for late in ("W 1 0 | ", "W 1 1 | "):  # weight gradients of the last rank go to the end, and out of order
+        assert text.count(late) == 1
+        text = text.replace(late, "")
+    text = text.replace("W 1 3 | REDUCE", "W 1 3 | W 1 1 | W 1 0 | REDUCE")
+    (tmp_path / "mine.txt").write_text(text)
+    found, gradients = step(compiled.with_options(mesh="pp=2", stages=stages, schedule=str(tmp_path / "mine.txt")))
+    assert torch.equal(found, loss)
+    assert all(torch.equal(gradient, expected[n]) for n, gradient in gradients.items())
+
+
+Change = Callable[[str], str]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda text: text.replace("B 1 2 | ", "", 1), ("'B 1 2' is missing", "rank 1")),
+        (lambda text: text.replace("F 0 1 | ", "F 0 1 | F 0 1 | ", 1), ("'F 0 1' stands there twice", "rank 0")),
+        (lambda text: text.replace("rank 0: ", "rank 0: RECV B 1>0 3 | ", 1), ("stands there twice", "rank 0")),
+        (lambda text: text.replace("F 0 0 | ", "F 0 0 | Q 0 0 | ", 1), ("'Q 0 0' is not an action", "mine.txt")),
+        (lambda text: text.split("rank 1:")[0], ("it lists 1 ranks, the mesh has pp=2", "mine.txt")),
+    ],
+)
+def test_schedule_files_that_do_not_fit(
+    compiled: csc.CompiledModel, tmp_path: Path, change: Change, parts: tuple[str, str]
+) -> None:
+    planned = compiled.with_options(mesh="pp=2", schedule="1f1b")
+    file = tmp_path / "mine.txt"
+    file.write_text(change(str(planned.program.schedule)))
+    stages = [stage.regions for stage in planned.program.stages]
+    with pytest.raises((ScheduleError, InputError)) as caught:
+        _ = compiled.with_options(mesh="pp=2", stages=stages, schedule=str(file)).program
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"memory": "100KB"}, "Allow"),
+        ({"memory": "much"}, "write bytes, or a size such as 40GB"),
+        ({"hardware": "b1000"}, "there is no hardware profile 'b1000'"),
+        ({"schedule": "mine.txt"}, "cannot read it"),
+        ({"stages": [["vision_tower*"], ["nothing*"]]}, "no region is called 'nothing*'"),
+        ({"stages": [["vision_tower*"], ["*"]]}, "is in stage 0 and in stage 1"),
+        ({"stages": [["vision_tower*"], ["audio*"]]}, "is in no stage"),
+        ({"stages": [["language_model*", "merge"], ["vision*", "audio*"]]}, "Values go from lower to higher stages"),
+        ({"stages": [["*"]]}, ""),
+        ({"placement": [0, 0]}, "does not give each of 2 ranks a stage"),
+        ({"stages": "vision"}, "pass a list with an entry for each stage"),
+        ({"schedule": "zb-v", "chunks": 3}, "zb-v cannot have 3 stages on a rank"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be(compiled: csc.CompiledModel, options: dict, part: str) -> None:
+    with pytest.raises(CscError) as caught:
+        _ = compiled.with_options(mesh="pp=2", **options).program
+    assert part in str(caught.value), str(caught.value)
+
+
+def test_the_memory_limit_is_kept(compiled: csc.CompiledModel) -> None:
+    free = compiled.with_options(mesh="pp=3", schedule="auto").program
+    assert free.plan is not None
+    peak = max(free.plan.peak_memory)
+    tight = compiled.with_options(mesh="pp=3", schedule="auto", memory=int(0.8 * peak)).program
+    assert tight.plan is not None
+    assert max(tight.plan.peak_memory) <= 0.8 * peak
+    assert tight.plan.makespan >= free.plan.makespan * (1 - 1e-9)

@@ -1,0 +1,62 @@
+"""`csc simulate` and `csc timeline`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from csc.simulation.timeline import from_json
+from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
+
+
+def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    files = {name: tmp_path / name for name in ("plan.json", "plan.html", "chrome.json")}
+    options = ["-o", files["plan.json"], "--page", files["plan.html"], "--chrome", files["chrome.json"]]
+    done = run("simulate", TARGET, "--json", "--ranks", "4", "--hardware", "a100", "--microbatches", "4", *options)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["makespan"] >= found["bound"] > 0
+    assert found["gap"] == pytest.approx(found["makespan"] / found["bound"] - 1)
+    assert found["costs"] == "model of a100" and found["memory_limit"] == 80e9
+    assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
+    for row in found["ranks"]:
+        assert row["busy"] + row["bubble"] == pytest.approx(found["makespan"])
+        assert row["peak_memory"] > row["peak_activations"] >= 0 and row["holds"]
+    assert found["baseline"]["speedup"] == pytest.approx(found["baseline"]["makespan"] / found["makespan"])
+    assert found["baseline"]["speedup"] >= 1
+    timeline = from_json(json.loads(files["plan.json"].read_text()))
+    assert timeline.makespan == pytest.approx(found["makespan"])
+    assert "baseline: equal forward time, 1f1b" in files["plan.html"].read_text()
+    assert json.loads(files["chrome.json"].read_text())["traceEvents"]
+
+
+def test_simulate_prints_a_table(run: Run) -> None:  # noqa: F811
+    done = run("simulate", TARGET, "--baseline", "none")
+    assert done.code == 0
+    assert "makespan" in done.out and "lower bound" in done.out and "vision_tower" in done.out
+    assert "baseline" not in done.out
+
+
+def test_jitter_takes_longer(run: Run) -> None:  # noqa: F811
+    calm, busy = (json.loads(run("simulate", TARGET, "--json", *flag).out) for flag in ((), ("--jitter",)))
+    assert busy["makespan"] > calm["makespan"]
+
+
+def test_timelines_beside_each_other(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    assert run("compile", TARGET, "-o", tmp_path / "program").code == 0
+    assert run("simulate", TARGET, "-o", tmp_path / "plan.json", "--json").code == 0
+    sources = [tmp_path / "program", tmp_path / "plan.json"]
+    done = run("timeline", *sources, "--json", "--page", tmp_path / "both.html")
+    assert done.code == 0, done.err
+    first, second = json.loads(done.out)["timelines"]
+    assert first["makespan"] == pytest.approx(second["makespan"]) and second["over_first"] == pytest.approx(1)
+    assert (tmp_path / "both.html").stat().st_size > 1000
+    assert "makespan" in run("timeline", *sources).out
+
+
+def test_a_file_that_is_no_timeline(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "bad.json").write_text("{")
+    done = run("timeline", tmp_path / "bad.json")
+    assert done.code == 2 and "this is no timeline" in done.err and "Traceback" not in done.err
