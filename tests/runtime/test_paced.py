@@ -98,7 +98,7 @@ def test_paced_processes_take_at_least_the_simulated_time(tmp_path: Path) -> Non
         assert row["expected"] == pytest.approx(expected)
         assert row["seconds"] >= expected, "messages and waits only ever add time"
     found = read_timeline(json.loads((tmp_path / "t.json").read_text()))
-    assert [tuple(e.action for e in events) for events in found.ranks] == [list_ for list_ in schedule.ranks]
+    assert [tuple(e.action for e in events) for events in found.ranks] == list(schedule.ranks)
 
 
 def handmade_messages(table: dict) -> dict[tuple[str, int, int], float]:
