@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from csc.errors import InputError
 from csc.planning.branches import Pieces, branches, numbered, pieces, ramps, stage_bounds, stages_between
 from csc.planning.frontiers import least
+from csc.planning.pace import paced
 from csc.planning.problem import Problem
 
 
@@ -77,8 +78,8 @@ def lower_bound(problem: Problem) -> Bound:
     """What no plan with one stage on each rank can beat, whatever its partition and order.
 
     The minimum, over every acyclic assignment of the units to exactly `ranks` non-empty stages, of the largest
-    `stage_bound` of a stage; and one microbatch's whole round trip. Exact to a relative 1e-9. InputError for more ranks
-    than units.
+    `stage_bound` of a stage, and one microbatch's whole round trip: exact to a relative 1e-9. Raised, where that is
+    higher, to what csc.planning.pace proves. InputError for more ranks than units.
     """
     check_ranks(problem)
     tables = pieces(problem, branches(problem))
@@ -86,6 +87,9 @@ def lower_bound(problem: Problem) -> Bound:
     assert found is not None  # without a memory limit every partition has a finite bound
     seconds, frontiers = found
     stages = stages_between(tables, frontiers)
+    higher = paced(problem, tables, problem.ranks, seconds)
+    if higher > seconds:
+        return Bound(higher, stages, "the pace at which the slowest forward lets microbatches through")
     costs = stage_bounds(tables, stages)
     worst = max(range(len(stages)), key=lambda s: costs[s])
     term = f"the work of stage {worst} and the ways to it and back"
@@ -97,9 +101,10 @@ def lower_bound(problem: Problem) -> Bound:
 def shared_lower_bound(problem: Problem) -> Bound:
     """What no plan can beat that runs every unit on one rank, with any number of stages on a rank.
 
-    The largest of: one microbatch's round trip; every unit's own `stage_bound`; and, as each rank waits for its first
-    action and has nothing to do after its last one, (all work + the `ranks` shortest ways to a first F + the `ranks`
-    shortest ways on after a last action) / ranks. InputError for more ranks than units.
+    The largest of: one microbatch's round trip; every unit's own `stage_bound`; as each rank waits for its first action
+    and has nothing to do after its last one, (all work + the `ranks` shortest ways to a first F + the `ranks` shortest
+    ways on after a last action) / ranks; and, as of any k ranks + 1 units some rank has k + 1, the work of the k + 1
+    least of the k ranks + 1 largest units, for every k. InputError for more ranks than units.
     """
     check_ranks(problem)
     paths = ramps(problem)
@@ -114,11 +119,14 @@ def shared_lower_bound(problem: Problem) -> Bound:
     n = problem.ranks
     work = sum(unit.work for unit in problem.units) * tables.work
     spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n
+    largest = sorted((unit.work for unit in problem.units), reverse=True)
+    crowded = max(sum(largest[k * n - k : k * n + 1]) for k in range((len(largest) - 1) // n + 1)) * tables.work
     terms = {
         "one microbatch's way there and back": round_trip(problem),
         "the work of one unit and the ways to it and back": max(
             stage_bounds(tables, [[u] for u in range(len(problem.units))])
         ),
+        "the work of the units that some rank cannot but share": crowded,
         "all work spread over the ranks, and the ways to their first and from their last action": spread,
     }
     term = max(terms, key=lambda name: terms[name])

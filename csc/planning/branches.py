@@ -86,8 +86,9 @@ class Crossing:
 class Pieces:
     """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
 
-    sums: running sums of F, B, W, saved and state. links: seconds over the neighbour on the chain, by place: until F
-    can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high end).
+    sums: running sums of F, B, W, state, saved and kept. links: seconds over the neighbour on the chain, by place:
+    until F can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high
+    end).
     need[place, d]: units of chain d that come before the units ahead of this place. work, ramp: what the work and the
     ramps are multiplied by, from the microbatches' sizes.
     """
@@ -182,11 +183,18 @@ def pieces(problem: Problem, found: Branches) -> Pieces:
     lengths = np.array([len(chain) for chain in chains], dtype=np.int64)
     start = np.concatenate([[0], np.cumsum(lengths + 1)[:-1]]).astype(np.int64)
     places = int((lengths + 1).sum())
-    sums = np.zeros((places, 5))
+    sums = np.zeros((places, 6))
     for c, chain in enumerate(chains):
         costs = [
-            (u.forward, u.backward_input, u.backward_weight, u.saved if u.has_b else 0.0, u.state)
-            for u in (units[i] for i in chain)
+            (
+                unit.forward,
+                unit.backward_input,
+                unit.backward_weight,
+                unit.state,
+                unit.saved if unit.has_b else 0.0,
+                unit.kept if unit.has_w else 0.0,
+            )
+            for unit in (units[i] for i in chain)
         ]
         sums[start[c] + 1 : start[c] + 1 + len(chain)] = np.cumsum(np.array(costs), axis=0)
     paths = ramps(problem)
@@ -298,7 +306,7 @@ def stage_bounds(tables: Pieces, stages: Sequence[Sequence[int]]) -> list[float]
 
 
 def totals(tables: Pieces, low: Ints, high: Ints) -> Floats:
-    """F, B, W, saved and state of the pieces between frontiers low and high, all (pieces, chains): (pieces, 5)."""
+    """F, B, W, state, saved and kept of the pieces between frontiers low and high, (pieces, chains): (pieces, 6)."""
     totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
     return totals
 
@@ -309,10 +317,8 @@ def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:
     low, high: (pieces, chains), frontiers; every piece must be the difference of two frontiers that can occur. Never
     larger for a part of a piece than for the piece: see csc.planning.bound.
     """
-    at_low, at_high = tables.start + low, tables.start + high
-    ramp = _ramps_of(tables, low, high, at_low, at_high)
-    forward, backward, weight = np.maximum((tables.sums[at_high, :3] - tables.sums[at_low, :3]).sum(axis=1).T, 0.0)
-    before_f, into_b, after_b, out_of_f = ramp
+    forward, backward, weight = np.maximum(totals(tables, low, high)[:, :3].T, 0.0)
+    before_f, into_b, after_b, out_of_f = ways(tables, low, high)
     before_b = np.maximum(before_f + forward, into_b)
     after_f = np.maximum(out_of_f, backward + np.maximum(after_b, weight))
     m, r = tables.work, tables.ramp
@@ -327,8 +333,9 @@ def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:
     )
 
 
-def _ramps_of(tables: Pieces, low: Ints, high: Ints, at_low: Ints, at_high: Ints) -> Floats:
+def ways(tables: Pieces, low: Ints, high: Ints) -> Floats:
     """(4, pieces): seconds of the longest paths that enter F, enter B, leave B, leave F of each piece from outside."""
+    at_low, at_high = tables.start + low, tables.start + high
     there = high > low
     ramp = np.empty((4, len(low)))
     for where in range(4):

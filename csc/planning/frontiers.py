@@ -41,8 +41,11 @@ FEW = 20_000  # states that the search without dominance may have
 
 @dataclass(frozen=True)
 class Room:
-    """memory: bytes of a rank. in_flight[d]: microbatches that a stage of depth d holds, d from 0 (unused), never
-    falling. scale: of the largest microbatch.
+    """memory: bytes of a rank. in_flight[d]: microbatches that a stage of depth d holds, d from 0 (unused), at least 1
+    and never falling. scale: of the largest microbatch.
+
+    A stage holds its state, what its microbatches in flight saved, and after B of one of them what that one kept in its
+    place: state + scale * ((in flight - 1) * saved + max(saved, kept)).
     """
 
     memory: float
@@ -51,14 +54,17 @@ class Room:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One extension of the search: what its pieces have to respect."""
 
     tables: Pieces
     cap: float
-    room: Room | None
-    parts: Ints | None
-    targets: tuple[tuple[int, int, Ints], ...]  # units with edges from other chains: chain, position, count of sources
+    room: Room | None = None
+    parts: Ints | None = None
+    targets: tuple[tuple[int, int, Ints], ...] = ()  # units with edges from other chains: chain, position, sources
+    check: Callable[[Ints, Ints], Bools] | None = (
+        None  # whatever else pieces have to be; never lost by taking units away
+    )
 
 
 def parts_of(tables: Pieces, part: list[int]) -> Ints:
@@ -76,20 +82,20 @@ def search(
     tables: Pieces, ranks: int, cap: float, room: Room | None = None, parts: Ints | None = None, empty: bool = False
 ) -> Frontiers | None:
     """Frontiers of exactly `ranks` stages (`empty`: at most) of which none has a bound above `cap` or lacks room."""
-    step = _Step(tables, cap, room, parts, _targets(tables) if room else ())
+    step = Step(tables, cap, room, parts, _targets(tables) if room else ())
     state = tables.lengths[None, :].copy()
     labels = np.zeros((1, len(tables.lengths) + len(step.targets) if room else 0), dtype=np.int64)
     levels: list[tuple[Ints, Ints]] = []
     for left in range(ranks - 1, -1, -1):
         if left == 0 or empty:
             whole = np.zeros_like(state)
-            ends = np.flatnonzero(_fits(step, whole, state, labels))
+            ends = np.flatnonzero(fitting(step, whole, state, labels))
             if len(ends):
                 last = int(ends[np.argmin(bounds(tables, whole[ends], state[ends]))])
                 return _trace(levels, last, whole[0])
         if left == 0:
             return None
-        state, parents, labels = _extend(step, state, labels, left, empty)
+        state, parents, labels = extend(step, state, labels, left, empty)
         if not len(state):
             return None
         levels.append((state, parents))
@@ -104,7 +110,7 @@ def _trace(levels: list[tuple[Ints, Ints]], at: int, end: Ints) -> Frontiers:
     return found[::-1]
 
 
-def _extend(step: _Step, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
+def extend(step: Step, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
     """The states after one more stage that nothing dominates, their parents and labels; `left` stages come after."""
     tables = step.tables
     charges, limits = _charges(step, state)
@@ -135,7 +141,7 @@ def _batches(options: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
     return list(zip(edges, [*edges[1:], len(options)]))
 
 
-def _charges(step: _Step, state: Ints) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
+def _charges(step: Step, state: Ints) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
     """Running sums that bound a piece's extent, and their limits for a piece of what each state leaves."""
     tables = step.tables
     sums = tables.sums
@@ -144,7 +150,7 @@ def _charges(step: _Step, state: Ints) -> tuple[list[npt.NDArray[np.float64]], l
     charges = [sums[:, :3].sum(axis=1) * tables.work, sums[:, 0] * tables.work]
     limits = [np.full(len(state), step.cap), step.cap - tail]
     if step.room:
-        charges.append(sums[:, 4] + step.room.in_flight[1] * step.room.scale * sums[:, 3])
+        charges.append(sums[:, 3] + step.room.in_flight[1] * step.room.scale * sums[:, 4])
         limits.append(np.full(len(state), step.room.memory))
     return charges, limits
 
@@ -164,7 +170,7 @@ def _lowest(
 
 
 def _choices(
-    step: _Step,
+    step: Step,
     state: Ints,
     rows: Ints,
     charges: list[npt.NDArray[np.float64]],
@@ -187,7 +193,7 @@ def _choices(
 
 
 def _ends(
-    step: _Step,
+    step: Step,
     state: Ints,
     low: Ints,
     rows: Ints,
@@ -224,7 +230,7 @@ def _ends(
 
 
 def _reach(
-    step: _Step, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
+    step: Step, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
 ) -> list[tuple[Ints, Ints, Ints]]:
     """The longest pieces that fit, for every depth that they may have: their frontiers, rows and labels."""
     last = len(step.tables.lengths) - 1
@@ -239,7 +245,7 @@ def _reach(
             at = low[which].copy()
             at[:, last] = end
             at_most = None if limit is None else limit[which]
-            return _fits(step, at, state[rows[which]], labels[rows[which]], at_most)
+            return fitting(step, at, state[rows[which]], labels[rows[which]], at_most)
 
         which = np.flatnonzero(fits(largest, np.arange(len(low))))
         bottom, top = low[which, last], largest[which].copy()
@@ -259,7 +265,7 @@ def _reach(
     return found
 
 
-def _enough(step: _Step, low: Ints, left: int) -> Bools:
+def _enough(step: Step, low: Ints, left: int) -> Bools:
     """False where `left` stages cannot hold what is left, whatever they are."""
     tables = step.tables
     charges, limits = _charges(step, low)
@@ -270,10 +276,12 @@ def _enough(step: _Step, low: Ints, left: int) -> Bools:
     return good
 
 
-def _fits(step: _Step, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
+def fitting(step: Step, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
     """Which pieces keep under the cap, the memory, the parts and a depth `at_most`; never lost by taking units away."""
     tables = step.tables
     good: Bools = bounds(tables, low, high) <= step.cap * (1 + 1e-12)
+    if step.check is not None:
+        good &= step.check(low, high)
     if step.parts is not None:
         counts = (step.parts[tables.start + high] - step.parts[tables.start + low]).sum(axis=1)
         good &= (counts > 0).sum(axis=1) <= 1
@@ -286,9 +294,10 @@ def _fits(step: _Step, low: Ints, high: Ints, labels: Ints, at_most: Ints | None
 
 
 def need_of(tables: Pieces, low: Ints, high: Ints, room: Room, depth: Ints) -> npt.NDArray[np.float64]:
-    """Bytes that the rank of each piece holds: its state, and what its microbatches in flight saved."""
-    sums = totals(tables, low, high)
-    need: npt.NDArray[np.float64] = sums[:, 4] + np.array(room.in_flight)[depth] * room.scale * sums[:, 3]
+    """Bytes that the rank of each piece holds at most; see `Room`."""
+    _, _, _, state, saved, kept = totals(tables, low, high).T
+    count = np.array(room.in_flight)[depth]
+    need: npt.NDArray[np.float64] = state + room.scale * ((count - 1) * saved + np.maximum(saved, kept))
     return need
 
 
@@ -307,7 +316,7 @@ def _targets(tables: Pieces) -> tuple[tuple[int, int, Ints], ...]:
     return tuple(found)
 
 
-def _depth(step: _Step, low: Ints, high: Ints, labels: Ints) -> Ints:
+def _depth(step: Step, low: Ints, high: Ints, labels: Ints) -> Ints:
     """Depth of each piece as the next stage, given the labels of the state behind it."""
     tables, chains = step.tables, len(step.tables.lengths)
     depth: Ints = np.where((high > low) & (high < tables.lengths), labels[:, :chains], 0).max(axis=1)
@@ -317,7 +326,7 @@ def _depth(step: _Step, low: Ints, high: Ints, labels: Ints) -> Ints:
     return depth + 1
 
 
-def _labels(step: _Step, low: Ints, high: Ints, labels: Ints) -> Ints:
+def _labels(step: Step, low: Ints, high: Ints, labels: Ints) -> Ints:
     """The labels after these pieces became stages; 0 where nothing left depends on them.
 
     For a target that is not in a stage yet: the label of the front of its chain, which its own cannot be below.
@@ -335,7 +344,7 @@ def _labels(step: _Step, low: Ints, high: Ints, labels: Ints) -> Ints:
         label = np.where(now, depth, np.where(done, labels[:, chains + i], after[:, c]))
         after[:, chains + i] = np.where(pending, label, 0)
     after[:, :chains] = np.where(low > 0, after[:, :chains], 0)
-    saved = tables.sums[tables.start + low, 3].sum(axis=1) > 0
+    saved = tables.sums[tables.start + low, 4].sum(axis=1) > 0
     return np.where(saved[:, None], after, 0)
 
 
@@ -344,7 +353,7 @@ def _best(tables: Pieces, low: Ints, labels: Ints) -> Ints:
     if not len(low):
         return np.zeros(0, dtype=np.int64)
     if not labels.shape[1] or (labels == labels[0]).all():
-        return _best_frontiers(tables, low)
+        return best_frontiers(tables, low)
     kept = np.concatenate([low, labels], axis=1)
     _, first = np.unique(kept, axis=0, return_index=True)
     order = first[np.argsort(kept[first].sum(axis=1), kind="stable")]
@@ -359,7 +368,7 @@ def _best(tables: Pieces, low: Ints, labels: Ints) -> Ints:
     return np.sort(survivors)
 
 
-def _best_frontiers(tables: Pieces, low: Ints) -> Ints:
+def best_frontiers(tables: Pieces, low: Ints) -> Ints:
     """The same without labels: the least position on the last chain by a table over the positions on the others."""
     shape = tuple(int(n) + 1 for n in tables.lengths[:-1])
     key = np.ravel_multi_index(tuple(low[:, :-1].T), shape) if shape else np.zeros(len(low), dtype=np.int64)
@@ -459,14 +468,14 @@ def narrow(
 
 def _every(tables: Pieces, ranks: int, cap: float, room: Room | None, parts: Ints | None) -> Frontiers | None:
     """As `search`, forgetting a state only for one with the same frontier; None too where they are more than FEW."""
-    step = _Step(tables, cap, room, parts, _targets(tables))
+    step = Step(tables, cap, room, parts, _targets(tables))
     state = tables.lengths[None, :].copy()
     labels = np.zeros((1, len(tables.lengths) + len(step.targets)), dtype=np.int64)
     levels: list[tuple[Ints, Ints]] = []
     for left in range(ranks - 1, -1, -1):
         if left == 0:
             whole = np.zeros_like(state)
-            ends = np.flatnonzero(_fits(step, whole, state, labels))
+            ends = np.flatnonzero(fitting(step, whole, state, labels))
             return _trace(levels, int(ends[0]), whole[0]) if len(ends) else None
         low, rows = _single_steps(step, state, labels, left)
         after = _labels(step, low, state[rows], labels[rows])
@@ -478,7 +487,7 @@ def _every(tables: Pieces, ranks: int, cap: float, room: Room | None, parts: Int
     return None
 
 
-def _single_steps(step: _Step, state: Ints, labels: Ints, left: int) -> tuple[Ints, Ints]:
+def _single_steps(step: Step, state: Ints, labels: Ints, left: int) -> tuple[Ints, Ints]:
     """Every piece that fits ahead of each state, grown one unit at a time."""
     tables = step.tables
     low, rows = state, np.arange(len(state))
@@ -493,7 +502,7 @@ def _single_steps(step: _Step, state: Ints, labels: Ints, left: int) -> tuple[In
         low, rows = both[:, :-1], both[:, -1]
         valid = (tables.need[tables.start + low].max(axis=1) <= low).all(axis=1) & (low.sum(axis=1) >= left)
         low, rows = low[valid], rows[valid]
-        good = _fits(step, low, state[rows], labels[rows])
+        good = fitting(step, low, state[rows], labels[rows])
         low, rows = low[good], rows[good]
         found.append((low, rows))
     return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])

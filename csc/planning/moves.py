@@ -61,13 +61,15 @@ def depths(found: Branches, stages: Sequence[Sequence[int]]) -> list[int]:
 
 
 def held(problem: Problem, found: Branches, stages: Sequence[Sequence[int]], room: Room) -> list[float]:
-    """Bytes that the rank of each stage needs: its state, and what its microbatches in flight saved."""
-    units = problem.units
-    return [
-        sum(units[u].state for u in members)
-        + room.in_flight[depth] * room.scale * sum(units[u].saved for u in members if units[u].has_b)
-        for members, depth in zip(stages, depths(found, stages))
-    ]
+    """Bytes that the rank of each stage needs; see csc.planning.frontiers.Room."""
+    needs = []
+    for members, depth in zip(stages, depths(found, stages)):
+        units = [problem.units[u] for u in members]
+        saved = sum(unit.saved for unit in units if unit.has_b)
+        kept = sum(unit.kept for unit in units if unit.has_w)
+        activations = (room.in_flight[depth] - 1) * saved + max(saved, kept)
+        needs.append(sum(unit.state for unit in units) + room.scale * activations)
+    return needs
 
 
 def settle(

@@ -120,10 +120,10 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
 
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
     (csc.planning.bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
-    state + in_flight(depth) * saved within it; in_flight must not fall, the default min(microbatches, depth) is what
-    1F1B holds. Of partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other
-    stages, then less memory are preferred, as far as moving single units leads to them. The same problem always gives
-    the same stages.
+    state + (n - 1) * saved + max(saved, kept) within it, n = in_flight(depth); in_flight must not fall, the default
+    min(microbatches, depth) is what 1F1B holds. Of partitions with equal bounds those with fewer bytes of messages,
+    then smaller bounds of the other stages are preferred, as far as moving single units leads to them. The same
+    problem always gives the same stages.
 
     layout: "apart" admits only stages whose units are all of the trunk or all of one encoder with its projector,
     "colocated" only such whose units are all of the trunk or none.
@@ -221,8 +221,8 @@ def _nothing_fits(problem: Problem, tables: Pieces, layout: Layout, in_flight: I
     if whole is None:
         return _no_such_layout(problem)
     units = problem.units
-    floor = max(u.state + whole.in_flight[1] * whole.scale * (u.saved if u.has_b else 0.0) for u in units)
-    most = sum(u.state + whole.in_flight[-1] * whole.scale * u.saved for u in units)
+    floor = max(u.state for u in units)
+    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.kept) for u in units)
 
     def find(memory: float) -> Stages | None:
         frontiers = feasible(tables, problem.ranks, math.inf, _room(problem, in_flight, memory), counts)
@@ -234,10 +234,13 @@ def _nothing_fits(problem: Problem, tables: Pieces, layout: Layout, in_flight: I
     needs = held(problem, found, best[1], whole)
     worst = max(range(len(needs)), key=lambda s: needs[s])
     count = whole.in_flight[depths(found, best[1])[worst]]
+    members = [units[u] for u in best[1][worst]]
+    turned = sum(u.kept for u in members if u.has_w) > sum(u.saved for u in members if u.has_b)  # W takes more than B
     space: dict[str, float] = {}
-    for u in best[1][worst]:
-        unit = units[u]
-        for what, size in (("state", unit.state), ("activations", count * whole.scale * unit.saved * unit.has_b)):
+    for unit in members:
+        saved, kept = unit.saved if unit.has_b else 0.0, unit.kept if unit.has_w else 0.0
+        activations = whole.scale * ((count - 1) * saved + (kept if turned else saved))
+        for what, size in (("state", unit.state), ("activations", activations)):
             name = f"{what} of {unit.component}"
             space[name] = space.get(name, 0.0) + size
     taken = sorted((name for name in space if space[name]), key=lambda name: -space[name])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
-from csc.planning.bound import check_ranks, lower_bound, shared_lower_bound
+from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.branches import Stages, branches
 from csc.planning.moves import homes, moved, moves
 from csc.planning.partition import MIDDLE, InFlight, candidates, describe
@@ -189,9 +189,9 @@ def _one(depth: int) -> float:
 
 
 def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
-    if schedule == "gpipe":
-        return [lambda depth: problem.microbatches]
-    return [None, _one] if schedule == "eager-1f1b" else [None]
+    """What the schedule holds at most; where nothing fits so, it may with microbatches of different sizes."""
+    most: InFlight | None = (lambda depth: problem.microbatches) if schedule == "gpipe" else None
+    return [most, _one]
 
 
 def _best(
@@ -210,6 +210,8 @@ def _best(
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = (seconds, stages, home, schedule)
     if best is None:
+        if fixed is None and len(ways[0]) == problem.ranks:
+            candidates(problem, limits[0], (1.0,), layouts=False)  # says what would fit
         assert error is not None  # there is at least one partition, or _partitions raised
         raise error
     if fixed is None:
@@ -276,7 +278,7 @@ def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, eff
     best_several = _searched(problem, close, 0.0, fixed is None, effort)
     best = best_several if best_several is not None and best_several[0] < limit else best_single
     assert best is not None
-    return _finished(problem, *best[1:])
+    return _finished(problem, *best[1:], bound)
 
 
 def _searched(
@@ -302,7 +304,9 @@ def _searched(
     return makespan(trial.work.pipeline, order), trial.stages, trial.placement, order
 
 
-def _finished(problem: Problem, stages: Stages, home: Placement, schedule: Schedule) -> Plan:
+def _finished(
+    problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
+) -> Plan:
     """The plan, with what the simulator says about it."""
     numbers = pipeline(problem, stages)
     verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
@@ -321,7 +325,7 @@ def _finished(problem: Problem, stages: Stages, home: Placement, schedule: Sched
         makespan=seconds,
         peak_memory=tuple(peak_memory(numbers, schedule)),
         bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
-        bound=lower_bound(problem).seconds if alone else None,
+        bound=(bound or lower_bound(problem)).seconds if alone else None,
         shared_bound=shared_lower_bound(problem).seconds,
         layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
     )
