@@ -40,9 +40,9 @@ def paced(problem: Problem, tables: Pieces, ranks: int, seconds: float) -> float
     """
     chain = tables.branches.chains[-1]
     edges = set(ramps(problem).forward_edges)
-    count = round(tables.work / tables.ramp)
+    count = problem.microbatches
     if (
-        abs(tables.work - count * tables.ramp) > 1e-9 * tables.work
+        len(set(problem.scale or (1.0,))) > 1
         or any(pair not in edges for pair in itertools.pairwise(chain))
         or np.prod(tables.lengths[:-1] + 1.0) * ranks > STATES
     ):

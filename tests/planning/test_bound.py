@@ -69,7 +69,17 @@ def grid(problem: Problem) -> list[float]:
     return [low * ratio**i for i in range(INTERVALS)]
 
 
-@settings(max_examples=150, deadline=None)
+def test_unequal_microbatches_have_no_pace() -> None:
+    """Sizes whose sum is a multiple of the least are not equal for that."""
+    seconds = [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (3.0, 3.0, 0.0), (2.0, 4.0, 0.0), (1.0, 1.0, 0.0)]
+    units = tuple(Unit(f"u{i}", "a", f, b, w, has_b=b + w > 0, has_w=w > 0) for i, (f, b, w) in enumerate(seconds))
+    values = tuple(Value(i, (i + 1,), (i > 0,), 1.0, 1.0) for i in range(4))
+    problem = Problem(units, values, 4, 4, scale=(0.5, 0.5, 0.5, 1.0))
+    plain = (max(bound_of(problem, part) for part in stages) for stages in map(members, assignments(problem)))
+    assert lower_bound(problem).seconds == pytest.approx(min(plain))
+
+
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_the_bound_is_the_least_over_all_partitions(problem: Problem) -> None:
     trip = max(paths(problem)[1].values()) * max(problem.scale or (1.0,))
