@@ -36,7 +36,12 @@ ROOMS = {
     "csc.passes": {"csc.ir", "csc.analysis", "csc.planning", "csc.simulation"},
     "csc.codegen": {"csc.ir"},
     "csc.runtime": {
-        "csc.kernels", "csc.simulation", "csc.ir.layout", "csc.ir.mesh", "csc.ir.schedule", "csc.ir.schedule_verifier",
+        "csc.kernels",
+        "csc.simulation",
+        "csc.ir.layout",
+        "csc.ir.mesh",
+        "csc.ir.schedule",
+        "csc.ir.schedule_verifier",
     },
     "csc.run": {"csc.runtime", "csc.simulation"},
 }
