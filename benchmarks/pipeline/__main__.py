@@ -1,0 +1,87 @@
+"""python -m benchmarks.pipeline: see benchmarks.pipeline and docs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PARTS = ("simulated", "paced", "real")
+WIDTH = 160
+TOLD = 10  # lines of progress without a terminal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="Benchmark csc's pipelines.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="the small configurations, one hardware, fewer runs")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--processes", type=int, default=2, help="that plan and simulate (default: 2)")
+    parser.add_argument("--configuration", action="append", help="only this configuration; may be repeated")
+    arguments = parser.parse_args()
+    chosen = arguments.part or PARTS
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        found = run(chosen, arguments, _progress(bar))
+    if arguments.json:
+        from benchmarks.pipeline.summary import document
+
+        print(json.dumps(document(**found), indent=1))
+        return
+    from benchmarks.pipeline.report import show
+
+    link, runs, gradients = found["paced"]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    show(console, found["simulated"], link, runs, gradients, found["real"])
+
+
+def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """The parts, as the arguments of `document`. Measured parts come first: nothing else runs beside them."""
+    from benchmarks.mllm.configurations import CONFIGURATIONS
+    from benchmarks.pipeline import paced, real, simulated
+    from benchmarks.pipeline.cases import cases, numbers
+    from benchmarks.pipeline.torch_schedules import TORCH
+
+    quick = arguments.quick
+    found: dict[str, Any] = {"simulated": [], "paced": (None, [], []), "real": None}
+    if "real" in parts:
+        found["real"] = real.measure(runs=1 if quick else 3, steps=4, budget=5 if quick else 20, progress=progress)
+    if "paced" in parts:
+        chosen = paced.QUICK if quick else paced.CASES
+        known = {case: numbers(case.configuration, [case.hardware])[case.hardware, case.frozen] for case in chosen}
+        link, runs = paced.measure(chosen, known, steps=2 if quick else 3, progress=progress)
+        jobs = [{"kind": "gradients", "name": name} for name in TORCH]
+        gradients = [job | answer for job, answer in zip(jobs, paced.work(jobs, 4))]
+        found["paced"] = (link, runs, gradients)
+    if "simulated" in parts:
+        only = arguments.configuration
+        listed = [case for case in cases(quick) if not only or case.configuration in only]
+        found["simulated"] = simulated.run(listed, arguments.processes, progress)
+    used = dict.fromkeys(row.case.configuration for row in found["simulated"])
+    found["notes"] = {name: CONFIGURATIONS[name].notes for name in used}
+    return found
+
+
+def _progress(bar: Progress) -> Callable[[str, int, int], None]:
+    """One line of the progress bar for each thing that is done; without a terminal, plain lines now and then."""
+    lines: dict[str, Any] = {}
+
+    def progress(what: str, done: int, all_: int) -> None:
+        if not bar.console.is_terminal and (done * TOLD // all_ > (done - 1) * TOLD // all_):
+            print(f"{what}: {done} of {all_}", file=sys.stderr, flush=True)
+        if what not in lines:
+            lines[what] = bar.add_task(what, total=all_)
+        bar.update(lines[what], completed=done)
+
+    return progress
+
+
+if __name__ == "__main__":
+    main()

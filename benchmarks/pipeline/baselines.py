@@ -1,0 +1,163 @@
+"""What csc's plans are held against: splits made by hand or blind to what is frozen, and torch's schedules.
+
+Terms: `whole` is a Problem without state and memory limit; a *split* is the units of each stage, one stage on a rank.
+
+    equal_layers(whole, layers, stages)     as many layers in each stage, in order of execution, whatever they cost
+    balanced(whole, stages)                 the largest forward time of a stage is as small as it can be
+    templates(whole, layers)                every encoder stages : LLM stages there is, encoders beside each other
+    baselines(whole, layers) -> [Baseline]  a, b, c under csc's 1F1B; d: torch's schedules on b's split, which is made
+                                            anew where a rank has two stages
+
+csc's own 1F1B sends the gradient of a stage's input right after B; torch's after B and W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.mllm.problem import units_of
+from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
+from csc.ir.schedule import Schedule
+from csc.planning.partition import balance
+from csc.planning.problem import Problem, pipeline
+from csc.planning.schedules import SCHEDULES
+from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.simulate import makespan
+
+Split = tuple[tuple[int, ...], ...]
+EQUAL, UNAWARE, TEMPLATE = "equal layers, 1F1B", "unaware, 1F1B", "templates, 1F1B"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One of them on one case. seconds: makespan, None if it cannot express the case, for which note says why.
+
+    activations: bytes on the fullest rank. wrong: stages whose weights get no gradient.
+    """
+
+    name: str
+    seconds: float | None
+    activations: float = 0.0
+    stages: Split = ()
+    wrong: tuple[int, ...] = ()
+    note: str = ""
+
+
+def equal_layers(whole: Problem, layers: Sequence[bool], stages: int, units: Sequence[int] | None = None) -> Split:
+    """`units` (all of them) in order in `stages` stages, whose numbers of layers differ by one at most.
+
+    What is no layer goes with the next layer of its component, or else with the layer before it. ValueError for fewer
+    layers than stages.
+    """
+    listed = list(range(len(whole.units))) if units is None else list(units)
+    groups: list[list[int]] = []  # each with one layer
+    waiting: list[int] = []
+    for u in listed:
+        if waiting and whole.units[u].component != whole.units[waiting[0]].component:
+            _behind(groups, waiting)
+            waiting = []
+        waiting.append(u)
+        if layers[u]:
+            groups.append(waiting)
+            waiting = []
+    _behind(groups, waiting)
+    if len(groups) < stages:
+        raise ValueError(f"{len(groups)} layers cannot fill {stages} stages")
+    cuts = [round(s * len(groups) / stages) for s in range(stages + 1)]
+    return tuple(tuple(u for group in groups[a:b] for u in group) for a, b in pairwise(cuts))
+
+
+def _behind(groups: list[list[int]], units: list[int]) -> None:
+    if groups:
+        groups[-1] += units
+    elif units:
+        raise ValueError("a component without layers comes first")
+
+
+def balanced(whole: Problem, stages: int) -> Split:
+    """Contiguous in order of execution; forward time decides, as it would with everything trained."""
+    starts = balance([round(1e9 * unit.forward) for unit in whole.units], stages)
+    ends = [*starts[1:], len(whole.units)]
+    return tuple(tuple(range(a, b)) for a, b in zip(starts, ends))
+
+
+def templates(whole: Problem, layers: Sequence[bool]) -> Iterator[tuple[str, Split]]:
+    """("1:5", its split) for all numbers of stages of each encoder, with its projector, and of the LLM."""
+    parts: list[list[int]] = []
+    for component, units in units_of(whole).items():
+        if component.endswith("_projector"):
+            parts[-1] += units
+        else:
+            parts.append(list(units))
+    depths = [sum(layers[u] for u in part) for part in parts]
+    for counts in _compositions(whole.ranks, depths):
+        stages = [stage for part, n in zip(parts, counts) for stage in equal_layers(whole, layers, n, part)]
+        yield ":".join(map(str, counts)), tuple(stages)
+
+
+def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write `total` as a sum with addend i between 1 and most[i]."""
+    if len(most) == 1:
+        if 1 <= total <= most[0]:
+            yield (total,)
+        return
+    for first in range(1, min(most[0], total - len(most) + 1) + 1):
+        for rest in _compositions(total - first, most[1:]):
+            yield (first, *rest)
+
+
+def baselines(whole: Problem, layers: Sequence[bool]) -> list[Baseline]:
+    """All of them on one case."""
+    blind = balanced(whole, whole.ranks)
+    found = [
+        _one_f_one_b(EQUAL, whole, equal_layers(whole, layers, whole.ranks)),
+        _one_f_one_b(UNAWARE, whole, blind),
+        min(
+            (_one_f_one_b(TEMPLATE, whole, stages, f"stages {ratio}") for ratio, stages in templates(whole, layers)),
+            key=lambda each: each.seconds or 0.0,
+        ),
+    ]
+    return found + [torch_baseline(name, whole) for name in TORCH]
+
+
+def _one_f_one_b(name: str, whole: Problem, stages: Split, note: str = "") -> Baseline:
+    numbers = pipeline(whole, stages)
+    schedule = SCHEDULES["1f1b"](numbers, tuple(range(len(stages))), whole.microbatches)
+    return Baseline(name, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, (), note)
+
+
+def torch_split(name: str, whole: Problem) -> tuple[Split, Pipeline]:
+    """The split that a user of torch would write for this schedule: balanced, blind to what is frozen."""
+    count = len(placement(name, whole.ranks))
+    stages = balanced(whole, count)
+    return stages, pipeline(whole, stages)
+
+
+def torch_baseline(name: str, whole: Problem) -> Baseline:
+    """torch's schedule on the case, simulated; without seconds if it cannot run it."""
+    count = len(placement(name, whole.ranks))
+    if count > len(whole.units):
+        return Baseline(name, None, note=f"{len(whole.units)} regions cannot fill {count} stages")
+    stages, numbers = torch_split(name, whole)
+    if not chain(numbers):
+        return Baseline(name, None, note="not a chain of stages")
+    try:
+        run, schedule = torch_model(name, numbers, whole)
+    except ValueError as error:
+        return Baseline(name, None, note=str(error))
+    wrong = tuple(without_gradients(name, numbers))
+    note = f"no weight gradients on stage {', '.join(map(str, wrong))}" if wrong else ""
+    peaks = peak_memory(run, schedule)
+    if not TORCH[name].splits:  # a fused backward holds what W needs too, but of one unit at a time
+        for rank in range(whole.ranks):
+            own = [u for s, home in schedule.placement.items() if home == rank for u in stages[s]]
+            peaks[rank] += max(whole.units[u].kept for u in own)
+    return Baseline(name, makespan(run, schedule), max(peaks), stages, wrong, note)
+
+
+def torch_model(name: str, numbers: Pipeline, whole: Problem) -> tuple[Pipeline, Schedule]:
+    """The pipeline as torch runs it, and its order."""
+    return modelled(name, numbers, whole.ranks, whole.microbatches)

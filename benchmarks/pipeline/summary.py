@@ -1,0 +1,157 @@
+"""The figures of the whole benchmark, and everything as one JSON object.
+
+    summary(simulated, paced, real) -> {field: number or None}        None: that part was not run
+    details(simulated, paced) -> {field: number or None}              what the fields above leave out
+    document(...) -> dict                                             summary, details, rows, machine, date, versions
+
+Means are geometric. In the summary
+  makespan_over_bound                   the plan with twice the activations of the unaware 1F1B, over the lower bound
+                                        that holds for it: that of plans with one stage on each rank, or for a plan with
+                                        several on a rank the weaker one of all plans
+  worst_speedup_over_any_baseline       of pairs: csc keeps to the activations of the very baseline. Baselines whose
+                                        gradients are wrong are no baselines; pairs in which csc does not fit are
+                                        counted in the details
+  speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
+  paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
+                                        within the memory of the unaware 1F1B, both measured
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.pipeline.baselines import EQUAL as LAYERS
+from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
+from benchmarks.pipeline.paced import EQUAL, Measured
+from benchmarks.pipeline.real import Real
+from benchmarks.pipeline.simulated import Row
+from benchmarks.pipeline.torch_schedules import TORCH
+from csc.simulation.pipeline import Link
+
+Figures = dict[str, float | None]
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+def summary(simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None) -> Figures:
+    """The fields that the benchmark is judged by."""
+    frozen = [row for row in simulated if row.case.frozen != "all trainable"]
+    unaware = {row.case: row.pair(UNAWARE).baseline.seconds for row in frozen}
+    gains = {row.case: (unaware[row.case] or math.nan) / row.plans["equal"].makespan for row in frozen}
+    pairs = [pair for row in simulated for pair in row.pairs if pair.speedup is not None and not pair.baseline.wrong]
+    errors = [abs(each.error) for each in paced if each.run not in TORCH and each.error is not None]
+    return {
+        "makespan_over_bound_geomean": geomean(row.plans["double"].over_bound for row in simulated),
+        "makespan_over_bound_equal_memory_geomean": geomean(row.plans["equal"].over_bound for row in simulated),
+        "worst_speedup_over_any_baseline": min((pair.speedup or 0.0 for pair in pairs), default=None),
+        "speedup_over_unaware_heavy_encoder_geomean": geomean(gains[row.case] for row in frozen if row.heavy),
+        "speedup_over_unaware_geomean": geomean(gains.values()),
+        "paced_error_max": max(errors, default=None),
+        "real_error": abs(real.error) if real is not None else None,
+        "paced_speedup_over_torch": geomean(over_torch(paced).values()),
+        "plan_seconds_max": max((row.plan_seconds for row in simulated), default=None),
+    }
+
+
+def details(simulated: Sequence[Row], paced: Sequence[Measured]) -> Figures:
+    """Counts and means beside the summary. over_one_stage_bound: over the bound of plans with one stage on each rank,
+    whatever the plan: how near csc comes to the best that such plans could be.
+    """
+    single = [row for row in simulated if row.plans["double"].chunks == 1]
+    return {
+        "cases": len(simulated),
+        "cases_with_several_stages_on_a_rank": len(simulated) - len(single),
+        "makespan_over_bound_geomean_of_one_stage_plans": geomean(row.plans["double"].over_bound for row in single),
+        "makespan_over_one_stage_bound_geomean": geomean(row.plans["double"].over_single for row in simulated),
+        "makespan_over_one_stage_bound_equal_memory_geomean": geomean(
+            row.plans["equal"].over_single for row in simulated
+        ),
+        **{f"worst_speedup_over {name}": _worst(simulated, name) for name in (LAYERS, UNAWARE, TEMPLATE, *TORCH)},
+        "pairs": sum(pair.speedup is not None for row in simulated for pair in row.pairs),
+        "pairs_slower": sum(
+            pair.speedup is not None and pair.speedup < 1 - 1e-9 and not pair.baseline.wrong
+            for row in simulated
+            for pair in row.pairs
+        ),
+        "pairs_without_a_plan_that_fits": sum(not pair.fits for row in simulated for pair in row.pairs),
+        "baselines_with_wrong_gradients": sum(bool(pair.baseline.wrong) for row in simulated for pair in row.pairs),
+        "paced_torch_error_max": max(
+            (abs(each.error) for each in paced if each.run in TORCH and each.error is not None and not each.wrong),
+            default=None,
+        ),
+        "paced_speedup_over_every_torch_schedule": geomean(
+            each.measured / own
+            for each in paced
+            if each.run in TORCH and each.measured is not None and not each.wrong and (own := _of(paced, each, EQUAL))
+        ),
+    }
+
+
+def _worst(rows: Sequence[Row], name: str) -> float | None:
+    """The least speedup over the baseline of that name, where its gradients are right."""
+    pairs = [row.pair(name) for row in rows]
+    return min((p.speedup for p in pairs if p.speedup is not None and not p.baseline.wrong), default=None)
+
+
+def over_torch(paced: Sequence[Measured]) -> dict[str, float]:
+    """By case: seconds of the fastest of torch's schedules with right gradients over those of csc at equal memory."""
+    found = {}
+    for each in paced:
+        if each.run == EQUAL and each.measured is not None:
+            theirs = [
+                other.measured
+                for other in paced
+                if other.case == each.case and other.run in TORCH and other.measured is not None and not other.wrong
+            ]
+            if theirs:
+                found[each.case.name] = min(theirs) / each.measured
+    return found
+
+
+def _of(paced: Sequence[Measured], other: Measured, run: str) -> float | None:
+    return next((each.measured for each in paced if each.case == other.case and each.run == run), None)
+
+
+def geomean(numbers: Iterable[float]) -> float | None:
+    """The geometric mean; None of nothing."""
+    logs = [math.log(number) for number in numbers]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def document(
+    simulated: Sequence[Row],
+    paced: tuple[Link | None, Sequence[Measured], Sequence[dict[str, Any]]],
+    real: Real | None,
+    notes: dict[str, Sequence[str]],
+) -> dict[str, Any]:
+    """Everything as JSON would have it. paced: the link, the runs, and torch's gradients behind a frozen prefix; notes:
+    of the configurations.
+    """
+    link, runs, gradients = paced
+    return {
+        "summary": summary(simulated, runs, real),
+        "details": details(simulated, runs),
+        "simulated": [_row(row) for row in simulated],
+        "paced": [asdict(each) | {"error": each.error} for each in runs],
+        "paced_over_torch": over_torch(runs),
+        "loopback": asdict(link) if link is not None else None,
+        "torch_gradients_behind_a_frozen_prefix": list(gradients),
+        "real": asdict(real) | {"error": real.error} if real is not None else None,
+        "notes": {name: list(lines) for name, lines in notes.items()},
+        "machine": {"processor": platform.processor() or platform.machine(), "system": platform.platform()},
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    """A row without the stages of baselines, which are long."""
+    found = asdict(row)
+    for pair in found["pairs"]:
+        del pair["baseline"]["stages"]
+    return found

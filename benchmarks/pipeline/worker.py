@@ -1,0 +1,130 @@
+"""The processes of the measured part: one for each rank, over gloo, all on this machine.
+
+    python -m benchmarks.pipeline.worker JOBS RANKS RESULTS
+
+JOBS is a file of JSON, a list of jobs (see benchmarks.pipeline.paced); RESULTS a directory in which result_I.json
+appears as soon as job I is done. The ranks are forked after the imports, which would take longer than the runs. A rank
+that fails writes error_RANK.txt and ends, and with it the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from benchmarks.pipeline.torch_gradients import check
+from benchmarks.pipeline.torch_paced import Span, prepare
+from csc.ir.schedule import parse
+from csc.runtime.c10d import Distributed
+from csc.runtime.paced import paced, run
+from csc.simulation.pipeline_file import from_json
+
+TIMEOUT = timedelta(seconds=120)
+PINGS, PING_SIZES = 100, (4, 4 << 20)  # round trips; bytes
+
+
+def main() -> None:
+    jobs, ranks, results = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    multiprocessing.start_processes(
+        _rank, args=(json.loads(jobs.read_text()), ranks, results), nprocs=ranks, start_method="fork"
+    )
+
+
+def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, results: Path) -> None:
+    try:
+        meeting = f"file://{results.resolve()}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        for number, job in enumerate(jobs):
+            found = KINDS[job["kind"]](job, rank, ranks)
+            if rank == 0:
+                partial = results / "partial.json"
+                partial.write_text(json.dumps(found))
+                partial.rename(results / f"result_{number}.json")
+        dist.barrier()
+    except Exception:
+        (results / f"error_{rank}.txt").write_text(f"{time.perf_counter()}\n{traceback.format_exc()}")
+        os._exit(1)  # the destructors of a broken group would wait for the others
+    os._exit(0)
+
+
+def _csc(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Steps of csc's own runtime."""
+    program = paced(from_json(job["pipeline"]), parse(job["schedule"]))
+    transport = Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds())
+
+    def step() -> list[Span]:
+        (traces,) = run(program, transport)
+        return [(timed.start, timed.end) for timed in traces[rank] if timed.action.computes]
+
+    return _steps(step, job["steps"], ranks)
+
+
+def _torch(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Steps of torch's runtime."""
+    pipeline = from_json(job["pipeline"])
+    return _steps(prepare(job["name"], pipeline, job["microbatches"], rank, ranks), job["steps"], ranks)
+
+
+def _steps(step: Callable[[], list[Span]], count: int, ranks: int) -> dict[str, Any]:
+    """Seconds from the first start of a compute on any rank to the last end, by step. One more step comes first and is
+    not counted. The clock is one for all processes of a machine.
+    """
+    makespans, busy = [], []
+    for _ in range(count + 1):
+        dist.barrier()
+        spans = step()
+        ends = torch.tensor(
+            [min(start for start, _ in spans), max(end for _, end in spans), sum(end - start for start, end in spans)],
+            dtype=torch.float64,
+        )
+        rows = [torch.empty_like(ends) for _ in range(ranks)]
+        dist.all_gather(rows, ends)
+        makespans.append(float(max(row[1] for row in rows) - min(row[0] for row in rows)))
+        busy.append([float(row[2]) for row in rows])
+    return {"makespans": makespans[1:], "busy": busy[-1]}
+
+
+def _link(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Half of the round trip of a small and a large message between ranks 0 and 1: the fastest tenth, as what else
+    this machine does only ever adds to it.
+    """
+    halves = []
+    for size in PING_SIZES:
+        message = torch.zeros(size, dtype=torch.uint8)
+        dist.barrier()
+        times = []
+        for _ in range(PINGS if rank < 2 else 0):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(message, 1)
+                dist.recv(message, 1)
+            else:
+                dist.recv(message, 0)
+                dist.send(message, 0)
+            times.append(time.perf_counter() - start)
+        halves.append(sorted(times)[PINGS // 10] / 2 if times else 0.0)
+    small, large = halves
+    transfer = max(large - small, large / 2)
+    return {"latency": small, "bandwidth": PING_SIZES[1] / transfer if transfer else 0.0}
+
+
+def _gradients(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    return check(job["name"], rank, ranks)
+
+
+KINDS = {"csc": _csc, "torch": _torch, "link": _link, "gradients": _gradients}
+
+if __name__ == "__main__":
+    main()
