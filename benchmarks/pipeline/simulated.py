@@ -4,6 +4,7 @@ Terms
   activations  the most bytes that a rank keeps for B and W at any time (Timeline.peak_activations), of the fullest rank
   equal        a plan whose activations are no more than those of the frozen-unaware split under 1F1B
   double       the same with twice as much
+  one stage    a plan with one stage on each rank; without it, csc gives a rank several where that is faster
   pair         a baseline and the fastest plan found whose activations are no more than the baseline's own
 
     evaluate(case, numbers) -> Row                            seconds of work: plans are searched for
@@ -30,7 +31,7 @@ from csc.planning.plan import Plan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.simulation.memory import peak_memory
 
-LIMITS = {"equal": 1, "double": 2}
+LIMITS = {"equal": (1, None), "double": (2, None), "equal, one stage": (1, 1), "double, one stage": (2, 1)}
 SAME = 1 + 1e-9  # floats that differ by less are equal
 
 
@@ -92,9 +93,9 @@ def evaluate(case: Case, found: Numbers) -> Row:
     reference = next(each.activations for each in others if each.name == UNAWARE)
     stated = replace(found.problem, ranks=case.ranks)
 
-    def planned(limit: float) -> Planned:
+    def planned(limit: float, chunks: int | None = None) -> Planned:
         start = time.perf_counter()
-        made = plan(replace(whole, memory=limit))
+        made = plan(replace(whole, memory=limit), chunks=chunks)
         seconds = time.perf_counter() - start
         return Planned(
             makespan=made.makespan,
@@ -107,7 +108,7 @@ def evaluate(case: Case, found: Numbers) -> Row:
             plan_seconds=seconds,
         )
 
-    plans = {name: planned(factor * reference) for name, factor in LIMITS.items()}
+    plans = {name: planned(factor * reference, chunks) for name, (factor, chunks) in LIMITS.items()}
     made = list(plans.values())
     pairs = _pairs(others, made, planned)
     longest = max(each.plan_seconds for each in made)
