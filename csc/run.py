@@ -207,9 +207,8 @@ def _wait(options: Options, program: Any, launch: Any) -> None:
     import torch
 
     from csc.runtime.c10d import Distributed
-    from csc.runtime.paced import paced_program, run
+    from csc.runtime.paced import expected, paced_program, run
     from csc.runtime.recording import gathered, timeline
-    from csc.simulation.simulate import makespan
 
     if launch is None:
         raise InputError(
@@ -220,15 +219,15 @@ def _wait(options: Options, program: Any, launch: Any) -> None:
     assert options.paced is not None
     waiting = paced_program(program)
     transport = Distributed(waiting.program, torch.device("cpu"), options.timeout)
-    expected = makespan(waiting.pipeline, program.schedule) * options.paced
+    predicted = expected(waiting, options.paced)
     traces: Any = {}
     for number in range(1, options.steps + 1):
         (traces,) = run(waiting, transport, 1, options.paced)
         measured = timeline(gathered(traces), waiting.program.manifest).makespan
         if launch.rank == 0 and options.json:
-            print(json.dumps({"step": number, "seconds": measured, "expected": expected}), flush=True)
+            print(json.dumps({"step": number, "seconds": measured, "expected": predicted}), flush=True)
         elif launch.rank == 0:
-            print(f"step {number}  paced {measured:.4f} s  expected {expected:.4f} s", flush=True)
+            print(f"step {number}  paced {measured:.4f} s  expected {predicted:.4f} s", flush=True)
     _record(options, traces, waiting.program.manifest, "paced")
     torch.distributed.destroy_process_group()
 

@@ -6,15 +6,17 @@ cores: what idles in the pipeline idles here, and a message takes the time that 
     paced(pipeline, schedule, name) -> Paced                      a program of waits, from numbers alone
     paced_program(program) -> Paced                               from a compiled program and the times its plan expects
     run(paced, transport, steps, factor) -> [[Timed]]             this process' part of each step
+    expected(paced, factor) -> seconds                            what the simulator says to that
 
-`factor` stretches all waits: with 100 a model of microseconds becomes measurable.
+`factor` stretches all waits: with 100 a model of microseconds becomes measurable. Messages are real, so it does not
+stretch them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueS
 from csc.runtime.transport import Transport
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.pipeline_file import from_json
+from csc.simulation.simulate import makespan
 
 VALUE = "value"
 
@@ -118,6 +121,20 @@ def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.
         results = interleave({rank.rank: step(rank, factors, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
+
+
+def expected(program: Paced, factor: float = 1.0) -> float:
+    """The simulated makespan with waits stretched by `factor`, over the modelled network as it is."""
+    stages = tuple(
+        replace(
+            stage,
+            forward=stage.forward * factor,
+            backward_input=stage.backward_input * factor,
+            backward_weight=stage.backward_weight * factor,
+        )
+        for stage in program.pipeline.stages
+    )
+    return makespan(replace(program.pipeline, stages=stages), program.program.schedule)
 
 
 def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:

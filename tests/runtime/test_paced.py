@@ -13,7 +13,7 @@ from test_gloo import torchrun
 from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES
-from csc.runtime.paced import paced, paced_program, run
+from csc.runtime.paced import expected, paced, paced_program, run
 from csc.runtime.program import load
 from csc.runtime.recording import gathered, timeline
 from csc.runtime.trainer import Trainer
@@ -59,6 +59,13 @@ def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...
     moved = [action for actions in schedule.ranks for action in actions if action.kind == "SEND"]
     assert len(found.transfers) == len(moved)
     assert all(transfer.start <= transfer.end for transfer in found.transfers)
+
+
+def test_a_factor_stretches_waits_and_not_messages() -> None:
+    slow = Pipeline((Stage(0.001, 0.001, 0.001),) * 2, {("F", 0, 1): 0.0, ("B", 1, 0): 0.0}, Network(Link(0.5)))
+    program = paced(slow, SCHEDULES["1f1b"](slow, (0, 1), 1))
+    assert expected(program) == pytest.approx(5 * 0.001 + 2 * 0.5)  # F F, then B, B and W, and a message each way
+    assert expected(program, 100) == pytest.approx(5 * 0.1 + 2 * 0.5)
 
 
 def test_timelines_of_a_real_step(tmp_path: Path) -> None:
