@@ -22,6 +22,9 @@ COLUMNS = (
 )
 
 
+NOT_RECORDED = "not recorded"
+
+
 def rows(timelines: Sequence[Timeline], bound: float | None = None, limit: float | None = None) -> list[list[str]]:
     """A row per timeline, by COLUMNS. bound: lower bound of the makespan in seconds; limit: bytes of a rank."""
     return [_row(timeline, timelines[0], bound, limit) for timeline in timelines]
@@ -30,6 +33,7 @@ def rows(timelines: Sequence[Timeline], bound: float | None = None, limit: float
 def _row(timeline: Timeline, first: Timeline, bound: float | None, limit: float | None) -> list[str]:
     shares = timeline.bubble_share or (0.0,)
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
+    recorded = any(timeline.memory) or any(timeline.state)  # a measured run may not know its memory
     return [
         timeline.name,
         str(len(timeline.ranks)),
@@ -37,8 +41,8 @@ def _row(timeline: Timeline, first: Timeline, bound: float | None, limit: float 
         f"{timeline.makespan / first.makespan:.3f} ×" if timeline is not first and first.makespan > 0 else "",
         f"{timeline.makespan / bound:.3f} ×" if bound else "",
         f"mean {sum(shares) / len(shares):.1%}, worst {shares[worst]:.1%} (rank {worst})",
-        _peak(timeline.peak_memory, limit),
-        _peak(timeline.peak_activations, None),
+        _peak(timeline.peak_memory, limit) if recorded else NOT_RECORDED,
+        _peak(timeline.peak_activations, None) if recorded else NOT_RECORDED,
     ]
 
 

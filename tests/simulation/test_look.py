@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -116,4 +117,6 @@ def test_summary() -> None:
     assert second["peak memory"] == "3.00 MiB (rank 1), over the limit"
     assert second["peak activations"] == "2.00 MiB (rank 1)"
     assert rows([]) == []
+    unknown = replace(runs[0], memory=((),) * len(runs[0].ranks), state=(0.0,) * len(runs[0].ranks))
+    assert dict(zip(COLUMNS, rows([unknown])[0]))["peak memory"] == "not recorded"
     assert dict(zip(COLUMNS, rows(runs)[0]))["over the bound"] == ""
