@@ -21,7 +21,7 @@ FLOORS = {
     "csc.api": 4, "csc.compiler": 4, "csc.options": 4, "csc.drawing": 4,
     "csc.capture": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,
     "csc.planning": 2,
-    "csc.analysis": 1, "csc.simulation": 1,
+    "csc.analysis": 1, "csc.masks": 1, "csc.simulation": 1,
     "csc.ir": 0, "csc.kernels": 0, "csc.errors": 0, "csc.torch_private": 0,
 }  # fmt: skip
 
@@ -30,6 +30,7 @@ ROOMS = {
     "csc.ir": set(),
     "csc.kernels": set(),
     "csc.analysis": {"csc.ir"},
+    "csc.masks": {"csc.kernels"},
     "csc.simulation": {"csc.ir.schedule"},
     "csc.planning": {"csc.simulation", "csc.ir.schedule", "csc.ir.schedule_verifier", "csc.ir.mesh"},
     "csc.capture": {"csc.ir", "csc.analysis", "csc.kernels"},

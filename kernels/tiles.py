@@ -1,0 +1,148 @@
+"""Exact facts of a mask in tiles: visible pairs, and which tiles a kernel has to visit.
+
+Terms
+  tile     block_q queries x block_k keys; the last ones may be short
+  full     a tile of block_k whole keys that all of its queries see: no mask inside; partial: some pairs are visible
+  lists    for every query tile the key tiles to visit, the full ones first, each part ascending; and the transpose
+
+    visible(mask) -> int64 [B, Tq]                     keys that each query sees
+    counts(mask, block_q, block_k) -> int32 [B, nQ, nK]        visible pairs of each tile
+    tiles(mask, block_q, block_k) -> Tiles
+
+Nothing here is Tq x Tk: a rule of a query is a range of keys, so it adds to two tiles at its ends and to a run of tiles
+between them (a difference array). Rules overlap, so their union is counted by inclusion and exclusion. Work is
+O(R Tq + predicates nQ nK), on the device of the mask, exact, in integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from csc.kernels.mask import Mask
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """For every tile of one side the tiles of the other side to visit.
+
+    index: int32 [B, n, m], the first `counts[..., 1]` of a row are set, of them the first `counts[..., 0]` full.
+    counts: int32 [B, n, 2].
+    """
+
+    index: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Both directions: `of_queries` for forward and dQ, `of_keys` for dK and dV."""
+
+    block_q: int
+    block_k: int
+    of_queries: TileLists
+    of_keys: TileLists
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Some rules at once: ranges cut, every predicate fulfilled. Its pairs are counted with `sign`.
+
+    lo, hi: int64 [B, Tq]. seen_before: int32 [B, Tk + 1], fulfilling keys before a slot. Empty ranges have lo == hi.
+    """
+
+    sign: int
+    lo: torch.Tensor
+    hi: torch.Tensor
+    seen_before: torch.Tensor
+
+
+def _terms(mask: Mask) -> Iterator[_Term]:
+    lo, hi = mask.ranges[..., 0].long().clamp(0, mask.keys), mask.ranges[..., 1].long().clamp(0, mask.keys)
+    kinds, admits = mask.kinds, mask.admits
+    for size in range(1, mask.rules + 1):
+        for rules in map(list, combinations(range(mask.rules), size)):
+            first, last = lo[:, rules].amax(1), hi[:, rules].amin(1)
+            if not bool((first < last).any()):
+                continue
+            sign = 1 if size % 2 else -1
+            if kinds is None or admits is None:
+                before = torch.arange(mask.keys + 1, dtype=torch.int32, device=lo.device).expand(mask.batch, -1)
+                yield _Term(sign, first, torch.maximum(first, last), before)
+                continue
+            chosen = admits[:, rules]
+            values = _distinct(chosen.transpose(1, 2)[first < last])
+            for value in values:
+                applies = (first < last) & (chosen == value[:, None]).all(1)
+                fits = ((kinds[:, None, :] & value[:, None]) != 0).all(1)
+                before = torch.nn.functional.pad(fits.cumsum(-1, dtype=torch.int32), (1, 0))
+                yield _Term(sign, first, torch.where(applies, last, first), before)
+
+
+def _distinct(rows: torch.Tensor) -> torch.Tensor:
+    """The different rows of an int64 [n, m]. Neighbours are mostly equal, so few are left to sort."""
+    changes = torch.cat([rows.new_ones(1, dtype=torch.bool), (rows[1:] != rows[:-1]).any(1)])
+    return rows[changes].unique(dim=0)
+
+
+def visible(mask: Mask) -> torch.Tensor:
+    """int64 [B, Tq]: how many keys each query sees."""
+    total = torch.zeros(mask.batch, mask.queries, dtype=torch.int64, device=mask.ranges.device)
+    for term in _terms(mask):
+        total += term.sign * (term.seen_before.gather(1, term.hi) - term.seen_before.gather(1, term.lo))
+    return total
+
+
+def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
+    """int32 [B, nQ, nK]: visible pairs of every tile."""
+    device, batch = mask.ranges.device, mask.batch
+    rows, columns = -(-mask.queries // block_q), -(-mask.keys // block_k)
+    total = torch.zeros(batch, rows, columns, dtype=torch.int32, device=device)
+    row = torch.arange(mask.queries, device=device) // block_q
+    edges = (torch.arange(columns + 1, device=device) * block_k).clamp(max=mask.keys)
+    for term in _terms(mask):
+        there = term.lo < term.hi
+        first = (term.lo // block_k).clamp(max=columns - 1)
+        last = torch.where(there, (term.hi - 1) // block_k, first)
+        at_hi, at_lo = term.seen_before.gather(1, term.hi), term.seen_before.gather(1, term.lo)
+        alone = first == last
+        head = torch.where(alone, at_hi, term.seen_before.gather(1, edges[first + 1])) - at_lo
+        tail = torch.where(alone, 0, at_hi - term.seen_before.gather(1, edges[last]))
+        ends = torch.zeros(batch, rows * columns, dtype=torch.int32, device=device)
+        ends.scatter_add_(1, row * columns + first, head)
+        ends.scatter_add_(1, row * columns + last, tail)
+        # Runs of whole tiles: +1 where they begin, -1 behind them, on a row that is one longer.
+        inside = (there & ~alone).to(torch.int32)
+        steps = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=device)
+        steps.scatter_add_(1, row * (columns + 1) + first + 1, inside)
+        steps.scatter_add_(1, row * (columns + 1) + last, -inside)
+        runs = steps.view(batch, rows, columns + 1)[..., :-1].cumsum(-1, dtype=torch.int32)
+        whole = term.seen_before[:, edges[1:]] - term.seen_before[:, edges[:-1]]
+        total += term.sign * (ends.view(batch, rows, columns) + runs * whole[:, None, :])
+    return total
+
+
+def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
+    """The lists that the kernels walk through."""
+    pairs = counts(mask, block_q, block_k)
+    device, columns = pairs.device, pairs.shape[-1]
+    starts = torch.arange(pairs.shape[1], device=device) * block_q
+    heights = (mask.queries - starts).clamp(max=block_q).to(torch.int32)
+    full = pairs == heights[:, None] * block_k
+    partial = (pairs > 0) & ~full
+    assert columns == -(-mask.keys // block_k)
+    return Tiles(block_q, block_k, _lists(full, partial), _lists(full.transpose(1, 2), partial.transpose(1, 2)))
+
+
+def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
+    batch, rows, columns = full.shape
+    wholes = full.sum(-1, keepdim=True)
+    place = torch.where(full, full.cumsum(-1) - 1, wholes + partial.cumsum(-1) - 1)
+    place = torch.where(full | partial, place, columns)  # the others fall off the end
+    slots = torch.arange(columns, dtype=torch.int32, device=full.device).expand(batch, rows, -1)
+    index = torch.zeros(batch, rows, columns + 1, dtype=torch.int32, device=full.device)
+    index.scatter_(2, place, slots)
+    total = wholes + partial.sum(-1, keepdim=True)
+    return TileLists(index[..., :columns].contiguous(), torch.cat([wholes, total], -1).to(torch.int32))

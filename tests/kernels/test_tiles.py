@@ -1,0 +1,58 @@
+"""Facts of masks in tiles equal those of the dense mask."""
+
+from __future__ import annotations
+
+import torch
+from csc.kernels import tiles as t
+from csc.kernels.mask import EVERYTHING, Mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.masks import masks
+
+
+def in_tiles(dense: torch.Tensor, block_q: int, block_k: int) -> torch.Tensor:
+    """Visible pairs by tile, one tile after the other."""
+    batch, queries, keys = dense.shape
+    rows = [
+        [dense[:, i : i + block_q, j : j + block_k].sum((1, 2)) for j in range(0, keys, block_k)]
+        for i in range(0, queries, block_q)
+    ]
+    return torch.stack([torch.stack(row, -1) for row in rows], 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(masks(), st.integers(1, 9), st.integers(1, 9))
+def test_counts_and_lists_equal_the_dense_mask(mask: Mask, block_q: int, block_k: int) -> None:
+    dense = mask.dense()
+    assert torch.equal(t.visible(mask), dense.sum(-1))
+    pairs = in_tiles(dense, block_q, block_k)
+    assert torch.equal(t.counts(mask, block_q, block_k).long(), pairs)
+    found = t.tiles(mask, block_q, block_k)
+    for b in range(mask.batch):
+        for lists, table in ((found.of_queries, pairs[b]), (found.of_keys, pairs[b].T)):
+            for i, row in enumerate(table):
+                wholes, total = lists.counts[b, i].tolist()
+                listed = lists.index[b, i, :total].tolist()
+                assert sorted(listed) == row.nonzero().flatten().tolist()
+                assert listed[:wholes] == sorted(listed[:wholes]) and listed[wholes:] == sorted(listed[wholes:])
+                for position, j in enumerate(listed):
+                    q, k = (i, j) if lists is found.of_queries else (j, i)
+                    block = dense[b, q * block_q : (q + 1) * block_q, k * block_k : (k + 1) * block_k]
+                    assert (position < wholes) == (bool(block.all()) and block.shape[1] == block_k)
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.randoms(use_true_random=False))
+def test_union_is_or(mask: Mask, random: object) -> None:
+    shifted = Mask((mask.ranges + 1).clamp(max=mask.keys), mask.admits, mask.kinds, mask.keys)
+    assert torch.equal(mask.union(shifted).dense(), mask.dense() | shifted.dense())
+
+
+def test_union_with_a_mask_without_kinds() -> None:
+    ranges = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)[None, None]
+    causal = Mask(ranges, None, None, 3)
+    kinds = torch.tensor([[1, 2, 2]])
+    later = Mask(ranges * 0 + torch.tensor([0, 3], dtype=torch.int32), torch.full((1, 1, 3), 2), kinds, 3)
+    assert torch.equal(causal.union(later).dense(), causal.dense() | later.dense())
+    assert causal.union(later).admits[0, 0].tolist() == [EVERYTHING] * 3
