@@ -13,7 +13,7 @@ from tests.kernels.masks import masks
 
 def in_tiles(dense: torch.Tensor, block_q: int, block_k: int) -> torch.Tensor:
     """Visible pairs by tile, one tile after the other."""
-    batch, queries, keys = dense.shape
+    _, queries, keys = dense.shape
     rows = [
         [dense[:, i : i + block_q, j : j + block_k].sum((1, 2)) for j in range(0, keys, block_k)]
         for i in range(0, queries, block_q)

@@ -1,0 +1,185 @@
+"""Attention as one operator that knows its mask: `csc::attention`, on CPUs and GPUs, in graphs and outside them.
+
+    attention(q, k, v, mask, scale, softcap) -> out                      what a model calls
+    attention_with_lse(q, k, v, mask, scale, softcap) -> (out, lse)
+    pack(mask, block_q, block_k), blocks(device, width, dtype)           see csc.kernels.packing
+    csc::attention, csc::attention_backward, csc::pack_mask              the operators; importing this registers them
+
+q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
+scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
+out: (B, Tq, H, D) transposed to [B, H, Tq, D], zero where nothing is seen; lse: float32 [B, H, Tq], there -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from csc.kernels import cpu, packing
+from csc.kernels.mask import Mask
+from csc.kernels.packing import Form
+
+CPU_BLOCKS = (256, 128)
+
+
+def blocks(device: torch.device | str, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(queries, keys) of the tiles that a device's attention for heads of this width walks through."""
+    if torch.device(device).type == "cpu":
+        return CPU_BLOCKS
+    from csc.kernels import triton_launch  # Triton is there only where GPUs are
+
+    return triton_launch.blocks(width, dtype, torch.device(device))
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """[B, H, Tq, D]. mask None: every query sees every key. scale None: 1 / sqrt(D). ValueError if sizes do not fit."""
+    return attention_with_lse(q, k, v, mask, scale, softcap)[0]
+
+
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, logarithm of the sum of the exponentials of each query's scores); no gradient flows through the latter."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if mask is None:
+        return torch.ops.csc.attention(q, k, v, None, 0, False, 0, 0, scale, softcap)
+    block_q, block_k = blocks(q.device, q.shape[-1], q.dtype)
+    packed = torch.ops.csc.pack_mask(mask.ranges, mask.admits, mask.kinds, mask.keys, block_q, block_k)
+    return torch.ops.csc.attention(
+        q, k, v, packed, mask.rules, mask.kinds is not None, block_q, block_k, scale, softcap
+    )
+
+
+@torch.library.custom_op("csc::pack_mask", mutates_args=())
+def _pack_mask(
+    ranges: torch.Tensor,
+    admits: torch.Tensor | None,
+    kinds: torch.Tensor | None,
+    keys: int,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    return packing.pack(Mask(ranges, admits, kinds, keys), block_q, block_k)
+
+
+@_pack_mask.register_fake
+def _(ranges: Any, admits: Any, kinds: Any, keys: int, block_q: int, block_k: int) -> torch.Tensor:
+    mask = Mask(ranges, admits, kinds, keys)
+    form = Form(mask.rules, kinds is not None, mask.queries, keys, block_q, block_k)
+    return ranges.new_empty((mask.batch, packing.words(form)), dtype=torch.int32)
+
+
+@torch.library.custom_op("csc::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    rules: int,
+    kinds: bool,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
+    known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    return _engine(q).forward(q, k, v, known, lists, scale, softcap)
+
+
+@_attention.register_fake
+def _(
+    q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _form(q, k, v, mask, rules, kinds, block_q, block_k)
+    batch, heads, queries, width = q.shape
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((batch, queries, heads, width)).transpose(1, 2)
+    return out, q.new_empty((batch, heads, queries), dtype=exact)
+
+
+@torch.library.custom_op("csc::attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    rules: int,
+    kinds: bool,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
+    known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
+
+
+@_attention_backward.register_fake
+def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(map(_gradient_like, (q, k, v)))  # type: ignore[return-value]
+
+
+def _gradient_like(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, D] laid out as (B, T, H, D): what a projection's view leads back to."""
+    batch, heads, tokens, width = x.shape
+    return x.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, mask, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, mask = ctx.saved_tensors
+    found = torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, mask, *ctx.rest)
+    return (*found, None, *(None for _ in ctx.rest))
+
+
+_attention.register_autograd(_gradients, setup_context=_remember)
+
+
+def _engine(q: torch.Tensor) -> Any:
+    if q.device.type == "cpu":
+        return cpu
+    from csc.kernels import triton_launch
+
+    return triton_launch
+
+
+def _form(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: int, kinds: bool,
+    block_q: int, block_k: int,
+) -> Form | None:  # fmt: skip
+    """What the packed mask holds; None without one. ValueError, before anything runs, if sizes do not fit."""
+    if q.dim() != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"attention of q {list(q.shape)} over k {list(k.shape)} and v {list(v.shape)}: sizes do not fit"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly")
+    if mask is None:
+        return None
+    form = Form(rules, kinds, q.shape[2], k.shape[2], block_q, block_k)
+    if mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] != packing.words(form):
+        raise ValueError(f"a packed mask of {list(mask.shape)} does not fit {q.shape[0]} samples in the form {form}")
+    return form

@@ -1,0 +1,147 @@
+"""The attention operator on the CPU equals dense attention in float64, and behaves as an operator has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from csc.kernels import cpu, packing
+from csc.kernels.attention import attention, attention_with_lse
+from csc.kernels.mask import Mask
+from csc.kernels.tiles import tiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels import dense
+from tests.kernels.masks import masks
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def inputs(batch: int, heads: tuple[int, int], sizes: tuple[int, int], width: int, dtype: torch.dtype, seed: int = 0):
+    """q, k, v, d_out as head-transposed views, as models have them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(batch, tokens, heads, width, generator=generator).to(dtype).transpose(1, 2)
+
+    return (
+        tensor(heads[0], sizes[0]),
+        tensor(heads[1], sizes[1]),
+        tensor(heads[1], sizes[1]),
+        tensor(heads[0], sizes[0]),
+    )
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def assert_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Against the largest entry of all five: a gradient that cancels to nothing has no size of its own."""
+    size = max(1.0, *(float(x.nan_to_num(neginf=0).abs().max()) for x in expected))
+    for name, one, other in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(one.isinf(), other.isinf()), name
+        one, other = one.double().nan_to_num(nan=1e9, neginf=0), other.nan_to_num(neginf=0)
+        error = float((one - other).abs().max()) / size
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.2e}"
+
+
+def check(q, k, v, d_out, mask: Mask | None, softcap: float = 0.0) -> None:
+    leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
+    out, lse = attention_with_lse(*leaves, mask, softcap=softcap)
+    gradients = torch.autograd.grad(out, leaves, d_out)
+    wanted = dense.results(q, k, v, mask, q.shape[-1] ** -0.5, softcap, d_out)
+    assert_close((out.detach(), lse, *gradients), wanted, q.dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(most=300), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from([0.0, 5.0]), st.data())
+def test_any_mask(mask: Mask, heads: tuple[int, int], softcap: float, data: st.DataObject) -> None:
+    batch = mask.batch if mask.batch > 1 else data.draw(st.integers(1, 2))
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
+    q, k, v, d_out = inputs(batch, heads, (mask.queries, mask.keys), 8, dtype)
+    check(q, k, v, d_out, mask, softcap)
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks(), st.integers(1, 9), st.integers(1, 9))
+def test_small_tiles(mask: Mask, block_q: int, block_k: int) -> None:
+    q, k, v, d_out = inputs(mask.batch, (4, 2), (mask.queries, mask.keys), 8, torch.float64)
+    lists = tiles(mask, block_q, block_k)
+    out, lse = cpu.forward(q, k, v, mask, lists, 0.3, 0.0)
+    gradients = cpu.backward(d_out, q, k, v, out, lse, mask, lists, 0.3, 0.0)
+    wanted = dense.results(q, k, v, mask, 0.3, 0.0, d_out)
+    assert_close((out, lse, *gradients), wanted, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_without_a_mask(dtype: torch.dtype, softcap: float) -> None:
+    check(*inputs(2, (4, 2), (300, 70), 16, dtype), None, softcap)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_causal_in_every_precision(dtype: torch.dtype) -> None:
+    q, k, v, d_out = inputs(2, (4, 2), (600, 600), 32, dtype)
+    check(q, k, v, d_out, causal(600))
+
+
+def causal(tokens: int) -> Mask:
+    slot = torch.arange(tokens, dtype=torch.int32)
+    return Mask(torch.stack([slot * 0, slot + 1], -1)[None, None], None, None, tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.integers(1, 9), st.integers(1, 9))
+def test_packing_keeps_everything(mask: Mask, block_q: int, block_k: int) -> None:
+    packed = packing.pack(mask, block_q, block_k)
+    form = packing.Form(mask.rules, mask.kinds is not None, mask.queries, mask.keys, block_q, block_k)
+    assert packed.shape == (mask.batch, packing.words(form))
+    again, lists = packing.unpack(packed, form)
+    wanted = tiles(mask, block_q, block_k)
+    assert torch.equal(again.dense(), mask.dense())
+    for one, other in ((lists.of_queries, wanted.of_queries), (lists.of_keys, wanted.of_keys)):
+        assert torch.equal(one.index, other.index) and torch.equal(one.counts, other.counts)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_is_a_sound_operator(masked: bool) -> None:
+    """torch's own checks: schema, autograd registration, fake kernels, tracing."""
+    q, k, v, _ = (x.requires_grad_(True) for x in inputs(2, (4, 2), (20, 20), 8, torch.float32))
+    packed = packing.pack(causal(20), 16, 8) if masked else None
+    rest = (packed, 1 if masked else 0, False, 16, 8, 0.5, 0.0)
+    torch.library.opcheck(torch.ops.csc.attention.default, (q, k, v, *rest))
+    mask = causal(20)
+    torch.library.opcheck(torch.ops.csc.pack_mask.default, (mask.ranges, None, None, 20, 16, 8))
+    out, lse = torch.ops.csc.attention(q, k, v, *rest)
+    given = [x.detach() for x in (out, q, k, v, out, lse)]
+    torch.library.opcheck(torch.ops.csc.attention_backward.default, (*given, *rest))
+
+
+def test_survives_export() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+            return attention(q, q, q, Mask(ranges, None, None, q.shape[2]))
+
+    q, ranges = torch.randn(2, 4, 20, 8), causal(20).ranges
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    program = torch.export.export(
+        Model(), (q, ranges), dynamic_shapes=({2: tokens}, {2: tokens}), strict=False
+    ).run_decompositions({})
+    names = [str(node.target) for node in program.graph.nodes]
+    assert "csc.attention.default" in names and "csc.pack_mask.default" in names
+    longer = torch.randn(2, 4, 33, 8)
+    assert torch.equal(program.module()(longer, causal(33).ranges), attention(longer, longer, longer, causal(33)))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    q, k, v, _ = inputs(1, (3, 2), (8, 8), 8, torch.float32)
+    with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads"):
+        attention(q, k, v)
+    q, k, v, _ = inputs(3, (2, 2), (8, 8), 8, torch.float32)
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        attention(q, k[:, :, :, :4], v)
+    wrong = Mask(torch.zeros(2, 1, 8, 2, dtype=torch.int32), None, None, 8)
+    with pytest.raises(ValueError, match="does not fit 3 samples"):
+        attention(q, k, v, wrong)
