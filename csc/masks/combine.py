@@ -1,0 +1,187 @@
+"""Unions and intersections of masks, and a mask with as few rules as it needs.
+
+Terms
+  class    keys that every mask of a combination takes for the same kind; each key has exactly one, so that sets of
+           classes can be cut as well as joined
+  compact  rules that touch and admit the same are one rule, covered rules are gone, kinds that decide nothing too
+
+    union(*masks) -> Mask                    what any of them lets through
+    intersection(*masks) -> Mask             what all of them let through
+    compact(ranges, admits, kinds, keys) -> Mask
+    classes(*columns) -> (representatives int64 [n, columns], index int64 [B, T])
+    bits(chosen) -> int64 [n]                sets of classes as numbers
+
+Up to 63 classes and, after compaction, 8 rules; more is an InputError.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+
+from csc.errors import InputError
+from csc.kernels.mask import EVERYTHING, MOST_RULES, Mask
+from csc.masks.runs import few
+
+MOST_CLASSES = 63
+
+
+def union(*masks: Mask) -> Mask:
+    """What any of the masks lets through. InputError for other sizes, over 63 classes, or over 8 rules."""
+    kinds, admits = _joined(masks)
+    batch = max(mask.batch for mask in masks)
+    ranges = torch.cat([mask.ranges.expand(batch, -1, -1, -1) for mask in masks], 1)
+    return compact(ranges, None if admits is None else torch.cat(admits, 1), kinds, masks[0].keys)
+
+
+def intersection(*masks: Mask) -> Mask:
+    """What all masks let through: every rule of one with every rule of the other. InputError as for `union`."""
+    kinds, admits = _joined(masks)
+    batch = max(mask.batch for mask in masks)
+    found, ranges = masks[0], masks[0].ranges.expand(batch, -1, -1, -1)
+    let = None if admits is None else admits[0]
+    for i, mask in enumerate(masks[1:], 1):
+        other = mask.ranges.expand(batch, -1, -1, -1)
+        lo = torch.maximum(ranges[:, :, None, :, 0], other[:, None, :, :, 0]).flatten(1, 2)
+        hi = torch.minimum(ranges[:, :, None, :, 1], other[:, None, :, :, 1]).flatten(1, 2)
+        if let is not None and admits is not None:
+            let = (let[:, :, None] & admits[i][:, None]).flatten(1, 2)
+        found = compact(torch.stack([lo, hi], -1), let, kinds, mask.keys, keep_kinds=True)
+        ranges, let = found.ranges, found.admits
+    return compact(found.ranges, found.admits, found.kinds, found.keys)
+
+
+def _joined(masks: tuple[Mask, ...]) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
+    """Kinds that hold for all masks, int64 [B, Tk], and the admits of each in terms of them, int64 [B, R, Tq]."""
+    if not masks:
+        raise InputError("no mask was given")
+    sizes = {(mask.queries, mask.keys) for mask in masks}
+    if len(sizes) > 1 or len({mask.batch for mask in masks} - {1}) > 1:
+        shapes = " and ".join(f"{mask.batch} x {mask.queries} x {mask.keys}" for mask in masks)
+        raise InputError(f"the masks are {shapes} (batch, queries, keys)", remedy="Give masks over the same tokens")
+    batch = max(mask.batch for mask in masks)
+    columns = [mask.kinds for mask in masks if mask.kinds is not None]
+    if not columns:
+        return None, None
+    columns = list(torch.broadcast_tensors(*columns))
+    values, index = classes(*columns)
+    if len(values) > MOST_CLASSES:
+        raise InputError(
+            f"the masks tell {len(values)} classes of keys apart together, and {MOST_CLASSES} is the limit",
+            remedy="Contiguous groups of keys (documents, spans) need no kinds: give them as document ids or spans",
+        )
+    admits, column = [], iter(range(len(columns)))
+    for mask in masks:
+        if mask.admits is None:
+            let = torch.full(mask.ranges.shape[:-1], EVERYTHING, device=mask.ranges.device)
+        else:
+            of = values[:, next(column)]
+            different = few(mask.admits.flatten(0, -2))
+            let = bits((different[:, None] & of) != 0)[torch.searchsorted(different, mask.admits.contiguous())]
+        admits.append(let.expand(batch, -1, -1))
+    return (torch.ones_like(index) << index).expand(batch, -1), admits
+
+
+def bits(chosen: torch.Tensor) -> torch.Tensor:
+    """int64 [n] with bit c set where bool [n, c] holds; at most 63 columns."""
+    return (chosen.long() << torch.arange(chosen.shape[1], device=chosen.device)).sum(1)
+
+
+def classes(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different tuples over int64 [B, T] columns, and which of them every position is."""
+    index = torch.zeros_like(columns[0])
+    for column in columns:
+        values = few(column)
+        index = index * len(values) + torch.searchsorted(values, column.contiguous())
+        index = torch.searchsorted(few(index), index)
+    count = int(index.max()) + 1
+    place = torch.zeros(count, dtype=torch.int64, device=index.device)
+    flat = index.flatten()
+    place.scatter_(0, flat, torch.arange(len(flat), device=index.device))  # any position of the class will do
+    return torch.stack([column.flatten()[place] for column in columns], 1), index
+
+
+def compact(
+    ranges: torch.Tensor, admits: torch.Tensor | None, kinds: torch.Tensor | None, keys: int, keep_kinds: bool = False
+) -> Mask:
+    """The same mask with few rules. ranges: integers [B, R, Tq, 2] with any R, values of any size; admits int64
+    [B, R, Tq] and kinds int64 [B, Tk], or None. keep_kinds: even if they decide nothing. InputError over 8 rules.
+    """
+    lo, hi = ranges[..., 0].clamp(0, keys).to(torch.int32), ranges[..., 1].clamp(0, keys).to(torch.int32)
+    los, his = list(lo.unbind(1)), list(hi.unbind(1))
+    lets = [None] * len(los) if admits is None else list(admits.unbind(1))
+    for i, (low, high, let) in enumerate(zip(los, his, lets)):
+        gone = low >= high if let is None else (low >= high) | (let == 0)
+        los[i], his[i] = low.masked_fill(gone, 0), high.masked_fill(gone, 0)
+    for _ in range(len(los) - 1):  # a merged rule may touch one that was looked at before
+        changed = False
+        for i, j in combinations(range(len(los)), 2):
+            changed |= _merge(los, his, lets, i, j)
+        if not changed:
+            break
+    lo, hi = torch.stack(los, 1), torch.stack(his, 1)
+    admits = None if admits is None else torch.stack([let for let in lets if let is not None], 1)
+    lo, hi, admits = _packed(lo, hi, admits)
+    if lo.shape[1] > MOST_RULES:
+        raise InputError(
+            f"a query of the mask needs {lo.shape[1]} ranges of keys, and {MOST_RULES} is the limit",
+            remedy="Say the mask with kinds of keys (csc.masks.spans, csc.masks.bitfields) where ranges are many",
+        )
+    if admits is not None and kinds is not None and not keep_kinds and _idle(lo, hi, admits, kinds):
+        admits = kinds = None
+    return Mask(
+        torch.stack([lo, hi], -1),
+        None if admits is None else admits.contiguous(),
+        None if kinds is None else kinds.expand(lo.shape[0], -1).contiguous(),
+        keys,
+    )
+
+
+def _merge(los: list, his: list, lets: list, i: int, j: int) -> bool:
+    """Rule j goes into rule i wherever one rule can say both. True if it did anywhere."""
+    low, high, low_j, high_j = los[i], his[i], los[j], his[j]
+    both = (low < high) & (low_j < high_j)
+    if not bool(both.any()):
+        return False
+    touch = (low <= high_j) & (low_j <= high)
+    if lets[i] is None:
+        merged = both & touch
+    else:
+        one, two = lets[i], lets[j]
+        shared = one & two
+        inside = (low <= low_j) & (high_j <= high) & (shared == two)  # j is covered by i
+        around = (low_j <= low) & (high <= high_j) & (shared == one)
+        equal = (low == low_j) & (high == high_j)
+        merged = both & (inside | around | equal | (touch & (one == two)))
+        lets[i] = torch.where(merged, one | two, one)
+    if not bool(merged.any()):
+        return False
+    los[i] = torch.where(merged, torch.minimum(low, low_j), low)
+    his[i] = torch.where(merged, torch.maximum(high, high_j), high)
+    los[j], his[j] = low_j.masked_fill(merged, 0), high_j.masked_fill(merged, 0)
+    return True
+
+
+def _packed(
+    lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rules that are not empty first, and as many rules as the query with the most has (one at least)."""
+    empty = lo >= hi
+    rules = max(int((~empty).sum(1).max()), 1)
+    if rules == lo.shape[1]:
+        return lo, hi, admits
+    order = empty.to(torch.uint8).sort(dim=1, stable=True).indices[:, :rules]
+    picked = None if admits is None else admits.gather(1, order)
+    return lo.gather(1, order), hi.gather(1, order), picked
+
+
+def _idle(lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor, kinds: torch.Tensor) -> bool:
+    """True if every rule that is not empty admits all of its range (and the other kinds of keys that there are)."""
+    used = few(admits.masked_fill(lo >= hi, EVERYTHING).flatten(0, -2))
+    present = few(kinds)
+    if not bool(((used[:, None] & present[present != 0]) != 0).all()):
+        return False
+    unseen = torch.nn.functional.pad((kinds == 0).cumsum(1), (1, 0)).expand(lo.shape[0], -1)
+    low, high = lo.flatten(1).long(), hi.flatten(1).long()
+    return bool((unseen.gather(1, low) == unseen.gather(1, high)).all())
