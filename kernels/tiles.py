@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations
 
 import torch
@@ -60,31 +61,34 @@ class _Term:
 
 
 def _terms(mask: Mask) -> Iterator[_Term]:
-    lo, hi = mask.ranges[..., 0].long().clamp(0, mask.keys), mask.ranges[..., 1].long().clamp(0, mask.keys)
+    lo, hi = (mask.ranges[..., i].clamp(0, mask.keys).long().unbind(1) for i in (0, 1))
     kinds, admits = mask.kinds, mask.admits
     for size in range(1, mask.rules + 1):
         for rules in map(list, combinations(range(mask.rules), size)):
-            first, last = lo[:, rules].amax(1), hi[:, rules].amin(1)
-            if not bool((first < last).any()):
+            first = reduce(torch.maximum, [lo[rule] for rule in rules])  # amax over so few is many times slower
+            last = reduce(torch.minimum, [hi[rule] for rule in rules])
+            there = first < last
+            if not bool(there.any()):
                 continue
             sign = 1 if size % 2 else -1
             if kinds is None or admits is None:
-                before = torch.arange(mask.keys + 1, dtype=torch.int32, device=lo.device).expand(mask.batch, -1)
+                before = torch.arange(mask.keys + 1, dtype=torch.int32, device=mask.ranges.device).expand(
+                    mask.batch, -1
+                )
                 yield _Term(sign, first, torch.maximum(first, last), before)
                 continue
             chosen = admits[:, rules]
-            values = _distinct(chosen.transpose(1, 2)[first < last])
-            for value in values:
-                applies = (first < last) & (chosen == value[:, None]).all(1)
-                fits = ((kinds[:, None, :] & value[:, None]) != 0).all(1)
+            for value in _distinct(chosen.transpose(1, 2)[there]):
+                applies = reduce(torch.logical_and, [chosen[:, i] == one for i, one in enumerate(value)], there)
+                fits = reduce(torch.logical_and, [(kinds & one) != 0 for one in value])
                 before = torch.nn.functional.pad(fits.cumsum(-1, dtype=torch.int32), (1, 0))
                 yield _Term(sign, first, torch.where(applies, last, first), before)
 
 
 def _distinct(rows: torch.Tensor) -> torch.Tensor:
     """The different rows of an int64 [n, m]. Neighbours are mostly equal, so few are left to sort."""
-    changes = torch.cat([rows.new_ones(1, dtype=torch.bool), (rows[1:] != rows[:-1]).any(1)])
-    return rows[changes].unique(dim=0)
+    differs = reduce(torch.logical_or, [column[1:] != column[:-1] for column in rows.unbind(1)])
+    return rows[torch.cat([rows.new_ones(1, dtype=torch.bool), differs])].unique(dim=0)
 
 
 def visible(mask: Mask) -> torch.Tensor:
@@ -99,7 +103,8 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, nQ, nK]: visible pairs of every tile."""
     device, batch = mask.ranges.device, mask.batch
     rows, columns = -(-mask.queries // block_q), -(-mask.keys // block_k)
-    total = torch.zeros(batch, rows, columns, dtype=torch.int32, device=device)
+    total = torch.zeros(batch, rows * columns, dtype=torch.int32, device=device)
+    steps = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=device)
     row = torch.arange(mask.queries, device=device) // block_q
     edges = (torch.arange(columns + 1, device=device) * block_k).clamp(max=mask.keys)
     for term in _terms(mask):
@@ -110,18 +115,17 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
         alone = first == last
         head = torch.where(alone, at_hi, term.seen_before.gather(1, edges[first + 1])) - at_lo
         tail = torch.where(alone, 0, at_hi - term.seen_before.gather(1, edges[last]))
-        ends = torch.zeros(batch, rows * columns, dtype=torch.int32, device=device)
-        ends.scatter_add_(1, row * columns + first, head)
-        ends.scatter_add_(1, row * columns + last, tail)
+        total.scatter_add_(1, row * columns + first, term.sign * head)
+        total.scatter_add_(1, row * columns + last, term.sign * tail)
         # Runs of whole tiles: +1 where they begin, -1 behind them, on a row that is one longer.
-        inside = (there & ~alone).to(torch.int32)
-        steps = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=device)
+        inside = (there & ~alone).int() * term.sign
+        steps.zero_()
         steps.scatter_add_(1, row * (columns + 1) + first + 1, inside)
         steps.scatter_add_(1, row * (columns + 1) + last, -inside)
-        runs = steps.view(batch, rows, columns + 1)[..., :-1].cumsum(-1, dtype=torch.int32)
+        runs = steps.view(batch, rows, columns + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
         whole = term.seen_before[:, edges[1:]] - term.seen_before[:, edges[:-1]]
-        total += term.sign * (ends.view(batch, rows, columns) + runs * whole[:, None, :])
-    return total
+        total.view(batch, rows, columns).addcmul_(runs, whole[:, None, :])
+    return total.view(batch, rows, columns)
 
 
 def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
@@ -133,16 +137,19 @@ def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
     full = pairs == heights[:, None] * block_k
     partial = (pairs > 0) & ~full
     assert columns == -(-mask.keys // block_k)
-    return Tiles(block_q, block_k, _lists(full, partial), _lists(full.transpose(1, 2), partial.transpose(1, 2)))
+    return Tiles(block_q, block_k, _lists(full, partial), _lists(full.mT.contiguous(), partial.mT.contiguous()))
 
 
 def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
+    """From bool [B, n, m] each. Work is one look at every tile, then as many steps as there are tiles to visit."""
     batch, rows, columns = full.shape
-    wholes = full.sum(-1, keepdim=True)
-    place = torch.where(full, full.cumsum(-1) - 1, wholes + partial.cumsum(-1) - 1)
-    place = torch.where(full | partial, place, columns)  # the others fall off the end
-    slots = torch.arange(columns, dtype=torch.int32, device=full.device).expand(batch, rows, -1)
-    index = torch.zeros(batch, rows, columns + 1, dtype=torch.int32, device=full.device)
-    index.scatter_(2, place, slots)
-    total = wholes + partial.sum(-1, keepdim=True)
-    return TileLists(index[..., :columns].contiguous(), torch.cat([wholes, total], -1).to(torch.int32))
+    device = full.device
+    wholes, rest = full.sum(-1).flatten(), partial.sum(-1).flatten()
+    begin = torch.arange(batch * rows, device=device) * columns
+    index = torch.zeros(batch * rows * columns, dtype=torch.int32, device=device)
+    for chosen, number, place in ((full, wholes, begin), (partial, rest, begin + wholes)):
+        row, column = chosen.view(-1, columns).nonzero(as_tuple=True)  # row by row, ascending
+        shift = place - (number.cumsum(0) - number)  # from the place among all to the place in the row
+        index.scatter_(0, shift.index_select(0, row).add_(torch.arange(len(row), device=device)), column.int())
+    total = torch.stack([wholes, wholes + rest], -1)
+    return TileLists(index.view(batch, rows, columns), total.view(batch, rows, 2).int())
