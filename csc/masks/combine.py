@@ -167,13 +167,21 @@ def _packed(
     lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rules that are not empty first, and as many rules as the query with the most has (one at least)."""
-    empty = lo >= hi
-    rules = max(int((~empty).sum(1).max()), 1)
-    if rules == lo.shape[1]:
+    there = [low < high for low, high in zip(lo.unbind(1), hi.unbind(1))]
+    before = [torch.zeros_like(there[0], dtype=torch.int8)]  # rules in front that are not empty
+    for one in there:
+        before.append(before[-1] + one)
+    rules = max(int(before[-1].max()), 1)
+    if rules == len(there):
         return lo, hi, admits
-    order = empty.to(torch.uint8).sort(dim=1, stable=True).indices[:, :rules]
-    picked = None if admits is None else admits.gather(1, order)
-    return lo.gather(1, order), hi.gather(1, order), picked
+    columns = [lo, hi] if admits is None else [lo, hi, admits]
+    packed = [torch.zeros_like(column[:, :rules]) for column in columns]
+    for i, one in enumerate(there):
+        for j in range(min(i + 1, rules)):
+            here = one & (before[i] == j)
+            for column, target in zip(columns, packed):
+                target[:, j] = torch.where(here, column[:, i], target[:, j])
+    return packed[0], packed[1], None if admits is None else packed[2]
 
 
 def _idle(lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor, kinds: torch.Tensor) -> bool:
