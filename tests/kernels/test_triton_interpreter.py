@@ -1,0 +1,22 @@
+"""Runs triton_interpreted.py in a process of its own: interpreted and compiled kernels cannot share one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("triton_interpreted.py")
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=CASES.parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
