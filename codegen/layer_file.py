@@ -14,7 +14,13 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
-HEADER = "import torch\n\naten = torch.ops.aten\n"
+
+def header(functions: Sequence[str]) -> str:
+    """The imports of a file that holds these functions."""
+    lines = ["import torch"]
+    if any("torch.ops.csc." in text for text in functions):
+        lines.append("import csc.kernels.attention  # the operators torch.ops.csc")
+    return "\n".join([*lines, "", "aten = torch.ops.aten", ""])
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def layer_source(program: Program, variant: Variant, regions: Sequence[Region]) 
         functions.append(_backward_input(variant))
     if variant.backward_weight is not None:
         functions.append(_backward_weight(variant, template))
-    return "\n\n".join([_docstring(program, variant, template, regions) + HEADER, *functions])
+    return "\n\n".join([_docstring(program, variant, template, regions) + header(functions), *functions])
 
 
 def _docstring(program: Program, variant: Variant, template: Template, regions: Sequence[Region]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from csc.codegen.layer_file import HEADER
+from csc.codegen.layer_file import header
 from csc.codegen.python import body, quoted, wrapped
 from torch import fx
 
@@ -46,7 +46,7 @@ def function_names(program: Program) -> dict[tuple[str, ...], str]:
 def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
     functions = [_function(program, name, wanted) for wanted, name in function_names(program).items()]
-    return "\n\n".join([DOCSTRING + HEADER, *functions])
+    return "\n\n".join([DOCSTRING + header(functions), *functions])
 
 
 def _nodes(program: Program) -> dict[str, fx.Node]:

@@ -62,7 +62,7 @@ class Compiler:
 
     def _check_loss(self, history: list[Program], options: Options) -> None:
         """The loss pass again, with the real number of microbatches: it may have to refuse (see passes/loss.py)."""
-        loss(history[1], options)
+        loss(history[TRACING.index(loss)], options)
 
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""

@@ -3,7 +3,7 @@
     attention(q, k, v, mask, scale, softcap) -> out                      what a model calls
     attention_with_lse(q, k, v, mask, scale, softcap) -> (out, lse)
     pack(mask, block_q, block_k), blocks(device, width, dtype)           see csc.kernels.packing
-    csc::attention, csc::attention_backward, csc::pack_mask              the operators; importing this registers them
+    csc::attention, csc::attention_backward, csc::pack_mask, csc::group_ranges    registered when this is imported
 
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 import torch
-from csc.kernels import cpu, packing
+from csc.kernels import cpu, groups, packing
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
 
@@ -80,6 +80,18 @@ def _(ranges: Any, admits: Any, kinds: Any, keys: int, block_q: int, block_k: in
     mask = Mask(ranges, admits, kinds, keys)
     form = Form(mask.rules, kinds is not None, mask.queries, keys, block_q, block_k)
     return ranges.new_empty((mask.batch, packing.words(form)), dtype=torch.int32)
+
+
+@torch.library.custom_op("csc::group_ranges", mutates_args=())
+def _group_ranges(
+    queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
+) -> torch.Tensor:
+    return groups.ranges(queries, keys, counting_queries, counting_keys)
+
+
+@_group_ranges.register_fake
+def _(queries: Any, keys: Any, counting_queries: Any, counting_keys: Any) -> torch.Tensor:
+    return queries.new_empty((*queries.shape, 2), dtype=torch.int64)
 
 
 @torch.library.custom_op("csc::attention", mutates_args=())

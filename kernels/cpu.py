@@ -6,7 +6,7 @@ The backward gives the kernel the block's output and log-sum-exp, so each block 
 they are added in float32 (float64 for float64) in ascending order of blocks: deterministic.
 
     forward(q, k, v, mask, tiles, scale, softcap) -> (out, lse)
-    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap) -> (dq, dk, dv)
+    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap) -> (dq, dk, dv)      laid out as out is
 
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv; mask and tiles both None: every query sees every key.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D]; lse: float32 (float64 for float64) [B, H, Tq], -inf where nothing is
@@ -48,8 +48,8 @@ def forward(
     scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    batch, heads, queries, width = q.shape
-    out = q.new_zeros(batch, queries, heads, width).transpose(1, 2)
+    batch, heads, queries, _ = q.shape
+    out = _zeros_like(q, q.dtype)
     lse = q.new_full((batch, heads, queries), -float("inf"), dtype=_exact(q))
     for block in _blocks(q, mask, tiles, softcap):
         q_block, k_block, v_block = _cut(block, q, k, v)
@@ -70,8 +70,8 @@ def backward(
     mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    dq = torch.zeros_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=_exact(x)) for x in (k, v))
+    dq = _zeros_like(q, q.dtype)
+    dk, dv = (_zeros_like(x, _exact(x)) for x in (k, v))
     for block in _blocks(q, mask, tiles, softcap):
         q_block, k_block, v_block = _cut(block, q, k, v)
         d_block, out_block = d_out[block.samples, :, block.rows], out[block.samples, :, block.rows]
@@ -94,6 +94,12 @@ def backward(
             else:
                 total[block.samples].index_add_(2, block.keys, share.to(total.dtype))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _zeros_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, H, T, D] laid out as (B, T, H, D), like `out`."""
+    batch, heads, tokens, width = x.shape
+    return x.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
 
 
 def _exact(x: torch.Tensor) -> torch.dtype:

@@ -250,11 +250,19 @@ def _last_by_origin(graph: fx.Graph) -> set[fx.Node]:
     return set(last.values())
 
 
+# Names for the tuples that attention returns.
+RESULTS = {
+    "attention": "results",
+    "attention_backward": "gradients",
+    "scaled_dot_product_flash_attention_for_cpu": "results",
+    "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
+}
+
+
 def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
     origin = node.meta.get("custom", {}).get("csc", {})
     op = g.short_op(node).strip("_")
-    op = {"scaled_dot_product_flash_attention_for_cpu": "flash",
-          "scaled_dot_product_flash_attention_for_cpu_backward": "flash_backward"}.get(op, op)  # fmt: skip
+    op = RESULTS.get(op, op)
     if not origin:
         return identifier(f"d_{op}")
     if not origin["backward"]:

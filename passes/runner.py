@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from csc.passes.attention import attention
 from csc.passes.differentiate import differentiate
 from csc.passes.freeze import freeze
 from csc.passes.loss import loss
@@ -30,7 +31,7 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, loss, regions, differentiate)
+TRACING: tuple[Pass, ...] = (shapes, attention, loss, regions, differentiate)
 PLANNING: tuple[Pass, ...] = (freeze, prune, split, partition, schedule)
 
 

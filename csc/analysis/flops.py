@@ -32,7 +32,7 @@ def count(graph: fx.Graph | None) -> Work:
 
 
 def call_flops(node: fx.Node) -> int:
-    """The work of one call, by PyTorch's formula where it has one and by that of its flash kernel for CPUs here."""
+    """The work of one call, by PyTorch's formula where it has one and by that of attention here."""
     assert isinstance(node.target, OpOverload)
     formula = flop_registry.get(node.target.overloadpacket)
     name = node.target._schema.name
@@ -40,21 +40,22 @@ def call_flops(node: fx.Node) -> int:
         arguments = fx.map_arg(node.args, _value)
         keywords = fx.map_arg(node.kwargs, _value)
         return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
-    if name == FLASH_CPU:
-        return _flash(*fx.map_arg(node.args[:3], _value))
-    if name == f"{FLASH_CPU}_backward":
-        return 5 * _flash(*fx.map_arg(node.args[1:4], _value)) // 2
+    if name in ATTENTION:
+        return _attention(*fx.map_arg(node.args[:3], _value))
+    if name.removesuffix("_backward") in ATTENTION:
+        return 5 * _attention(*fx.map_arg(node.args[1:4], _value)) // 2
     return 0
 
 
-FLASH_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
+# What the mask hides is counted too, as PyTorch's own formulas do: how much that is depends on the batch.
+ATTENTION = frozenset({"csc::attention", "aten::_scaled_dot_product_flash_attention_for_cpu"})
 
 
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _flash(query: Any, key: Any, value: Any) -> int:
+def _attention(query: Any, key: Any, value: Any) -> int:
     """Two products of attention, QK^T and PV; its backward computes five (QK^T again, dV, dP, dQ, dK)."""
     batch, heads, rows, width = query.shape
     return 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])

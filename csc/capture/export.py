@@ -105,6 +105,8 @@ def export(
     """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
     _check_names(model, tensors)
     automatic = torch.export.Dim.AUTO
+    # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
     wrapped = LossOnly(model, extra)
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody

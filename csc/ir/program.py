@@ -244,6 +244,7 @@ class Program:
     messages: tuple[Message, ...] = ()
     plan: Plan | None = None
     schedule: Schedule | None = None
+    notes: tuple[str, ...] = ()  # what a user should know of this program: sentences
     history: tuple[Record, ...] = ()
 
     def region(self, name: str) -> Region:

@@ -108,3 +108,14 @@ def test_a_module_in_eval_mode_stays_in_it() -> None:
     result = verify(csc.compile(model, mesh="pp=2", example=batch, microbatches=2))
     assert result.grad_rel_max <= 1e-6 and result.params_checked == 6
     assert model.training and not model.norm.training
+
+
+def test_one_tensor_under_two_names_is_two_inputs() -> None:
+    """labels=input_ids is one object in the example; in a later batch the two may differ."""
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT))
+    batch = words()
+    again = dict(batch, labels=batch["input_ids"])
+    compiled = csc.compile(model, mesh="pp=1", example=again)
+    loss = compiled.train_step(batch)
+    assert float(loss) == float(model(**batch).loss)

@@ -299,7 +299,7 @@ def test_7_message(program: Program) -> None:
 )
 def test_what_every_pass_leaves_is_sound(models: Models, name: str, options: dict[str, Any]) -> None:
     history = models(name, **options).history()
-    assert len(history) == 10
+    assert len(history) == 11
     for program in history:
         verify(program)
         assert len({region.name for region in program.regions}) == len(program.regions)

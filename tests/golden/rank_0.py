@@ -26,7 +26,7 @@ def forward(batch, received, weights, constants):
     pixel_values = batch["pixel_values"]
     position_ids = constants["model.vision_tower.embeddings.position_ids"]
     input_ids = batch["input_ids"]
-    (mask, cos, sin, mask_1) = layers.tables.of_stage_0(batch, constants)
+    (mask, cos, sin, visibility) = layers.tables.of_stage_0(batch, constants)
     embeddings = layers.clip_vision_embeddings_forward_only.forward(
         pixel_values, position_ids, under(weights, "model.vision_tower.embeddings."),
     )
@@ -45,19 +45,19 @@ def forward(batch, received, weights, constants):
     )
     merge, saved_merge = layers.merge.forward(multi_modal_projector, embed_tokens, mask)
     layers_0, saved_layers_0 = layers.llama_decoder_layer_frozen.forward(
-        merge, cos, sin, mask_1, under(weights, "model.language_model.layers.0."),
+        merge, cos, sin, visibility, under(weights, "model.language_model.layers.0."),
     )
     sent = {"model.language_model.layers.0": layers_0}
-    saved = (mask, cos, sin, saved_multi_modal_projector, saved_merge, saved_layers_0)
+    saved = (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0)
     return sent, saved
 
 
 def backward_input(saved, received, weights, constants):
     """B of stage 0."""
-    (mask, cos, sin, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
+    (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
     d_layers_0 = received["model.language_model.layers.0"]                                            # f32[2, 20, 48] from stage 1
     d_merge = layers.llama_decoder_layer_frozen.backward_input(
-        saved_layers_0, cos, sin, under(weights, "model.language_model.layers.0."), d_layers_0,
+        saved_layers_0, cos, sin, visibility, under(weights, "model.language_model.layers.0."), d_layers_0,
     )
     del saved_layers_0
     d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)

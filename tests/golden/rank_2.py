@@ -18,23 +18,23 @@ STAGES = (2,)
 
 def forward(batch, received, weights, constants):
     """F of stage 2."""
-    (cos, sin, mask_1, labels) = layers.tables.of_stage_2(batch, constants)
+    (cos, sin, visibility, labels) = layers.tables.of_stage_2(batch, constants)
     layers_2 = received["model.language_model.layers.2"]                                              # f32[2, 20, 48] from stage 1
     layers_3, saved_layers_3 = layers.llama_decoder_layer_frozen.forward(
-        layers_2, cos, sin, mask_1, under(weights, "model.language_model.layers.3."),
+        layers_2, cos, sin, visibility, under(weights, "model.language_model.layers.3."),
     )
     norm, saved_norm = layers.llama_rms_norm_frozen.forward(
         layers_3, under(weights, "model.language_model.norm."),
     )
     loss, saved_loss = layers.lm_head_frozen.forward(norm, labels, under(weights, "lm_head."))
     sent = {"loss": loss}
-    saved = (cos, sin, labels, saved_layers_3, saved_norm, saved_loss)
+    saved = (cos, sin, visibility, labels, saved_layers_3, saved_norm, saved_loss)
     return sent, saved
 
 
 def backward_input(saved, received, weights, constants):
     """B of stage 2."""
-    (cos, sin, labels, saved_layers_3, saved_norm, saved_loss) = saved; del saved
+    (cos, sin, visibility, labels, saved_layers_3, saved_norm, saved_loss) = saved; del saved
     d_loss = received["loss"]                                                                         # weight of this microbatch in the loss of the whole batch
     d_norm = layers.lm_head_frozen.backward_input(saved_loss, labels, under(weights, "lm_head."), d_loss)
     del saved_loss
@@ -43,7 +43,7 @@ def backward_input(saved, received, weights, constants):
     )
     del saved_norm
     d_layers_2 = layers.llama_decoder_layer_frozen.backward_input(
-        saved_layers_3, cos, sin, under(weights, "model.language_model.layers.3."), d_layers_3,
+        saved_layers_3, cos, sin, visibility, under(weights, "model.language_model.layers.3."), d_layers_3,
     )
     del saved_layers_3
     sent = {"model.language_model.layers.2": d_layers_2}

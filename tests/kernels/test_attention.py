@@ -106,9 +106,11 @@ def test_packing_keeps_everything(mask: Mask, block_q: int, block_k: int) -> Non
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_is_a_sound_operator(masked: bool) -> None:
-    """torch's own checks: schema, autograd registration, fake kernels, tracing."""
-    q, k, v, _ = (x.requires_grad_(True) for x in inputs(2, (4, 2), (20, 20), 8, torch.float32))
+@pytest.mark.parametrize("dense_heads", [True, False])
+def test_is_a_sound_operator(masked: bool, dense_heads: bool) -> None:
+    """torch's own checks: schema, autograd registration, fake kernels (strides too), tracing."""
+    made = inputs(2, (4, 2), (20, 20), 8, torch.float32)
+    q, k, v, _ = ((x.contiguous() if dense_heads else x).requires_grad_(True) for x in made)
     packed = packing.pack(causal(20), 16, 8) if masked else None
     rest = (packed, 1 if masked else 0, False, 16, 8, 0.5, 0.0)
     torch.library.opcheck(torch.ops.csc.attention.default, (q, k, v, *rest))

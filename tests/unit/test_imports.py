@@ -34,7 +34,7 @@ ROOMS = {
     "csc.simulation": {"csc.ir.schedule"},
     "csc.planning": {"csc.simulation", "csc.ir.schedule", "csc.ir.schedule_verifier", "csc.ir.mesh"},
     "csc.capture": {"csc.ir", "csc.analysis", "csc.kernels"},
-    "csc.passes": {"csc.ir", "csc.analysis", "csc.planning", "csc.simulation"},
+    "csc.passes": {"csc.ir", "csc.kernels", "csc.analysis", "csc.planning", "csc.simulation"},
     "csc.codegen": {"csc.ir"},
     "csc.runtime": {
         "csc.kernels",

@@ -1,0 +1,305 @@
+"""What a traced attention mask says, read off its graph: which keys a query sees, as a union of conjunctions.
+
+Terms
+  condition   one tensor comparison or predicate that concerns queries alone, keys alone, or bounds a key by its query
+  clause      conditions that all have to hold; a mask is the union of its clauses
+  literal     a condition or its negation
+  slot        the place of a key in K and V; a tensor of slots is `arange` plus a constant
+
+    clauses(node) -> tuple[Clause, ...]        Unrecognised, with the operation's name, if it cannot be said so
+
+A mask node is [.., Tq, Tk]. Operators inside it broadcast from the right, so a node whose last size is 1 speaks of
+queries alone, one whose last but one is 1 (or missing) of keys alone. A comparison of both sides is a bound if the side
+of the keys is slots (`k <= q`, `k > q - window`, `k < prefix[q]`), and a grouping if it is an equality (`document[q] ==
+document[k]`). Nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from csc.ir import graph as g
+
+MOST_CLAUSES = 8
+
+
+class Unrecognised(Exception):
+    """The mask's graph holds something that has no form as ranges and kinds; the text says what."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """lower: slot >= value(query) + shift; else slot < value(query) + shift.
+
+    value: a node [.., Tq, 1]; OWN_PLACE: the query's own index; ZERO: the shift alone.
+    """
+
+    lower: bool
+    value: fx.Node | Literal["own place", "zero"]
+    shift: int
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A bool node about queries ([.., Tq, 1]) or keys ([.., 1, Tk]), or its negation."""
+
+    of: Literal["queries", "keys"]
+    node: fx.Node
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Query and key are of one group: queries [.., Tq, 1] == keys [.., 1, Tk]."""
+
+    queries: fx.Node
+    keys: fx.Node
+
+
+OWN_PLACE: Literal["own place"] = "own place"
+ZERO: Literal["zero"] = "zero"
+Condition = Bound | Predicate | Group
+Clause = frozenset[Condition]
+NOTHING: tuple[Clause, ...] = ()
+EVERYTHING: tuple[Clause, ...] = (frozenset(),)
+
+_PASS = {"aten::expand", "aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy"}
+_RESHAPE = {"aten::unsqueeze", "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze"}
+_AND = {"aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul"}
+_OR = {"aten::__or__", "aten::bitwise_or", "aten::logical_or"}
+_NOT = {"aten::bitwise_not", "aten::logical_not"}
+_CONSTANT = {"aten::ones": True, "aten::new_ones": True, "aten::ones_like": True,
+             "aten::zeros": False, "aten::new_zeros": False, "aten::zeros_like": False}  # fmt: skip
+_COMPARE = {"aten::le": "<=", "aten::lt": "<", "aten::ge": ">=", "aten::gt": ">", "aten::eq": "==", "aten::ne": "!="}
+_OPPOSITE = {"<=": ">", "<": ">=", ">=": "<", ">": "<=", "==": "!=", "!=": "=="}
+_MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
+
+
+def clauses(node: fx.Node) -> tuple[Clause, ...]:
+    """The mask (bool, or floats that are 0 where a key is seen and very negative where not) as a union of clauses."""
+    val = node.meta["val"]
+    if val.dim() < 2:
+        raise Unrecognised(f"a mask of {val.dim()} dimensions")
+    if val.dtype.is_floating_point:
+        return _of_bias(node)
+    return _simplified(_union(node, negated=False))
+
+
+def _of_bias(node: fx.Node) -> tuple[Clause, ...]:
+    """Floats: `where(seen, 0, low)`, `where(hidden, low, 0)` or `zeros.masked_fill(hidden, low)`."""
+    name, bound = g.op_name(node), g.bind(node) if node.op == "call_function" else {}
+    if name in _PASS or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
+        return _of_bias(node.args[0])  # type: ignore[arg-type]
+    if name in _RESHAPE and _aligned(node):
+        return _of_bias(node.args[0])  # type: ignore[arg-type]
+    if name == "aten::where":
+        first, second = (_number(bound.get(side)) for side in ("self", "other"))
+        if first == 0 and _hides(second):
+            return _simplified(_union(bound["condition"], negated=False))
+        if second == 0 and _hides(first):
+            return _simplified(_union(bound["condition"], negated=True))
+    if name == "aten::masked_fill" and _number(bound["self"]) == 0 and _hides(_number(bound["value"])):
+        return _simplified(_union(bound["mask"], negated=True))
+    raise Unrecognised(f"a bias made by {name}")
+
+
+def _hides(value: float | None) -> bool:
+    return value is not None and value <= -1e4
+
+
+def _number(value: Any) -> float | None:
+    """The one number that a scalar or constant node holds; None if there is none."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    constant = folded(value) if isinstance(value, fx.Node) else None
+    if constant is None or not constant.numel() or not bool((constant == constant.flatten()[0]).all()):
+        return None
+    return float(constant.flatten()[0])
+
+
+def _union(node: fx.Node, negated: bool) -> tuple[Clause, ...]:
+    """The node, or its negation, as clauses."""
+    name = g.op_name(node)
+    if node.op == "call_function":
+        if name in _PASS or (name in _RESHAPE and _aligned(node)):
+            return _union(node.args[0], negated)  # type: ignore[arg-type]
+        if name == "aten::_to_copy" and _is_bool(node) and _is_bool(node.args[0]):  # type: ignore[arg-type]
+            return _union(node.args[0], negated)  # type: ignore[arg-type]
+        if name in _CONSTANT or name in ("aten::full", "aten::full_like", "aten::new_full"):
+            value = _CONSTANT[name] if name in _CONSTANT else bool(g.bind(node)["fill_value"])
+            return EVERYTHING if value != negated else NOTHING
+    sizes = _sizes(node)
+    if sizes[0] == 1 or sizes[1] == 1:
+        if not _is_bool(node):
+            raise Unrecognised(f"numbers made by {name}, where yes or no is expected")
+        return (frozenset({Predicate("queries" if sizes[1] == 1 else "keys", node, negated)}),)
+    if node.op != "call_function":
+        raise Unrecognised("a whole mask given in the batch; give what it is made from (lengths, token types) instead")
+    if name in _NOT:
+        return _union(node.args[0], not negated)  # type: ignore[arg-type]
+    if name in _AND or name in _OR:
+        one, other = (_union(argument, negated) for argument in node.args[:2])  # type: ignore[arg-type]
+        joined = (name in _AND) != negated
+        return _conjunction(one, other) if joined else one + other
+    if name in ("aten::tril", "aten::triu"):
+        return _triangle(node, name, negated)
+    if name in _COMPARE:
+        sign = _COMPARE[name]
+        return _comparison(node, _OPPOSITE[sign] if negated else sign)
+    raise Unrecognised(f"the operation {name}")
+
+
+def _conjunction(one: tuple[Clause, ...], other: tuple[Clause, ...]) -> tuple[Clause, ...]:
+    if len(one) * len(other) > 64:
+        raise Unrecognised("too many alternatives")
+    return tuple(a | b for a, b in product(one, other))
+
+
+def _simplified(found: tuple[Clause, ...]) -> tuple[Clause, ...]:
+    """Without clauses that can never hold or that another one contains."""
+    possible = [clause for clause in dict.fromkeys(found) if not any(_negation(c) in clause for c in clause)]
+    kept = tuple(c for c in possible if not any(other < c for other in possible))
+    if len(kept) > MOST_CLAUSES:
+        raise Unrecognised(f"{len(kept)} alternatives; a mask can have {MOST_CLAUSES}")
+    return kept
+
+
+def _negation(condition: Condition) -> Condition | None:
+    if isinstance(condition, Predicate):
+        return Predicate(condition.of, condition.node, not condition.negated)
+    return None
+
+
+def _triangle(node: fx.Node, name: str, negated: bool) -> tuple[Clause, ...]:
+    """tril keeps k <= q + diagonal, triu k >= q + diagonal, of what it is applied to."""
+    bound = g.bind(node)
+    shift = int(bound["diagonal"])
+    kept = Bound(False, OWN_PLACE, shift + 1) if name == "aten::tril" else Bound(True, OWN_PLACE, shift)
+    inner = _union(bound["self"], negated)
+    if not negated:
+        return _conjunction(inner, (frozenset({kept}),))
+    return (*inner, frozenset({replace(kept, lower=not kept.lower)}))
+
+
+def _comparison(node: fx.Node, sign: str) -> tuple[Clause, ...]:
+    left, right = node.args[0], node.args[1]
+    sides = [_linear(left, +1), _linear(right, -1)]
+    keys = [term for side in sides for term in side.keys]
+    queries = [term for side in sides for term in side.queries]
+    number = sum(side.number for side in sides)
+    # keys + queries + number  (sign)  0, each term with its factor of +1 or -1
+    if len(keys) != 1 or len(queries) > 1:
+        raise Unrecognised(f"a comparison of {len(keys)} terms of keys with {len(queries)} of queries")
+    factor, key_node = keys[0]
+    if sign in ("==", "!="):
+        if sign == "!=" or not queries or number or queries[0][0] == factor:
+            raise Unrecognised("an inequality of groups" if sign == "!=" else "an equality of sums")
+        return (frozenset({Group(queries[0][1], key_node)}),)
+    offset = slots(key_node)
+    if offset is None:
+        raise Unrecognised("a comparison of something other than the places of keys")
+    if queries and queries[0][0] == factor:
+        raise Unrecognised("a comparison of the sum of a query's and a key's place")
+    if factor < 0:
+        sign, number = _MIRRORED[sign], -number
+    # slot + offset + number (sign) query
+    value = queries[0][1] if queries else ZERO
+    shift = -(offset + number)
+    if sign == "<=":
+        return (frozenset({Bound(False, value, shift + 1)}),)
+    if sign == "<":
+        return (frozenset({Bound(False, value, shift)}),)
+    return (frozenset({Bound(True, value, shift + (sign == ">"))}),)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Terms with a factor of +1 or -1, and a number."""
+
+    keys: tuple[tuple[int, fx.Node], ...] = ()
+    queries: tuple[tuple[int, fx.Node], ...] = ()
+    number: int = 0
+
+    def __add__(self, other: _Sum) -> _Sum:
+        return _Sum(self.keys + other.keys, self.queries + other.queries, self.number + other.number)
+
+
+def _linear(value: Any, factor: int) -> _Sum:
+    """An integer expression of a mask as a sum of terms of queries and of keys."""
+    if isinstance(value, (bool, int)):
+        return _Sum(number=factor * int(value))
+    if not isinstance(value, fx.Node) or g.is_float(value):
+        raise Unrecognised("a comparison of fractions")
+    sizes = _sizes(value)
+    if sizes == (1, 1) and (number := _number(value)) is not None:
+        return _Sum(number=factor * int(number))
+    if sizes[1] == 1:
+        return _Sum(queries=((factor, value),))
+    if sizes[0] == 1:
+        return _Sum(keys=((factor, value),))
+    name = g.op_name(value)
+    if name in ("aten::add", "aten::sub") and g.bind(value).get("alpha", 1) == 1:
+        second = factor if name == "aten::add" else -factor
+        return _linear(value.args[0], factor) + _linear(value.args[1], second)
+    if name in _PASS:
+        return _linear(value.args[0], factor)
+    raise Unrecognised(f"a comparison of what {name} makes of queries and keys")
+
+
+def _sizes(node: fx.Node) -> tuple[int, int]:
+    """(size along queries, size along keys); 1 for a dimension that is not there."""
+    shape = node.meta["val"].shape
+    return (int(shape[-2]) if len(shape) > 1 else 1, int(shape[-1]) if len(shape) > 0 else 1)
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return node.meta["val"].dtype == torch.bool
+
+
+def _aligned(node: fx.Node) -> bool:
+    """True if a reshape leaves queries and keys as they are and only adds or drops sizes of 1 before them.
+
+    A batch may so move among the dimensions in front; that no head sees a mask of its own is checked on the whole mask.
+    """
+    before, after = (list(n.meta["val"].shape) for n in (node.args[0], node))  # type: ignore[union-attr]
+    if len(before) < 2 or len(after) < 2 or before[-2:] != after[-2:]:
+        return False
+    return [size for size in before[:-2] if size != 1] == [size for size in after[:-2] if size != 1]
+
+
+def slots(node: fx.Node) -> int | None:
+    """The constant c if the node is arange + c along keys, whatever the batch; None if it is anything else."""
+    value = folded(node)
+    if value is None or not value.numel():
+        return None
+    row = value.flatten() if value.dim() < 2 else value.flatten(0, -2)[0]
+    offset = int(row.flatten()[0])
+    steps = torch.arange(value.shape[-1]) + offset
+    return offset if bool((value == steps).all()) else None
+
+
+def folded(node: fx.Node) -> torch.Tensor | None:
+    """The node's value if it depends on nothing but numbers (no batch, parameter or constant); None otherwise."""
+    values: dict[fx.Node, Any] = {}
+    stack = [node]
+    while stack:
+        current = stack[-1]
+        if current.op != "call_function" or g.is_random(current):
+            return None
+        missing = [used for used in current.all_input_nodes if used not in values]
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        keywords = {key: "cpu" if key == "device" else value for key, value in current.kwargs.items()}
+        evaluate: Callable[..., Any] = current.target  # type: ignore[assignment]
+        values[current] = evaluate(
+            *fx.map_arg(current.args, values.__getitem__), **fx.map_arg(keywords, values.__getitem__)
+        )
+    return values[node]

@@ -1,0 +1,300 @@
+"""Pass `attention`: every attention of the graph becomes one operator that knows its mask as data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from csc.kernels import attention as kernels
+from torch import fx
+
+from csc.analysis import visibility
+from csc.analysis.visibility import OWN_PLACE, ZERO, Bound, Clause, Group, Predicate, Unrecognised
+from csc.ir import graph as g
+from csc.ir.program import Options, Program
+
+aten = torch.ops.aten
+SDPA = "aten::scaled_dot_product_attention"
+
+
+def attention(program: Program, options: Options) -> Program:
+    """Replace SDPA by csc::attention, and what computes its mask by ranges of keys and kinds of tokens.
+
+    Requires  pass `shapes`.
+    Ensures   each SDPA whose mask can be read off the graph is a csc::attention over its own key heads (repeated heads
+              peeled off), with one packed mask for all layers that share it; dense masks are dead and gone. The others
+              stay as they are, and `notes` says which and why.
+    Before    %mask = and(le(%slot, %place), %padding); %o = scaled_dot_product_attention(%q, repeat(%k), .., %mask)
+    After     %mask = csc.pack_mask(stack(0, %place + 1), 1, %padding, ..); %o, %lse = csc.attention(%q, %k, .., %mask)
+    """
+    graph, _ = g.copy_graph(program.graph)
+    writer = _Writer(graph, program.fake_mode)
+    notes = []
+    for node in g.calls(graph):
+        if g.op_name(node) != SDPA:
+            continue
+        try:
+            _rewrite(node, writer)
+        except Unrecognised as reason:
+            where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+            notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
+    g.erase_dead(graph)
+    return replace(program, graph=graph, notes=(*program.notes, *notes))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A mask in the graph: the packed tensor (None: everything is seen) and its form."""
+
+    node: fx.Node | None
+    rules: int = 0
+    kinds: bool = False
+    block_q: int = 0
+    block_k: int = 0
+
+
+class _Writer:
+    """Adds calls to a graph before a node, with their values, and keeps the masks already written."""
+
+    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
+        self.graph = graph
+        self.fake_mode = fake_mode
+        self.masks: dict[Any, _Packed] = {}
+
+    def call(self, like: fx.Node, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        """A call with the provenance of `like`, inserted where the graph's insertion point is."""
+        node = self.graph.create_node("call_function", target, arguments, keywords, name=name)
+        with self.fake_mode:
+            values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+            node.meta["val"] = target(*values[0], **values[1])
+        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
+        return node
+
+
+def _rewrite(node: fx.Node, writer: _Writer) -> None:
+    given = g.bind(node)
+    query, mask = given["query"], given["attn_mask"]
+    if given["dropout_p"]:
+        raise Unrecognised("dropout of attention weights")
+    q = query.meta["val"]
+    key, value = _heads(given["key"]), _heads(given["value"])
+    if key.meta["val"].shape != value.meta["val"].shape:
+        key, value = given["key"], given["value"]
+    k, v = key.meta["val"], value.meta["val"]
+    if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+        raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+    scale = given["scale"] if given["scale"] is not None else q.shape[3] ** -0.5
+    with writer.graph.inserting_before(node):
+        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer)
+        name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
+        pair = writer.call(
+            node, name, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
+            packed.block_q, packed.block_k, scale, 0.0,
+        )  # fmt: skip
+        out = writer.call(node, f"{name}_out", operator.getitem, pair, 0)
+    node.replace_all_uses_with(out)
+    writer.graph.erase_node(node)
+
+
+def _heads(node: fx.Node) -> fx.Node:
+    """What was repeated to give every query head a key head: `reshape(expand(unsqueeze(x)))`, `repeat_interleave`."""
+    if g.op_name(node) == "aten::repeat_interleave" and node.args[2:] == (1,):
+        return node.args[0]  # type: ignore[return-value]
+    inner = node
+    for names in ({"aten::view", "aten::_unsafe_view", "aten::reshape"}, {"aten::clone"}):
+        if inner.op == "call_function" and g.op_name(inner) in names:
+            inner = inner.args[0]  # type: ignore[assignment]
+    if inner is node or inner.op != "call_function" or g.op_name(inner) != "aten::expand":
+        return node
+    repeated = inner.args[0]
+    if not isinstance(repeated, fx.Node) or g.op_name(repeated) != "aten::unsqueeze" or repeated.args[1] != 2:
+        return node
+    source: fx.Node = repeated.args[0]  # type: ignore[assignment]
+    batch, heads, times, *rest = inner.meta["val"].shape
+    if list(node.meta["val"].shape) != [batch, heads * times, *rest] or source.meta["val"].dim() != 4:
+        return node
+    return source
+
+
+def _mask(
+    node: fx.Node, mask: fx.Node | None, causal: bool, q: torch.Tensor, k: torch.Tensor, writer: _Writer
+) -> _Packed:
+    """The packed mask of an SDPA, written before it or found among those that are there already."""
+    sizes = (int(q.shape[2]), int(k.shape[2]))
+    blocks = kernels.blocks(q.device, q.shape[3], q.dtype)
+    key = (mask, causal, sizes, blocks)
+    if key not in writer.masks:
+        if mask is not None and mask.meta["val"].dim() > 2 and mask.meta["val"].shape[-3] != 1:
+            raise Unrecognised("another mask for every head")
+        found = visibility.EVERYTHING if mask is None else visibility.clauses(mask)
+        if causal:
+            found = tuple(clause | {Bound(False, OWN_PLACE, 1)} for clause in found)
+        if not found:
+            raise Unrecognised("nothing that is ever seen")
+        if found == visibility.EVERYTHING:
+            writer.masks[key] = _Packed(None)
+        else:
+            writer.masks[key] = _Rules(writer, mask or node, *sizes).packed(found, *blocks)
+    return writer.masks[key]
+
+
+class _Rules:
+    """Writes clauses as the tensors of a csc.kernels.mask.Mask."""
+
+    def __init__(self, writer: _Writer, like: fx.Node, queries: int, keys: int) -> None:
+        self.writer = writer
+        self.like = like
+        self.queries = queries
+        self.keys = keys
+        self.device = like.meta["val"].device
+
+    def call(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        return self.writer.call(self.like, name, target, *arguments, **keywords)
+
+    def packed(self, clauses: Sequence[Clause], block_q: int, block_k: int) -> _Packed:
+        kinds = self.kinds(clauses)
+        rows = [self.range(clause) for clause in clauses]
+        batch = max(n.meta["val"].shape[0] for n in (*rows, *([] if kinds is None else [kinds[1]])))
+        rows = [self.widened(row, batch, self.queries, 2) for row in rows]
+        stacked = self.call("rules", aten.stack.default, rows, 1)
+        ranges = self.call("ranges", aten._to_copy.default, stacked, dtype=torch.int32)
+        admits = told = None
+        if kinds is not None:
+            bits, told = kinds
+            told = self.widened(told, batch, self.keys)
+            listed = [
+                self.call(
+                    "admitted", aten.full.default, [batch, self.queries], bit, dtype=torch.int64, device=self.device
+                )
+                for bit in bits
+            ]
+            admits = self.call("admits", aten.stack.default, listed, 1)
+        mask = self.call("mask", torch.ops.csc.pack_mask.default, ranges, admits, told, self.keys, block_q, block_k)
+        mask.meta["hint"] = "visibility"
+        return _Packed(mask, len(rows), kinds is not None, block_q, block_k)
+
+    def widened(self, node: fx.Node, *sizes: int) -> fx.Node:
+        if list(node.meta["val"].shape) == list(sizes):
+            return node
+        return self.call("for_all", aten.expand.default, node, list(sizes))
+
+    def flat(self, node: fx.Node, tokens: int) -> fx.Node:
+        """[.., tokens, 1] or [.., 1, tokens] as [B or 1, tokens]."""
+        val = node.meta["val"]
+        batch = max(1, val.numel() // val.shape[-1 if val.shape[-1] != 1 else -2] if val.numel() else 1)
+        if val.numel() == 1:  # one answer for all tokens
+            node = self.call("one", aten.view.default, node, [1, 1])
+            return self.call("for_all", aten.expand.default, node, [1, tokens])
+        if list(val.shape) == [batch, tokens]:
+            return node
+        return self.call("flat", aten.reshape.default, node, [batch, tokens])
+
+    def range(self, clause: Clause) -> fx.Node:
+        """int64 [B or 1, Tq, 2]: the keys between the clause's bounds, none for queries it does not concern."""
+        ordered = sorted(clause, key=_order)
+        bounds = [condition for condition in ordered if isinstance(condition, Bound)]
+        lows = [self.value(b) for b in bounds if b.lower]
+        highs = [self.value(b) for b in bounds if not b.lower]
+        for group in (condition for condition in ordered if isinstance(condition, Group)):
+            low, high = self.group(group, ordered)
+            lows.append(low)
+            highs.append(high)
+        low = self.extreme("lo", aten.maximum.default, lows, 0)
+        high = self.extreme("hi", aten.minimum.default, highs, self.keys)
+        for predicate in (c for c in ordered if isinstance(c, Predicate) and c.of == "queries"):
+            concerned = self.truth(predicate, self.queries)
+            zero = self.call("none", aten.zeros_like.default, high)
+            high = self.call("hi", aten.where.self, concerned, high, zero)
+        low, high = self._same(low, high)
+        return self.call("range", aten.stack.default, [low, high], -1)
+
+    def _same(self, low: fx.Node, high: fx.Node) -> tuple[fx.Node, fx.Node]:
+        batch = max(low.meta["val"].shape[0], high.meta["val"].shape[0])
+        return self.widened(low, batch, self.queries), self.widened(high, batch, self.queries)
+
+    def extreme(self, name: str, choose: Any, values: list[fx.Node], limit: int) -> fx.Node:
+        """The tightest of the bounds, within 0 and Tk."""
+        if not values:
+            return self.call(name, aten.full.default, [1, self.queries], limit, dtype=torch.int64, device=self.device)
+        tightest = values[0]
+        for value in values[1:]:
+            tightest = self.call(name, choose, tightest, value)
+        return self.call(name, aten.clamp.default, tightest, 0, self.keys)
+
+    def value(self, bound: Bound) -> fx.Node:
+        """int64 [B or 1, Tq] of a bound."""
+        if bound.value == ZERO:
+            shape = [1, self.queries]
+            return self.call("bound", aten.full.default, shape, bound.shift, dtype=torch.int64, device=self.device)
+        if bound.value == OWN_PLACE:
+            place = self.call("place", aten.arange.default, self.queries, dtype=torch.int64, device=self.device)
+            node = self.call("place", aten.unsqueeze.default, place, 0)
+        else:
+            assert isinstance(bound.value, fx.Node)
+            node = self.flat(bound.value, self.queries)
+            if node.meta["val"].dtype != torch.int64:
+                node = self.call("bound", aten._to_copy.default, node, dtype=torch.int64)
+        return self.call("bound", aten.add.Tensor, node, bound.shift) if bound.shift else node
+
+    def truth(self, predicate: Predicate, tokens: int) -> fx.Node:
+        """bool [B or 1, tokens]."""
+        node = self.flat(predicate.node, tokens)
+        return self.call("not", aten.logical_not.default, node) if predicate.negated else node
+
+    def all_of(self, predicates: Sequence[Predicate], tokens: int) -> fx.Node | None:
+        joined: fx.Node | None = None
+        for predicate in predicates:
+            truth = self.truth(predicate, tokens)
+            joined = truth if joined is None else self.call("both", aten.logical_and.default, joined, truth)
+        return joined
+
+    def group(self, group: Group, ordered: Sequence[Any]) -> tuple[fx.Node, fx.Node]:
+        """(lo, hi) of the keys of each query's group, which has to be contiguous among the keys that count."""
+        queries, keys = self.flat(group.queries, self.queries), self.flat(group.keys, self.keys)
+        counts = [
+            self.all_of([c for c in ordered if isinstance(c, Predicate) and c.of == side], tokens)
+            for side, tokens in (("queries", self.queries), ("keys", self.keys))
+        ]
+        batch = max(n.meta["val"].shape[0] for n in (queries, keys, *(n for n in counts if n is not None)))
+        sides = [self.widened(queries, batch, self.queries), self.widened(keys, batch, self.keys)]
+        for count, tokens in zip(counts, (self.queries, self.keys)):
+            if count is None:
+                sides.append(
+                    self.call("all", aten.full.default, [batch, tokens], True, dtype=torch.bool, device=self.device)
+                )
+            else:
+                sides.append(self.widened(count, batch, tokens))
+        runs = self.call("group", torch.ops.csc.group_ranges.default, *sides)
+        low = self.call("group_lo", aten.select.int, runs, 2, 0)
+        high = self.call("group_hi", aten.select.int, runs, 2, 1)
+        return low, high
+
+    def kinds(self, clauses: Sequence[Clause]) -> tuple[list[int], fx.Node] | None:
+        """(what each clause admits, int64 [B or 1, Tk] what each key is); None if no clause asks what a key is."""
+        asked = [
+            tuple(sorted((c for c in clause if isinstance(c, Predicate) and c.of == "keys"), key=_order))
+            for clause in clauses
+        ]
+        if not any(asked):
+            return None
+        bits = {what: 1 << place for place, what in enumerate(dict.fromkeys(asked))}
+        total: fx.Node | None = None
+        for what, bit in bits.items():
+            truth = self.all_of(what, self.keys)
+            if truth is None:
+                shape = [1, self.keys]
+                kind = self.call("kind", aten.full.default, shape, bit, dtype=torch.int64, device=self.device)
+            else:
+                kind = self.call("kind", aten._to_copy.default, truth, dtype=torch.int64)
+                kind = kind if bit == 1 else self.call("kind", aten.mul.Tensor, kind, bit)
+            total = kind if total is None else self.call("kinds", aten.bitwise_or.Tensor, total, kind)
+        assert total is not None
+        return [bits[what] for what in asked], total
+
+
+def _order(condition: Any) -> tuple[str, ...]:
+    """A clause is a set; the text of the program must not depend on the order in which it is walked."""
+    return (type(condition).__name__, *(str(value) for value in vars(condition).values()))
