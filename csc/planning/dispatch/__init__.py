@@ -1,0 +1,9 @@
+"""Token dispatch of context parallelism: which rank computes which block of queries (docs/dispatch.md).
+
+plan(Workload) -> Dispatch;   evaluate(Workload, ranks_of_blocks) -> Dispatch
+"""
+
+from csc.planning.dispatch.planner import Dispatch, evaluate, plan
+from csc.planning.dispatch.workload import EMPTY, FULL, PARTIAL, LayerMask, Rates, Workload
+
+__all__ = ["EMPTY", "FULL", "PARTIAL", "Dispatch", "LayerMask", "Rates", "Workload", "evaluate", "plan"]
