@@ -15,6 +15,7 @@ from rich.table import Table
 
 from csc import __version__
 from csc.errors import CscError, InputError
+from csc.mask_command import mask
 from csc.simulation.look import bytes_text, seconds_text
 from csc.target_options import Opening, on_target
 
@@ -386,6 +387,9 @@ def profile(
     console.print(profile_summary(found), highlight=False)
     if output is not None:
         console.print(f"wrote {escape(str(output))}: use it with --hardware {escape(str(output))}", soft_wrap=True)
+
+
+app.command()(mask)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,7 +3,7 @@
     from_mask_mod(mask_mod, batch, queries, keys) -> Mask
 
 The function is called once with traced indices, which gives a formula (csc.masks.tracing, csc.masks.formula), and then
-once more, under vmap, with sampled pairs: a mask that says something else than the function is an error, never a result.
+once more, under vmap, with sampled pairs: a mask that says something else is an error, never a result.
 """
 
 from __future__ import annotations
