@@ -56,6 +56,11 @@ def _choice(
     return Choice((128, 128), forward, dq, dkv, capped or dkv, passes)
 
 
+def _alike(config: Config) -> tuple[Config, Config, Config, Config]:
+    """One configuration for all four kernels."""
+    return config, config, config, config
+
+
 # (architecture, padded head dim): forward, dQ and dK/dV for 16-bit types (True: descriptors). Tiles are 128 x 128.
 _SPLIT = ("v", "k")
 _HALF: dict[tuple[str, int], Choice] = {
@@ -83,9 +88,12 @@ _HALF: dict[tuple[str, int], Choice] = {
     ("gfx942", 256): _choice(Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(16, 64, 4, 1), passes=_SPLIT),
 }  # fmt: skip
 
-# True float32 has no tensor cores: small blocks, so that sums and operands stay in registers.
-_SINGLE_BLOCKS = Config(32, 32, 4, 1)
-_SINGLE = Choice((64, 64), _SINGLE_BLOCKS, _SINGLE_BLOCKS, _SINGLE_BLOCKS, _SINGLE_BLOCKS)
+# True float32 has no tensor cores on NVIDIA, and its dots keep whole rows of operands in registers: small blocks.
+_SINGLE: dict[int, Choice] = {
+    64: Choice((64, 64), *_alike(Config(32, 32, 8, 1))),
+    128: Choice((64, 64), Config(32, 16, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    256: Choice((64, 64), *_alike(Config(16, 16, 8, 1)), _SPLIT),
+}
 
 # Few and small: the interpreter pays by the block. Parts, steps and descriptors are all in it.
 _INTERPRETED = Choice(
@@ -121,7 +129,7 @@ def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> Choice:
     if architecture == "cpu":
         return _pointers(_INTERPRETED if width <= 64 else _INTERPRETED_WIDE, head_dim, dtype)
     if dtype == torch.float32:
-        return _SINGLE
+        return _SINGLE[max(64, width)]
     return _pointers(_HALF[architecture, max(64, width)], head_dim, dtype)
 
 

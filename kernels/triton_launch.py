@@ -9,7 +9,7 @@ mask and tiles both None: every query sees every key. Their batch may be 1 for a
 out and the gradients are allocated as (B, T, H, D), transposed. lse: float32 [B, H, Tq], natural logarithm; -inf, and
 out 0, for a query that sees nothing.
 
-Nothing here waits for the device.
+Nothing here waits for the device. `choice` replaces the configurations of the tables, for tuning.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def blocks(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> tup
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None,
-    scale: float, softcap: float,
+    scale: float, softcap: float, choice: Choice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, H, Tq, D], lse float32 [B, H, Tq]). ValueError for sizes, types or scales that have no kernel."""
-    choice = _choice(q, k, v, mask, tiles, scale)
+    choice = choice or choose(architecture(q.device), q.shape[-1], q.dtype)
+    _check(q, k, v, mask, tiles, scale, choice)
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     out = _empty_like(q)
@@ -64,13 +65,14 @@ def forward(
 
 def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float,
+    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, choice: Choice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), of the shapes of q, k, v.
 
     With the out and lse of more keys than k holds (those of other ranks too) it gives this part's exact share.
     """
-    choice = _choice(q, k, v, mask, tiles, scale)
+    choice = choice or choose(architecture(q.device), q.shape[-1], q.dtype)
+    _check(q, k, v, mask, tiles, scale, choice)
     batch, heads, queries, head_dim = q.shape
     keys, kv_heads, device = k.shape[2], k.shape[1], q.device
     dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
@@ -113,10 +115,10 @@ def backward(
     return dq, dk, dv
 
 
-def _choice(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None, scale: float
-) -> Choice:
-    choice = choose(architecture(q.device), q.shape[-1], q.dtype)
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None, scale: float,
+    choice: Choice,
+) -> None:  # fmt: skip
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one type")
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
@@ -131,7 +133,6 @@ def _choice(
             raise ValueError(f"a mask of {sizes} does not fit q {list(q.shape)} and k {list(k.shape)}")
         if (tiles.block_q, tiles.block_k) != choice.tile:
             raise ValueError(f"tiles of {tiles.block_q} x {tiles.block_k}; this device's kernels walk {choice.tile}")
-    return choice
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +203,7 @@ def _constants(
         "DESCRIPTORS": config.descriptors,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        "enable_fp_fusion": True,  # the scaling of scores and the subtraction of their maximum are one instruction
     }
 
 
