@@ -6,7 +6,7 @@ of one length is exactly their share of the whole, and neighbouring windows diff
 within one block's load of its share, and cuts that balance always exist (docs/dispatch.md). Among windows within
 `tolerance` the one is taken whose two sides need the fewest keys.
 
-    bisect(prepared, order, tolerance) -> int64 [nQ], the rank of each block
+    Bisector(prepared, order).cut(tolerance) -> int64 [nQ], the rank of each block
     by_reach(prepared) -> int64 [nQ]: blocks that need few keys, then those that need many, each in order
 """
 
@@ -24,53 +24,56 @@ def by_reach(prepared: Prepared) -> np.ndarray:
     return np.argsort(reach >= np.mean(reach), kind="stable")
 
 
-def bisect(prepared: Prepared, order: np.ndarray, tolerance: float) -> np.ndarray:
-    """Cut the order in two until each piece is one rank's.
+class Bisector:
+    """Cuts one order, with several tolerances; what it knows of a list of blocks serves all of them."""
 
-    tolerance: how far a side's load per rank may be over the mean of all ranks, as a share of it. 0: the best balance.
-    """
-    result = np.empty(len(order), np.int64)
-    ranks = prepared.workload.ranks
-    closed = [mask.closed for mask in prepared.masks]
-    loads = np.stack([mask.loads for mask in prepared.masks])
-    weights = np.array([mask.layers for mask in prepared.masks])
-    means = np.maximum(loads.sum(axis=1) / ranks, 1e-30)
-    _cut(result, order, 0, ranks, prepared, closed, loads, weights, means, tolerance)
-    return result
+    def __init__(self, prepared: Prepared, order: np.ndarray) -> None:
+        self.prepared, self.order = prepared, order
+        self.loads = np.stack([mask.loads for mask in prepared.masks])
+        self.weights = np.array([mask.layers for mask in prepared.masks])
+        self.means = np.maximum(self.loads.sum(axis=1) / prepared.workload.ranks, 1e-30)
+        self.known: dict[tuple[bytes, int], tuple[np.ndarray, np.ndarray]] = {}
 
+    def cut(self, tolerance: float) -> np.ndarray:
+        """Cut the order in two until each piece is one rank's.
 
-def _cut(
-    result: np.ndarray,
-    blocks: np.ndarray,
-    first: int,
-    ranks: int,
-    prepared: Prepared,
-    closed: list[np.ndarray],
-    loads: np.ndarray,
-    weights: np.ndarray,
-    means: np.ndarray,
-    tolerance: float,
-) -> None:
-    if ranks == 1:
-        result[blocks] = first
-        return
-    left = ranks // 2
-    quotas = prepared.workload.quotas
-    length, n = int(quotas[first : first + left].sum()), len(blocks)
-    running = np.concatenate([np.zeros((len(loads), 1)), np.cumsum(np.tile(loads[:, blocks], 2), axis=1)], axis=1)
-    inside = running[:, length : length + n] - running[:, :n]
-    outside = running[:, n : n + 1] - inside
-    over = np.maximum(inside / left, outside / (ranks - left)) / means[:, None] - 1
-    foreign = np.zeros(n)
-    for weight, columns in zip(weights, closed):
-        sets = columns[:, blocks]
-        one = bits.size(bits.windows(sets, length))
-        other = one if 2 * length == n else bits.size(bits.windows(sets, n - length))
-        foreign += weight * (one + np.roll(other, -length))
-    excess = np.maximum(over - tolerance, 0).T @ weights
-    start = int(np.lexsort((over.T @ weights, foreign, excess))[0])
-    chosen = np.zeros(n, bool)
-    chosen[np.arange(start, start + length) % n] = True
-    # Both sides keep the order of the whole, so that their windows are stretches of it.
-    for piece, place, count in ((blocks[chosen], first, left), (blocks[~chosen], first + left, ranks - left)):
-        _cut(result, piece, place, count, prepared, closed, loads, weights, means, tolerance)
+        tolerance: how far a side's load per rank may be over the mean of all ranks, as a share of it. 0: the best
+            balance.
+        """
+        result = np.empty(len(self.order), np.int64)
+        self._cut(result, self.order, 0, self.prepared.workload.ranks, tolerance)
+        return result
+
+    def _cut(self, result: np.ndarray, blocks: np.ndarray, first: int, ranks: int, tolerance: float) -> None:
+        if ranks == 1:
+            result[blocks] = first
+            return
+        left, n = ranks // 2, len(blocks)
+        length = int(self.prepared.workload.quotas[first : first + left].sum())
+        key = (blocks.tobytes(), first)
+        if key not in self.known:
+            self.known[key] = self._windows(blocks, length, left, ranks)
+        over, foreign = self.known[key]
+        excess = np.maximum(over - tolerance, 0).T @ self.weights
+        start = int(np.lexsort((over.T @ self.weights, foreign, excess))[0])
+        chosen = np.zeros(n, bool)
+        chosen[np.arange(start, start + length) % n] = True
+        # Both sides keep the order of the whole, so that their windows are stretches of it.
+        self._cut(result, blocks[chosen], first, left, tolerance)
+        self._cut(result, blocks[~chosen], first + left, ranks - left, tolerance)
+
+    def _windows(self, blocks: np.ndarray, length: int, left: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of all windows of this length: the excess of the heavier side by mask, and the keys that both sides need."""
+        n = len(blocks)
+        twice = np.cumsum(np.tile(self.loads[:, blocks], 2), axis=1)
+        running = np.concatenate([np.zeros((len(self.loads), 1)), twice], axis=1)
+        inside = running[:, length : length + n] - running[:, :n]
+        outside = running[:, n : n + 1] - inside
+        over = np.maximum(inside / left, outside / (ranks - left)) / self.means[:, None] - 1
+        foreign = np.zeros(n)
+        for weight, mask in zip(self.weights, self.prepared.masks):
+            sets = mask.closed[:, blocks]
+            one = bits.size(bits.windows(sets, length))
+            other = one if 2 * length == n else bits.size(bits.windows(sets, n - length))
+            foreign += weight * (one + np.roll(other, -length))
+        return over, foreign

@@ -16,7 +16,7 @@ import numpy as np
 
 from csc.errors import InputError
 from csc.planning.dispatch import collectives
-from csc.planning.dispatch.bisect import bisect, by_reach
+from csc.planning.dispatch.bisect import Bisector, by_reach
 from csc.planning.dispatch.bound import lower_bound
 from csc.planning.dispatch.evaluate import Measured, Prepared, measure, prepare, seconds
 from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
@@ -28,6 +28,8 @@ CLOSE = 1.0005  # so near to the lower bound, no other start is taken up
 ROOM = 1.03  # imbalance of loads that swaps are expected to remove, when starts are compared
 TRIED = 2  # starts that are improved
 LEAST = 8  # steps that make it worth while to take up another one
+LOOSE = (0.3, 1.0)  # imbalances that are allowed to bisections where links are what takes long
+WAITS = 1.1  # a dispatch waits for links if they make it take so many times as long
 UNEVEN = 1.5  # what swaps are expected to leave of the busiest link over the mean
 
 
@@ -96,21 +98,31 @@ def _report(prepared: Prepared, ranks_of_blocks: np.ndarray, origin: str) -> Dis
     return Dispatch(prepared, ranks_of_blocks, tuple(measured), seconds(prepared, measured), origin)
 
 
-def starts(prepared: Prepared) -> dict[str, np.ndarray]:
+def starts(prepared: Prepared, slack: float) -> dict[str, np.ndarray]:
     """Name -> int64 [nQ]: the closed forms, and bisections of two orders."""
     n, ranks = prepared.workload.blocks, prepared.workload.ranks
     loads = np.sum([mask.layers * mask.loads for mask in prepared.masks], axis=0)
+    natural = Bisector(prepared, np.arange(n))
     made = {
         "contiguous": contiguous(n, ranks),
         "zigzag": zigzag(n, ranks),
         "by load": by_load(loads, ranks),
         "round robin": round_robin(loads, ranks),
-        "bisection": bisect(prepared, np.arange(n), 0.0),
+        "bisection": natural.cut(slack / 2),
     }
-    reach = by_reach(prepared)
-    if (np.diff(reach) < 0).any():
-        made["bisection by reach"] = bisect(prepared, reach, 0.0)
+    if _waits(prepared, made["bisection"]):
+        made |= {f"bisection within {tolerance:.0%}": natural.cut(tolerance) for tolerance in LOOSE}
+    elif (np.diff(reach := by_reach(prepared)) < 0).any():
+        made["bisection by reach"] = Bisector(prepared, reach).cut(slack / 2)
     return made
+
+
+def _waits(prepared: Prepared, ranks_of_blocks: np.ndarray) -> bool:
+    """Whether this dispatch waits for its links, so that a worse balance may be worth fewer keys."""
+    measured = measure(prepared, ranks_of_blocks)
+    rates = prepared.workload.rates
+    computed = sum(mask.layers * rates.seconds(m.load, 0.0) for mask, m in zip(prepared.masks, measured))
+    return seconds(prepared, measured) > WAITS * computed
 
 
 def _promise(dispatch: Dispatch) -> tuple[float, float]:
@@ -135,7 +147,7 @@ def plan(workload: Workload, slack: float = 0.0) -> Dispatch:
     if not slack >= 0:
         raise InputError(f"a slack of {slack} is no share of the time", "plan", "Give 0 or a little more, such as 0.02")
     prepared = prepare(workload)
-    seen = [_report(prepared, ranks, name) for name, ranks in starts(prepared).items()]
+    seen = [_report(prepared, ranks, name) for name, ranks in starts(prepared, slack).items()]
     enough = lower_bound(prepared) * (1 + slack)
     left = STEPS * min(max(1024 // workload.blocks, 1), 4) * max(workload.ranks // 8, 1)
     improved: list[Dispatch] = []

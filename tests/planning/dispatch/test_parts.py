@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.planning.dispatch import LayerMask, Rates, Workload, bits, evaluate
-from csc.planning.dispatch.bisect import bisect, by_reach
+from csc.planning.dispatch.bisect import Bisector, by_reach
 from csc.planning.dispatch.bound import load_bound
 from csc.planning.dispatch.evaluate import measure, prepare, seconds
 from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
@@ -54,7 +54,7 @@ def test_bisection_gives_equal_counts_and_loads_within_its_proof(seed: int, n: i
     prepared = prepare(random_workload(np.random.default_rng(seed), n, ranks))
     loads = prepared.masks[0].loads
     for order in (np.arange(n), by_reach(prepared)):
-        found = bisect(prepared, order, 0.0)
+        found = Bisector(prepared, order).cut(0.0)
         assert sorted(np.bincount(found, minlength=ranks)) == sorted(prepared.workload.quotas)
         if n % ranks == 0:  # each cut is off by one block's load at most, and each side has a rank or more
             heaviest = np.bincount(found, weights=loads, minlength=ranks).max()
