@@ -25,6 +25,7 @@ from csc.kernels.mask import EVERYTHING, MOST_RULES, Mask
 from csc.masks.runs import few
 
 MOST_CLASSES = 63
+LOOKED_THROUGH = 8  # different sets of kinds, in the search for kinds that decide nothing
 
 
 def union(*masks: Mask) -> Mask:
@@ -129,7 +130,7 @@ def compact(
             remedy="Say the mask with kinds of keys (csc.masks.spans, csc.masks.bitfields) where ranges are many",
         )
     if admits is not None and kinds is not None and not keep_kinds and _idle(lo, hi, admits, kinds):
-        admits = kinds = None
+        return compact(torch.stack([lo, hi], -1), None, None, keys)
     return Mask(
         torch.stack([lo, hi], -1),
         None if admits is None else admits.contiguous(),
@@ -185,11 +186,15 @@ def _packed(
 
 
 def _idle(lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor, kinds: torch.Tensor) -> bool:
-    """True if every rule that is not empty admits all of its range (and the other kinds of keys that there are)."""
-    used = few(admits.masked_fill(lo >= hi, EVERYTHING).flatten(0, -2))
-    present = few(kinds)
-    if not bool(((used[:, None] & present[present != 0]) != 0).all()):
+    """True if every rule admits all keys of its range. Masks with many sets of kinds are not looked through."""
+    there = (lo < hi).flatten(1)
+    let = admits.flatten(1)
+    used = few(let.masked_fill(~there, EVERYTHING))
+    if len(used) > LOOKED_THROUGH:
         return False
-    unseen = torch.nn.functional.pad((kinds == 0).cumsum(1), (1, 0)).expand(lo.shape[0], -1)
     low, high = lo.flatten(1).long(), hi.flatten(1).long()
-    return bool((unseen.gather(1, low) == unseen.gather(1, high)).all())
+    for value in used:
+        unseen = torch.nn.functional.pad(((kinds & value) == 0).cumsum(1), (1, 0)).expand(len(low), -1)
+        if bool(((unseen.gather(1, low) != unseen.gather(1, high)) & there & (let == value)).any()):
+            return False
+    return True

@@ -106,7 +106,7 @@ def rules(formula: Formula, queries: int, keys: int) -> Mask:
     clauses = _clauses(formula, True, {}, keys)
     kinds = _Kinds(keys)
     lows, highs, admits = [], [], []
-    for clause in clauses:
+    for clause in (_with_ranges(clause, keys) for clause in clauses):
         lo, hi = torch.zeros(1, queries, dtype=torch.int64), torch.full((1, queries), keys)
         for literal in clause:
             if isinstance(literal, _Range):
@@ -252,15 +252,15 @@ def _range_of_keys(atom: Keys) -> _Range | None:
     return _Range(first, first + atom.table.sum(1, keepdim=True))
 
 
-def _range_of_compare(atom: Compare, keys: int) -> _Range | None:
-    """The keys that compare so with every query, if they are one range whatever the query is."""
+def _range_of_compare(atom: Compare, keys: int, allowed: torch.Tensor | None = None) -> _Range | None:
+    """The keys that compare so with a query, if they are one range for every query (of `allowed` bool [B, Tq])."""
     batch = max(len(atom.keys), len(atom.queries))
     numbers = atom.keys.expand(batch, -1).contiguous()
     asked = atom.queries.expand(batch, -1).contiguous()
     rising = bool((numbers[:, 1:] >= numbers[:, :-1]).all())
     falling = bool((numbers[:, 1:] <= numbers[:, :-1]).all())
     if falling and not rising:
-        found = _range_of_compare(Compare(atom.op, numbers.flip(1), asked), keys)
+        found = _range_of_compare(Compare(atom.op, numbers.flip(1), asked), keys, allowed)
         assert found is not None
         return _Range(keys - found.hi, keys - found.lo)
     if rising:
@@ -268,12 +268,41 @@ def _range_of_compare(atom: Compare, keys: int) -> _Range | None:
         if atom.op == "<=":
             return _Range(torch.zeros_like(behind), behind)
         return _Range(torch.searchsorted(numbers, asked), behind)
-    if atom.op == "<=" or bool(returns(numbers).any()):
+    if atom.op == "<=":
         return None
     # Equal numbers lie together, in no order: look the run up among the runs sorted by number.
-    order = numbers.sort(1)
-    lo, hi = bounds(numbers)
+    order = numbers.sort(dim=1, stable=True)
     place = torch.searchsorted(order.values, asked).clamp(max=keys - 1)
     slot = order.indices.gather(1, place)
     there = numbers.gather(1, slot) == asked
+    # A number with several runs does no harm if no query that counts asks for it (the -1 of text between images).
+    row, again = returns(numbers).nonzero(as_tuple=True)
+    torn = torch.zeros_like(numbers, dtype=torch.bool)
+    torn[row, again] = True
+    torn = _anywhere(order.indices, order.values, torn)
+    if bool((there & torn.gather(1, slot) & (allowed if allowed is not None else there)).any()):
+        return None
+    lo, hi = bounds(numbers)
     return _Range(torch.where(there, lo.gather(1, slot), 0), torch.where(there, hi.gather(1, slot), 0))
+
+
+def _anywhere(slots: torch.Tensor, numbers: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: marked, or of a number with a mark in the row. numbers: sorted, as they stand at `slots`."""
+    before = torch.nn.functional.pad(marked.gather(1, slots).cumsum(1), (1, 0))
+    lo, hi = bounds(numbers)
+    return torch.zeros_like(marked).scatter(1, slots, before.gather(1, hi) > before.gather(1, lo))
+
+
+def _with_ranges(clause: _Clause, keys: int) -> _Clause:
+    """The clause, with a range for every equality that is one for the queries of which the rest of it holds."""
+    tables = [literal.table for literal in clause if isinstance(literal, Queries)]
+    if not tables:
+        return clause
+    allowed = reduce(torch.logical_and, tables)
+    found: list[_Literal] = []
+    for one in clause:
+        better = None
+        if isinstance(one, _Asked) and one.holds and isinstance(one.atom, Compare):
+            better = _range_of_compare(one.atom, keys, allowed)
+        found.append(better or one)
+    return tuple(found)

@@ -142,6 +142,8 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found(*args[1:], **kwargs) if found else getattr(torch, name)(plain, *args[1:], **kwargs)
     if name in ("clone", "detach", "contiguous", "pos"):
         return args[0]
+    if name in ("cpu", "cuda") or (name == "to" and not _casts(args, kwargs)):
+        return args[0]  # where the function runs is no part of what it says
     if name in CASTS:
         name, args = "to", (args[0], CASTS[name])
     if name == "getitem":
@@ -158,6 +160,11 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name not in BOTH_SIDES or kwargs:
         raise _no_rules(name, "is used on a number of the query and a number of the key together")
     return Traced(_both_sides(name, values))
+
+
+def _casts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `to` changes the type; otherwise it names a device only."""
+    return "dtype" in kwargs or any(isinstance(one, torch.dtype) for one in args)
 
 
 def _one_sided(name: str, values: list[Any], depends: frozenset[str], kwargs: dict[str, Any]) -> Side:

@@ -35,6 +35,13 @@ TORN = torch.tensor([4, 1, 4, 1, 1, 3, 0, 3, 0, 2, 4])
 BY_ROW = torch.stack([DOCUMENT, TORN])
 TEXT = torch.tensor([True, True, False, False, True, True, False, True, False, True, True])
 LENGTH = torch.tensor([4, 9])
+IMAGES = torch.tensor([-1, 3, 3, -1, -1, 0, 0, 0, -1, 2, 2])
+
+
+def image(index: Any) -> Any:
+    return IMAGES[index] >= 0
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None, bool]] = {  # function, rules, kinds
     "causal": (lambda b, h, q, k: q >= k, 1, False),
     "shifted": (lambda b, h, q, k: q - 2 >= k + 1, 1, False),
@@ -70,6 +77,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None, bool]] = {  # functio
     "clamped": (lambda b, h, q, k: torch.maximum(q, LENGTH[b]) > k, 1, False),
     "not causal": (lambda b, h, q, k: torch.logical_not(q >= k), 1, False),
     "scaled": (lambda b, h, q, k: 2 * k <= q, 1, False),
+    "images between text": (lambda b, h, q, k: (q >= k) | ((IMAGES[q] == IMAGES[k]) & (IMAGES[q] >= 0)), 1, False),
+    "images, both asked": (lambda b, h, q, k: (q >= k) | (image(q) & image(k) & (IMAGES[q] == IMAGES[k])), 1, False),
+    "text too": (lambda b, h, q, k: (q >= k) | (IMAGES[q] == IMAGES[k]), 2, True),
     "of a difference": (lambda b, h, q, k: -(q - k) * 2 >= -7, 1, False),
 }
 
@@ -186,6 +196,38 @@ def branches(b: Any, h: Any, q: Any, k: Any) -> Any:
 def test_what_has_no_rules_is_named(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         masks.from_mask_mod(function, B, Q)
+
+
+def test_functions_of_transformers() -> None:
+    """The mask functions that HF models hand to FlexAttention."""
+    from transformers import masking_utils as hf
+
+    there = torch.ones(2, 40, dtype=torch.bool)
+    there[0, :5], there[1, -7:] = False, False
+    packed = torch.tensor([[0] * 10 + [1] * 20 + [2] * 10] * 2)
+    blocks = torch.full((2, 40), -1)
+    blocks[:, 4:12], blocks[:, 13:20], blocks[1, 25:33] = 1, 0, 5
+    for function, rules in (
+        (hf.causal_mask_function, 1),
+        (hf.bidirectional_mask_function, 1),
+        (hf.sliding_window_causal_mask_function(7), 1),
+        (hf.sliding_window_bidirectional_mask_function(7), 1),
+        (hf.chunked_causal_mask_function(8, torch.tensor([5, 0])), 1),
+        (hf.and_masks(hf.causal_mask_function, hf.padding_mask_function(there)), 1),
+        (hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(packed)), 1),
+        (hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(blocks)), 1),
+        (hf.add_offsets_to_mask_function(hf.causal_mask_function, 3, 1), 1),
+    ):
+        found = equal(function, 2, 40, 40)
+        assert found.rules == rules and found.kinds is None
+
+
+def test_many_images_need_no_kinds() -> None:
+    blocks = torch.where(torch.arange(3000) % 10 < 4, -1, torch.arange(3000) // 10)
+    mask = masks.from_mask_mod(lambda b, h, q, k: (q >= k) | ((blocks[q] == blocks[k]) & (blocks[q] >= 0)), None, 3000)
+    assert torch.equal(
+        mask.ranges, masks.spans((blocks >= 0).long(), None, {1: masks.Sees("span", "everything")}).ranges
+    )
 
 
 def test_too_many_kinds() -> None:
