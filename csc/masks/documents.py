@@ -29,11 +29,12 @@ from csc.masks.plain import ranged
 from csc.masks.runs import begins, bounds, bounds_of, returns
 
 
-def ids_of_lengths(lengths: Sequence[Any], tokens: int | None = None) -> torch.Tensor:
+def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = None) -> torch.Tensor:
     """int64 [B, T]: 0, 0, .., 1, 1, .. . lengths: of one row, or a list for every row; every row sums to `tokens`
     (None: to what the first row sums to). InputError names the row that does not.
     """
-    rows = [lengths] if not lengths or isinstance(lengths[0], int) else lengths
+    given = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+    rows = [given] if not given or isinstance(given[0], int) else given
     found = []
     for b, row in enumerate(rows):
         sizes = torch.tensor([positive(int(n), f"row {b}: length {i}") for i, n in enumerate(row)])

@@ -119,6 +119,8 @@ def _rules(sees: Mapping[int, Sees], present: Sequence[int]) -> list[tuple[int, 
         if t == TEXT and rule.hidden:
             raise InputError("text is hidden", "sees", "Only media can be")
         if isinstance(rule.earlier, tuple):
+            if any(isinstance(other, bool) or other not in range(MOST_TYPES) for other in rule.earlier):
+                raise InputError(f"type {t} sees {rule.earlier!r} before it", "sees", "Types are 0 (text) to 62")
             earlier = sum({1 << other for other in rule.earlier})
         elif rule.earlier in ("nothing", "text", "everything"):
             earlier = {"nothing": 0, "text": 1 << TEXT, "everything": shown}[rule.earlier]

@@ -44,6 +44,7 @@ def test_documents_from_lengths_positions_and_ids(lengths: list[int], bidirectio
     total = len(ids)
     expected = pairwise(1, total, total, lambda b, q, k: ids[q] == ids[k] and (bidirectional or k <= q))
     assert masks.ids_of_lengths(lengths, total).tolist() == [ids]
+    assert masks.ids_of_lengths(torch.tensor([lengths, lengths])).tolist() == [ids, ids]
     assert masks.ids_of_positions([positions]).tolist() == [ids]
     for table in (
         masks.ids_of_lengths([lengths]),
@@ -243,6 +244,8 @@ def test_lengths_that_no_tile_divides(length: int) -> None:
         (lambda: masks.spans([[0, 99]]), "row 0, position 1: type 99"),
         (lambda: masks.spans([[0, 1]], sees={0: masks.Sees("span")}), "text sees 'span'"),
         (lambda: masks.spans([[0, 1]], sees={1: masks.Sees("image")}), "type 1 sees 'image'"),  # type: ignore[arg-type]
+        (lambda: masks.spans([[0, 1]], sees={1: masks.Sees("span", (0, -1))}), r"type 1 sees \(0, -1\) before it"),
+        (lambda: masks.spans([[0, 1]], sees={0: masks.Sees("causal", hidden=True)}), "text is hidden"),
         (lambda: masks.spans([[0, 1]], [[0, 1, 1]]), r"types is \[1, 2\] and span_ids is \[1, 3\]"),
         (lambda: masks.tokens_of(9, [[], [(5, 7, 1), (2, 6, 2)]]), r"row 1, span 0 at \[5, 7\): it overlaps span 1"),
         (lambda: masks.tokens_of(9, [(5, 12, 1)]), "row 0, span 0"),
