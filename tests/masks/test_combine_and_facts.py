@@ -23,7 +23,7 @@ def fitted(mask: Mask, like: Mask) -> Mask:
     return Mask(ranges, admits, kinds, like.keys)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(any_mask(most=16, rules=3), any_mask(most=16, rules=2))
 def test_union_and_intersection(one: Mask, two: Mask) -> None:
     other = fitted(two, one)
@@ -44,7 +44,7 @@ def test_combinations_are_compact() -> None:
     assert seen.dense()[0, 4].tolist() == [True] * 5  # one mask's padding is the other one's key
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(any_mask(most=30), st.integers(1, 7), st.integers(1, 4), st.integers(0, 2**32))
 def test_facts(mask: Mask, block: int, ranks: int, seed: int) -> None:
     dense = mask.dense()

@@ -48,9 +48,9 @@ def test_named_masks(name: str) -> None:
     "name", ["interleaved_modality", "interleaved_span", "interleaved_prefix", "packed", "generation"]
 )
 def test_named_masks_pair_by_pair(name: str) -> None:
-    found = named.example(name, 6000, 4)
+    found = named.example(name, 3000, 4)
     kind, span, document = found.types[0], found.span_ids[0], found.documents[0]
-    at = torch.arange(6000)
+    at = torch.arange(3000)
     q, k = at[:, None], at[None]
     text = (kind == 0)[:, None]
     own = (span[:, None] == span) & ~text
