@@ -6,7 +6,7 @@ Terms
   descriptors    K, V, Q and dO are loaded through tensor descriptors (TMA) rather than pointers
 
     architecture(device) -> str
-    choose(architecture, head_dim, dtype) -> Choice(tile, forward, dq, dkv, ...)
+    choose(architecture, head_dim, dtype) -> Choice
 
 Chosen from what compilers report without a GPU: no spills, shared memory within the device's limit, as few registers as
 the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true).
@@ -20,7 +20,6 @@ import torch
 
 MOST_HEAD_DIM = 256
 DESCRIBED_BYTES = 16  # what the strides of a tensor descriptor are multiples of
-KERNELS = ("forward", "dq", "dkv", "dkv_capped")
 
 
 @dataclass(frozen=True)
@@ -34,35 +33,31 @@ class Config:
     descriptors: bool = False
 
 
+Passes = tuple[tuple[str, Config], ...]
+
+
 @dataclass(frozen=True)
 class Choice:
     """Of all kernels for one head dim.
 
-    dkv_capped: dK/dV with a soft cap, which keeps one block more. passes: the gradients that each run of the dK/dV
-    kernel makes; two runs where one has no registers for both sums.
+    dkv: runs of the dK/dV kernel: (the gradients that it makes, of "k" and "v"; its configuration). There are two runs
+    where one has no registers for both sums. dkv_capped: the same with a soft cap, which keeps one more block.
     """
 
     tile: tuple[int, int]
     forward: Config
     dq: Config
-    dkv: Config
-    dkv_capped: Config
-    passes: tuple[str, ...] = ("kv",)
+    dkv: Passes
+    dkv_capped: Passes
 
 
-def _choice(
-    forward: Config, dq: Config, dkv: Config, capped: Config | None = None, passes: tuple[str, ...] = ("kv",)
-) -> Choice:
-    return Choice((128, 128), forward, dq, dkv, capped or dkv, passes)
+def _choice(forward: Config, dq: Config, *dkv: Config, capped: Config | None = None) -> Choice:
+    """Tiles of 128 x 128. dkv: one configuration for dK and dV, or those of dV and of dK."""
+    passes = tuple(zip(("kv",) if len(dkv) == 1 else ("v", "k"), dkv))
+    return Choice((128, 128), forward, dq, passes, passes if capped is None else (("kv", capped),))
 
 
-def _alike(config: Config) -> tuple[Config, Config, Config, Config]:
-    """One configuration for all four kernels."""
-    return config, config, config, config
-
-
-# (architecture, padded head dim): forward, dQ and dK/dV for 16-bit types (True: descriptors). Tiles are 128 x 128.
-_SPLIT = ("v", "k")
+# (architecture, padded head dim): forward, dQ and dK/dV for 16-bit types (True: descriptors).
 _HALF: dict[tuple[str, int], Choice] = {
     ("sm_90", 64): _choice(Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True)),
     ("sm_90", 128): _choice(
@@ -70,36 +65,50 @@ _HALF: dict[tuple[str, int], Choice] = {
         capped=Config(32, 128, 8, 2, True),
     ),
     ("sm_90", 256): _choice(
-        Config(128, 64, 8, 2, True), Config(128, 32, 8, 2, True), Config(32, 128, 8, 2, True), passes=_SPLIT
+        Config(128, 64, 8, 2, True), Config(128, 32, 8, 2, True),
+        Config(32, 128, 8, 2, True), Config(16, 128, 8, 2, True),
     ),
-    ("sm_100", 64): _choice(Config(128, 64, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True)),
-    ("sm_100", 128): _choice(Config(128, 64, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True)),
+    ("sm_100", 64): _choice(Config(128, 64, 4, 3, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 3, True)),
+    ("sm_100", 128): _choice(Config(128, 64, 8, 2, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 2, True)),
     ("sm_100", 256): _choice(
-        Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True), Config(32, 128, 8, 2, True), passes=_SPLIT
+        Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True),
+        Config(32, 128, 8, 2, True), Config(32, 128, 8, 2, True),
     ),
     ("sm_80", 64): _choice(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2)),
     ("sm_80", 128): _choice(Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    ("sm_80", 256): _choice(Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 64, 8, 2), passes=_SPLIT),
-    ("sm_86", 64): _choice(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2)),
-    ("sm_86", 128): _choice(Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    ("sm_86", 256): _choice(Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1), passes=_SPLIT),
+    ("sm_80", 256): _choice(Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 8, 2)),
+    ("sm_86", 64): _choice(
+        Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2), capped=Config(32, 64, 8, 2),
+    ),
+    ("sm_86", 128): _choice(
+        Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2), capped=Config(32, 64, 8, 2),
+    ),
+    ("sm_86", 256): _choice(Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
     ("gfx942", 64): _choice(Config(128, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
     ("gfx942", 128): _choice(Config(128, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 64, 4, 1)),
-    ("gfx942", 256): _choice(Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(16, 64, 4, 1), passes=_SPLIT),
+    ("gfx942", 256): _choice(Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(16, 64, 4, 1), Config(16, 64, 4, 1)),
 }  # fmt: skip
+
+
+def _small(block: int, forward: Config, passes: tuple[str, ...] = ("kv",)) -> Choice:
+    """float32, tiles of 64 x 64."""
+    other = Config(block, block, 8, 1)
+    dkv = tuple((which, other) for which in passes)
+    return Choice((64, 64), forward, other, dkv, dkv)
+
 
 # True float32 has no tensor cores on NVIDIA, and its dots keep whole rows of operands in registers: small blocks.
 _SINGLE: dict[int, Choice] = {
-    64: Choice((64, 64), *_alike(Config(32, 32, 8, 1))),
-    128: Choice((64, 64), Config(32, 16, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    256: Choice((64, 64), *_alike(Config(16, 16, 8, 1)), _SPLIT),
+    64: _small(32, Config(32, 32, 8, 1)),
+    128: _small(32, Config(32, 16, 8, 1)),
+    256: _small(16, Config(16, 16, 8, 1), ("v", "k")),
 }
 
-# Few and small: the interpreter pays by the block. Parts, steps and descriptors are all in it.
-_INTERPRETED = Choice(
-    (32, 32), Config(32, 16, 4, 1, True), Config(16, 32, 4, 1), Config(16, 32, 4, 1, True), Config(32, 16, 4, 1)
-)
-_INTERPRETED_WIDE = replace(_INTERPRETED, forward=Config(16, 32, 4, 1), dq=Config(32, 16, 4, 1, True), passes=_SPLIT)
+# Few and small: the interpreter pays by the block. Parts, steps, descriptors and two runs for dK and dV are all in it.
+_TALL, _WIDE = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
+_TALL_TMA, _WIDE_TMA = Config(32, 16, 4, 1, True), Config(16, 32, 4, 1, True)
+_INTERPRETED = Choice((32, 32), _TALL_TMA, _WIDE, (("kv", _WIDE_TMA),), (("kv", _TALL),))
+_INTERPRETED_WIDE = Choice((32, 32), _WIDE, _TALL_TMA, (("v", _WIDE), ("k", _TALL_TMA)), (("kv", _WIDE),))
 
 
 def padded(head_dim: int) -> int:
@@ -137,5 +146,9 @@ def _pointers(found: Choice, head_dim: int, dtype: torch.dtype) -> Choice:
     """Without descriptors where rows have a length that they cannot describe."""
     if head_dim * dtype.itemsize % DESCRIBED_BYTES == 0:
         return found
-    kernels = {name: replace(getattr(found, name), descriptors=False) for name in KERNELS}
-    return replace(found, **kernels)
+
+    def plain(config: Config) -> Config:
+        return replace(config, descriptors=False)
+
+    dkv, capped = (tuple((which, plain(each)) for which, each in some) for some in (found.dkv, found.dkv_capped))
+    return Choice(found.tile, plain(found.forward), plain(found.dq), dkv, capped)

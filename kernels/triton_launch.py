@@ -100,10 +100,9 @@ def backward(
             _batches(mask), queries, keys, _entries(of_queries), **_constants(q, k, mask, softcap, choice, config),
         )  # fmt: skip
 
-        config = choice.dkv_capped if softcap else choice.dkv
-        q, k, v, d_out = (_aligned(x, config) for x in (q, k, v, d_out))
-        grid = (batch * kv_heads * _programs(keys, choice.tile[1], config.block_k),)
-        for which in choice.passes:
+        for which, config in choice.dkv_capped if softcap else choice.dkv:
+            q, k, v, d_out = (_aligned(x, config) for x in (q, k, v, d_out))
+            grid = (batch * kv_heads * _programs(keys, choice.tile[1], config.block_k),)
             dkv_kernel[grid](
                 _rows(q, config, config.block_q), _rows(k, config, config.block_k), _rows(v, config, config.block_k),
                 _rows(d_out, config, config.block_q), dk, dv, levels, deltas, *_lists(of_keys, q), *_rules(mask, q),

@@ -66,7 +66,7 @@ class Case:
     def config(self) -> Config:
         if self.kernel in ("forward", "dq"):
             return getattr(self.choice, self.kernel)
-        return self.choice.dkv_capped if self.softcap else self.choice.dkv
+        return dict(self.choice.dkv_capped if self.softcap else self.choice.dkv)[self.kernel[1:]]
 
     def __str__(self) -> str:
         flags = ("kinds" if self.kinds else "") + (" cap" if self.softcap else "")
@@ -82,9 +82,9 @@ class Resources:
     tma: int  # instructions that load through a tensor descriptor
 
 
-def kernels(choice: Choice) -> list[str]:
+def kernels(choice: Choice, softcap: bool = False) -> list[str]:
     """The names of a choice's kernels."""
-    return ["forward", "dq", *("dkv" if name == "kv" else f"d{name}" for name in choice.passes)]
+    return ["forward", "dq", *(f"d{which}" for which, _ in (choice.dkv_capped if softcap else choice.dkv))]
 
 
 def build(case: Case) -> Resources:

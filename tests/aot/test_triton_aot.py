@@ -18,7 +18,7 @@ MASKS = {"no mask": (0, False), "one rule": (1, False), "kinds": (1, True), "two
 
 
 def cases(architecture: str, head_dim: int, rules: int, kinds: bool, softcap: bool = False) -> list[Case]:
-    names = kernels(choose(architecture, head_dim, torch.bfloat16))
+    names = kernels(choose(architecture, head_dim, torch.bfloat16), softcap)
     return [Case(name, architecture, head_dim, rules, kinds, softcap) for name in names]
 
 
