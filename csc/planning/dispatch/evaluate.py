@@ -28,6 +28,7 @@ class Layer:
     loads: np.ndarray  # float64 [nQ], in full tiles
     needs: np.ndarray  # uint64 [W, nQ]: the key blocks that a query block sees
     reach: np.ndarray  # int8 [nQ, nK], 0 or 1: those, and in self-attention its own block too
+    reach_float: np.ndarray  # the same in float32, for matrix products
     closed: np.ndarray  # uint64 [W, nQ]: the rows of `reach`
     shares: np.ndarray  # float64 [nK], of a whole block of keys
     owners: np.ndarray | None  # int [nK], None: the rank of the query block of that number
@@ -74,7 +75,8 @@ def prepare(workload: Workload) -> Prepared:
         sizes = shares(workload.tokens if mask.key_tokens is None else mask.key_tokens, workload.block)
         needs, closed = bits.pack(seen), bits.pack(reach)
         loads = loads.astype(np.float64)
-        made.append(Layer(mask.layers, loads, needs, reach.view(np.int8), closed, sizes, mask.owners))
+        reach_float = reach.astype(np.float32)
+        made.append(Layer(mask.layers, loads, needs, reach.view(np.int8), reach_float, closed, sizes, mask.owners))
     return Prepared(workload, tuple(made))
 
 

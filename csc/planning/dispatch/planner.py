@@ -27,7 +27,7 @@ STEPS = 20  # swaps for 1024 blocks on 8 ranks; fewer blocks make a step cheaper
 CLOSE = 1.0005  # so near to the lower bound, no other start is taken up
 ROOM = 1.03  # imbalance of loads that swaps are expected to remove, when starts are compared
 TRIED = 2  # starts that are improved
-LEAST = 8  # steps that make it worth while to take up another one
+LEAST = 8  # steps that make it worth while to take up another one, or the best once more
 LOOSE = (0.3, 1.0)  # imbalances that are allowed to bisections where links are what takes long
 WAITS = 1.1  # a dispatch waits for links if they make it take so many times as long
 UNEVEN = 1.5  # what swaps are expected to leave of the busiest link over the mean
@@ -155,7 +155,7 @@ def plan(workload: Workload, slack: float = 0.0) -> Dispatch:
         if not improved or (left >= LEAST and improved[0].seconds > enough * CLOSE):
             left -= _swap(prepared, start, enough, left, improved)
     best = min(improved, key=_merit)
-    if left > 0 and best.seconds > enough * CLOSE:
+    if left >= LEAST and best.seconds > enough * CLOSE:
         _swap(prepared, best, enough, left, improved)
     seen += improved
     best = min(seen, key=_merit)

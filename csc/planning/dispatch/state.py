@@ -58,7 +58,7 @@ class MaskState:
         self.factor = self.layers * self.rates.seconds(1.0, 0.0)  # of a full tile, where communication is hidden
         chosen = np.zeros((self.ranks, n), np.float32)
         chosen[ranks_of_blocks, np.arange(n)] = 1
-        self.counts = (chosen @ mask.reach.astype(np.float32)).astype(np.int16)
+        self.counts = (chosen @ mask.reach_float).astype(np.int16)
         self.load = np.bincount(ranks_of_blocks, weights=mask.loads, minlength=self.ranks)
         self.received = self.sent = self.readers = np.zeros(self.ranks)
         owners = ranks_of_blocks if self.fixed is None else self.fixed
@@ -113,12 +113,14 @@ class MaskState:
         freed_b = bits.size(sets_theirs & one[:, 1 + place]).astype(np.float32)
         added_b = bits.size(sets_mine[:, None] & zero[:, 1:, None]).astype(np.float32)  # [partners, mine]
         received_a = added_a - freed_a[:, None]
-        received_b = added_b[place].T - freed_b
+        received_b = (added_b.T if len(partners) == 1 else added_b[place].T) - freed_b
         added = received_a + received_b
-        shift = self.loads[mine].astype(np.float32)[:, None] - self.loads[theirs].astype(np.float32)
-        load_a, load_b = np.float32(self.load[a]) - shift, self.load[owner].astype(np.float32) + shift
+        unit = self.factor if self.hidden else 1.0  # seconds at once where loads alone decide
+        shift = (unit * self.loads[mine]).astype(np.float32)[:, None] - (unit * self.loads[theirs]).astype(np.float32)
+        load_a = np.float32(unit * self.load[a]) - shift
+        load_b = np.add(shift, (unit * self.load[owner]).astype(np.float32), out=shift)
         if self.hidden:
-            return Pairs(load_a * np.float32(self.factor), load_b * np.float32(self.factor), added)
+            return Pairs(load_a, load_b, added)
         received_a += np.float32(self.received[a])
         received_b += self.received[owner].astype(np.float32)
         sent_a, sent_b = self._sent(a, mine, theirs, owner, partners, place)

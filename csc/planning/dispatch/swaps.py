@@ -94,13 +94,16 @@ class _Search:
         owner = self.ranks_of_blocks[theirs]
         before = np.maximum(times[a], times[owner]).astype(np.float32)
         pairs = self._pairs(a, mine, theirs, owner)
-        after = np.maximum(np.maximum(pairs.time_a, pairs.time_b), np.float32(enough))
-        value = (before - after) / (np.float32(WORTH) + np.maximum(pairs.added, 0))
+        after = np.maximum(pairs.time_a, pairs.time_b, out=pairs.time_a)
+        gain = np.subtract(before, np.maximum(after, np.float32(enough), out=after), out=after)
+        cost = np.maximum(pairs.added, 0, out=pairs.added)
+        cost += np.float32(WORTH)
+        value = np.divide(gain, cost, out=cost)
         column = np.argmax(value, axis=1)
         best = value[np.arange(len(mine)), column]
         order = np.argsort(-best, kind="stable")
         order = order[: np.count_nonzero(best > 0)]
-        rows, columns = _disjoint(value, before - after, order, (times[a] - max(times[partners].min(), enough)) / 2)
+        rows, columns = _disjoint(value, gain, order, (times[a] - max(times[partners].min(), enough)) / 2)
         while len(rows) > 1:
             if self._try(a, mine[rows], theirs[columns], times):
                 return True
