@@ -69,7 +69,7 @@ _HALF: dict[tuple[str, int], Choice] = {
         Config(32, 128, 8, 2, True), Config(16, 128, 8, 2, True),
     ),
     ("sm_100", 64): _choice(Config(128, 64, 4, 3, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 3, True)),
-    ("sm_100", 128): _choice(Config(128, 64, 8, 2, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 2, True)),
+    ("sm_100", 128): _choice(Config(128, 64, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 128, 8, 2, True)),
     ("sm_100", 256): _choice(
         Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True),
         Config(32, 128, 8, 2, True), Config(32, 128, 8, 2, True),

@@ -34,6 +34,7 @@ TARGETS = {
 SHARED_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 TENSOR_CORES = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 CUOBJDUMP = Path(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 TENSORS = {"q", "k", "v", "d_out"}
