@@ -69,9 +69,11 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
                 "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
                 "inputs": list(stage.inputs), "forward": True,
                 "backward_input": stage.has_b, "backward_weight": stage.has_w,
+                **({"context": stage.spread} if program.context is not None else {}),
             }
             for stage in program.stages
         ],
+        **_context(program),
         "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
@@ -85,6 +87,20 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
     }  # fmt: skip
     content["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return content
+
+
+def _context(program: Program) -> dict[str, Any]:
+    """How tokens are spread; nothing with cp = 1."""
+    context = program.context
+    if context is None:
+        return {}
+    return {
+        "context": {
+            "tokens": context.tokens, "block": context.block, "share": context.share,
+            "tile_seconds": context.tile_seconds, "block_seconds": context.block_seconds,
+            "masks": [{"layers": mask.layers} for mask in context.masks],
+        }
+    }  # fmt: skip
 
 
 def _expected(program: Program) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from csc.codegen import tables_file
 from csc.codegen.layer_file import signature
-from csc.codegen.python import WIDTH, comment, one_or_tuple, quoted, with_note, wrapped
+from csc.codegen.python import WIDTH, comment, one_or_tuple, quoted, source, with_note, wrapped
 from csc.codegen.segments import Segment, prefixes_source, segments
 from torch import fx
 
@@ -213,10 +213,8 @@ class _Writer:
             f"def forward{self.suffix}(batch, received, weights, constants):",
             f'    """F of stage {self.stage.index}."""',
         ]
-        for name, (kind, label) in tables_file.direct(self.program, self.stage).items():
-            lines.append(
-                f"    {self.table_variables[name]} = {'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
-            )
+        for name, role in tables_file.direct(self.program, self.stage).items():
+            lines.append(f"    {self.table_variables[name]} = {source(role)}")
         wanted = tables_file.computed(self.program, self.stage)
         if wanted:
             function = tables_file.function_names(self.program)[tuple(wanted)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from csc.codegen.layer_file import header
-from csc.codegen.python import body, quoted, wrapped
+from csc.codegen.python import body, source, wrapped
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.program import Program, Stage
+from csc.ir.program import Context, Program, Stage
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
@@ -46,7 +46,25 @@ def function_names(program: Program) -> dict[tuple[str, ...], str]:
 def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
     functions = [_function(program, name, wanted) for wanted, name in function_names(program).items()]
+    if program.context is not None:
+        functions.append(_visibility(program.context))
     return "\n\n".join([DOCSTRING + header(functions), *functions])
+
+
+def _visibility(context: Context) -> str:
+    """What the masks of spread tokens are made of, for the whole sequence."""
+    names = {node: source(node.meta["role"]) for node in g.placeholders(context.graph)}
+    lines = [
+        "def visibility(batch, constants):",
+        '    """(ranges, admits, kinds) of each mask, over the whole sequence."""',
+    ]
+    lines += body(context.graph, names)
+    made = iter(names[node] for node in g.outputs(context.graph))
+    masks = []
+    for mask in context.masks:
+        parts = [next(made) if there else "None" for there in (mask.ranges, mask.kinds, mask.kinds)]
+        masks.append(f"({', '.join(parts)})")
+    return "\n".join([*lines, *wrapped("return [", masks, "]")]) + "\n"
 
 
 def _nodes(program: Program) -> dict[str, fx.Node]:
@@ -63,9 +81,8 @@ def _function(program: Program, name: str, wanted: Sequence[str]) -> str:
     names: dict[fx.Node, str] = {}
     for node in g.subgraph_nodes(program.shared, needed):
         if node.op == "placeholder":
-            kind, label = node.meta["role"]
             mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-            names[mapping[node]] = f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
+            names[mapping[node]] = source(node.meta["role"])
         else:
             g.copy_node(graph, node, mapping)
     graph.output(tuple(mapping[nodes[table]] for table in wanted))

@@ -44,7 +44,7 @@ class Compiler:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
         tensors, extra = split_batch(microbatch)
         capture_key, shapes_key = _keys(tensors, extra)
-        key = (shapes_key, options.loss_weight)
+        key = (shapes_key, options.loss_weight, options.mesh.cp)
         if key not in self.traced:
             if capture_key not in self.captures:
                 progress(CAPTURE)

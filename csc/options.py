@@ -33,11 +33,9 @@ def changed(options: Options, **changes: Any) -> Options:
         for name, value in changes.items()
     }
     found = replace(options, **read)
-    if found.mesh.cp * found.mesh.tp > 1:
+    if found.mesh.tp > 1:
         raise InputError(
-            f"the mesh asks for cp={found.mesh.cp}, tp={found.mesh.tp}",
-            "mesh",
-            "this version runs dp and pp; leave cp and tp at 1",
+            f"the mesh asks for tp={found.mesh.tp}", "mesh", "this version runs dp, pp and cp; leave tp at 1"
         )
     return found
 

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 import torch
-from csc.kernels import cpu, groups, packing
+from csc.kernels import cpu, groups, layout, packing
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
 
@@ -117,10 +117,7 @@ def _(
     q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    batch, heads, queries, width = q.shape
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((batch, queries, heads, width)).transpose(1, 2)
-    return out, q.new_empty((batch, heads, queries), dtype=exact)
+    return layout.heads_last(q), layout.statistics(q)
 
 
 @torch.library.custom_op("csc::attention_backward", mutates_args=())
@@ -146,13 +143,7 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(map(_gradient_like, (q, k, v)))  # type: ignore[return-value]
-
-
-def _gradient_like(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, D] laid out as (B, T, H, D): what a projection's view leads back to."""
-    batch, heads, tokens, width = x.shape
-    return x.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+    return layout.heads_last(q), layout.heads_last(k), layout.heads_last(v)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ in backward. Products are taken in float32 (float64 for float64). Holds rows x k
 from __future__ import annotations
 
 import torch
+from csc.kernels.layout import exact
 
 
 def _scores(
@@ -29,11 +30,11 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the module's text."""
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores, _ = _scores(q.to(exact), k.to(exact), bias, scale, softcap)
+    wide = exact(q.dtype)
+    scores, _ = _scores(q.to(wide), k.to(wide), bias, scale, softcap)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
-    return (weights @ v.to(exact)).to(q.dtype), lse
+    return (weights @ v.to(wide)).to(q.dtype), lse
 
 
 def backward(

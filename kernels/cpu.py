@@ -21,6 +21,7 @@ from itertools import groupby
 
 import torch
 from csc.kernels import capped
+from csc.kernels.layout import exact, heads_last, statistics
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import Tiles
 
@@ -48,9 +49,8 @@ def forward(
     scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    batch, heads, queries, _ = q.shape
-    out = _zeros_like(q, q.dtype)
-    lse = q.new_full((batch, heads, queries), -float("inf"), dtype=_exact(q))
+    out = heads_last(q).zero_()
+    lse = statistics(q).fill_(-float("inf"))
     for block in _blocks(q, mask, tiles, softcap):
         q_block, k_block, v_block = _cut(block, q, k, v)
         if softcap:
@@ -70,8 +70,8 @@ def backward(
     mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    dq = _zeros_like(q, q.dtype)
-    dk, dv = (_zeros_like(x, _exact(x)) for x in (k, v))
+    dq = heads_last(q).zero_()
+    dk, dv = (heads_last(x, exact(x.dtype)).zero_() for x in (k, v))
     for block in _blocks(q, mask, tiles, softcap):
         q_block, k_block, v_block = _cut(block, q, k, v)
         d_block, out_block = d_out[block.samples, :, block.rows], out[block.samples, :, block.rows]
@@ -94,16 +94,6 @@ def backward(
             else:
                 total[block.samples].index_add_(2, block.keys, share.to(total.dtype))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _zeros_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, H, T, D] laid out as (B, T, H, D), like `out`."""
-    batch, heads, tokens, width = x.shape
-    return x.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
-
-
-def _exact(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _cut(block: _Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,7 @@ def loss(program: Program, options: Options) -> Program:
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
     (result,) = g.outputs(program.graph)
-    weight, target, ignored = _reduction(result)
+    weight, target, ignored = reduction(result)
     if options.loss_weight != "auto" and options.loss_weight != weight:
         weight, target = options.loss_weight, None if options.loss_weight != "tokens" else target
     if weight == "tokens" and target is None:
@@ -58,7 +58,7 @@ def loss(program: Program, options: Options) -> Program:
     return replace(program, graph=graph, loss_weight="tokens")
 
 
-def _reduction(result: Any) -> tuple[str, fx.Node | None, int]:
+def reduction(result: Any) -> tuple[str, fx.Node | None, int]:
     """(weight, labels, ignored label) of the op that the loss ends in; ("", None, 0) if it cannot be told."""
     node = result
     while isinstance(node, fx.Node) and _scales_only(node):

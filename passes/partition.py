@@ -13,7 +13,7 @@ from csc.passes.schedule_file import from_file, is_file
 from csc.analysis.costs import basis
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Message, Options, Plan, Program, Region, Stage
+from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage
 from csc.planning.partition import at_cuts
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
@@ -37,6 +37,7 @@ def partition(program: Program, options: Options) -> Program:
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
     problem = numbers.problem(program, options)
+    program = replace(program, context=_priced(program, options))
     given = _given(program, options)
     ranks, placement = options.mesh.pp, options.placement
     written = from_file(options) if is_file(options.schedule) else None
@@ -112,6 +113,21 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
     return [[i for i in home if home[i] == stage] for stage in range(len(patterns))]
 
 
+def _priced(program: Program, options: Options) -> Context | None:
+    """How tokens are spread, with the seconds that the dispatch of a batch weighs against each other."""
+    context = program.context
+    if context is None:
+        return None
+    hardware = numbers.chosen_hardware(program, options)
+    dtype = str(program.parameters[0].dtype).removeprefix("torch.")
+    wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
+    return replace(
+        context,
+        tile_seconds=context.tile_flops / hardware.rate(dtype),
+        block_seconds=context.block_bytes / wire.bandwidth,
+    )
+
+
 def _messages(program: Program, problem: Problem, home: Sequence[int]) -> tuple[Message, ...]:
     names = numbers.names(program)
     return tuple(
@@ -126,6 +142,10 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         tables.append(program.loss_tokens)
     needed = g.ancestors(shared_outputs(program, tables))
     roles = [n.meta["role"] for n in g.placeholders(program.shared) if n in needed] if program.shared else []
+    spread = program.context is not None and any(kind == "context" for kind, _ in roles)
+    if program.context is not None and spread:
+        roles += [node.meta["role"] for node in g.placeholders(program.context.graph)]
+        roles = list(dict.fromkeys(roles))
     parameters = tuple(dict.fromkeys(name for region in regions for name in region.parameters))
     return Stage(
         index=index,
@@ -137,6 +157,7 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         shared=tuple(tables),
         has_b=any(region.needs_dx or region.needs_dw for region in regions),
         has_w=any(region.needs_dw for region in regions),
+        spread=spread,
     )
 
 

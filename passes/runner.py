@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from csc.passes.attention import attention
+from csc.passes.context import context
 from csc.passes.differentiate import differentiate
 from csc.passes.freeze import freeze
 from csc.passes.loss import loss
@@ -31,7 +32,7 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, attention, loss, regions, differentiate)
+TRACING: tuple[Pass, ...] = (shapes, attention, context, loss, regions, differentiate)
 PLANNING: tuple[Pass, ...] = (freeze, prune, split, partition, schedule)
 
 

@@ -25,13 +25,17 @@ def shapes(program: Program, options: Options) -> Program:
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return replace(lowered(program, program.graph, FakeTensorMode(allow_non_fake_inputs=True)), symbolic=program.graph)
+
+
+def lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Program:
+    """The program with the symbolic graph in the sizes of `program.inputs`, its values in `mode`."""
     shape_of = {item.name: item.shape for item in program.inputs}
     graph = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     values: dict[fx.Node, Any] = {}
     with mode:
-        for node in program.graph.nodes:
+        for node in symbolic.nodes:
             if node.op == "placeholder":
                 kind, name = node.meta["role"]
                 old = node.meta["val"]

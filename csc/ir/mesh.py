@@ -71,6 +71,10 @@ class Mesh:
             found.append(index)
         return Coordinates(*reversed(found))
 
+    def sharing(self, pp: int) -> tuple[int, ...]:
+        """The ranks that hold the same parameters as any rank at index pp of the pipeline: all replicas and pieces."""
+        return tuple(self.rank_of(dp=d, pp=pp, cp=c) for d in range(self.dp) for c in range(self.cp))
+
     def to_dict(self) -> dict[str, int]:
         """The form that program.json holds."""
         return asdict(self)

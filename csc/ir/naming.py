@@ -20,6 +20,7 @@ CARRIES_NAME = g.VIEWS | {
     "aten::pad",
     "aten::lift_fresh_copy",
     "aten::constant_pad_nd",
+    "aten::index_select",
 }
 SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss"}
 # What emitted files call by these names themselves: their modules, arguments, local variables and functions.

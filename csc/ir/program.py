@@ -155,6 +155,7 @@ class Stage:
     shared: tuple[str, ...]
     has_b: bool
     has_w: bool
+    spread: bool = False  # it works on a share of the tokens, or hands shares out
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,37 @@ class Options:
 
 
 @dataclass(frozen=True)
+class ContextMask:
+    """Which tensors a mask of spread tokens is given by, and how many layers have it."""
+
+    ranges: bool
+    kinds: bool
+    layers: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a sequence is spread over `ranks` context-parallel ranks.
+
+    tokens: of the whole sequence; block: those that stay together; share: slots of each rank, padding included.
+    graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.
+    tile_flops, tile_seconds: attention of one block to another; block_bytes, block_seconds: one block's keys and values
+    and how long they are on their way (seconds are filled in by pass `partition`).
+    """
+
+    ranks: int
+    tokens: int
+    block: int
+    share: int
+    graph: fx.Graph
+    masks: tuple[ContextMask, ...]
+    tile_flops: int
+    block_bytes: int
+    tile_seconds: float = 0.0
+    block_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Program:
     """One training step. Fields below `graph` are filled by the passes, in the order they stand here."""
 
@@ -234,6 +266,8 @@ class Program:
     device: str
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
+    symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
+    context: Context | None = None  # if cp > 1
     shared: fx.Graph | None = None
     loss_weight: str = ""
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"

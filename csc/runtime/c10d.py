@@ -35,13 +35,14 @@ from csc.runtime.transport import in_layout, laid_out, summed
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Sets of two or more ranks, each ascending: dp replicas of a position, holders of a tied parameter, all. No
-    set twice.
+    """Sets of two or more ranks, each ascending: those that share a position's parameters, holders of a tied parameter,
+    all. No set twice.
     """
     mesh = manifest.mesh
-    sets = [tuple(mesh.rank_of(dp=d, pp=s) for d in range(mesh.dp)) for s in range(mesh.pp)]
+    sets = [mesh.sharing(s) for s in range(mesh.pp)]
     tied = sorted({tuple(sorted(p.ranks)) for p in manifest.parameters if p.trainable})
-    sets += [tuple(mesh.rank_of(dp=d, pp=r) for r in holders) for holders in tied for d in range(mesh.dp)]
+    pieces = [(d, c) for d in range(mesh.dp) for c in range(mesh.cp)]
+    sets += [tuple(mesh.rank_of(dp=d, pp=r, cp=c) for r in holders) for holders in tied for d, c in pieces]
     sets.append(tuple(range(mesh.size)))
     return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
@@ -61,6 +62,16 @@ class _Summing:
     tensor: torch.Tensor
     buffer: torch.Tensor
     parts: dict[int, torch.Tensor]
+    why: str
+
+
+@dataclass
+class _Exchanging:
+    """Tensors on their way between the ranks of a context-parallel group."""
+
+    works: list[tuple[int, dist.Work]]
+    arriving: dict[int, torch.Tensor]
+    leaving: dict[int, torch.Tensor]
     why: str
 
 
@@ -90,9 +101,10 @@ class Distributed:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
         everyone = list(range(size))
         wait = timedelta(seconds=timeout)
-        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in ("F", "B")}
+        kinds = ("F", "B", "context") if manifest.context is not None else ("F", "B")
+        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in kinds}
         self._sets = {ranks: dist.new_group(list(ranks), timeout=wait) for ranks in rank_sets(manifest)}
-        self._replica = manifest.mesh.coordinates(self.rank).dp
+        self._at = manifest.mesh.coordinates(self.rank)
         self.begin_step()
 
     def endpoint(self, rank: int) -> Distributed:
@@ -167,6 +179,27 @@ class Distributed:
                 self._guard(work.wait, str(Action.send(channel, sending.microbatch)), peer)
             queue.remove(sending)
 
+    # exchanges
+
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str
+    ) -> _Exchanging:
+        group = self._groups["context"]
+        buffers = {peer: torch.empty_like(tensor, device=self._wire) for peer, tensor in receives.items()}
+        works = [
+            (peer, self._guard(partial(dist.irecv, data, peer, group), why, peer)) for peer, data in buffers.items()
+        ]
+        leaving = {peer: tensor.contiguous().to(self._wire) for peer, tensor in sends.items()}
+        works += [
+            (peer, self._guard(partial(dist.isend, data, peer, group), why, peer)) for peer, data in leaving.items()
+        ]
+        return _Exchanging(works, buffers, leaving, why)
+
+    def finish_exchange(self, ticket: _Exchanging) -> dict[int, torch.Tensor]:
+        for peer, work in ticket.works:
+            self._guard(work.wait, ticket.why, peer)
+        return {peer: tensor.to(self._device) for peer, tensor in ticket.arriving.items()}
+
     # sums
 
     def start_sum(
@@ -202,7 +235,7 @@ class Distributed:
     # peers
 
     def _peer(self, stage: int) -> int:
-        return self._manifest.mesh.rank_of(dp=self._replica, pp=self._manifest.stages[stage].rank)
+        return self._manifest.mesh.rank_of(dp=self._at.dp, pp=self._manifest.stages[stage].rank, cp=self._at.cp)
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""

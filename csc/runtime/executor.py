@@ -19,7 +19,7 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.schedule import Action, Message
-from csc.runtime import losses
+from csc.runtime import context, losses
 from csc.runtime.gradients import GradientSums, reduce
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
@@ -154,6 +154,7 @@ def step(
     """
     manifest = rank.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
+    microbatches = context.attach(rank, microbatches)
     state = _Step(rank, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
@@ -174,7 +175,7 @@ def step(
                 state.inbox.put(message, action.microbatch, values)
             else:
                 yield from reduce(
-                    state.gradients, rank.position, rank.replica, manifest.mesh, rank.endpoint, rank.device
+                    state.gradients, rank.position, rank.replica, rank.piece, manifest.mesh, rank.endpoint, rank.device
                 )
             if trace:
                 timed.append(Timed(action, start, time.perf_counter()))

@@ -5,7 +5,7 @@ Terms: a parameter is *tied* if several stages use it; each of them then has a p
 sums run.
 
     GradientSums(parameters, stages).add(stage, microbatch, pairs)     what one W gives
-    reduce(sums, rank, replica, mesh, ...)          a generator: over tied stages, highest first, then dp
+    reduce(sums, position, replica, piece, mesh, ...)    a generator: over tied stages, highest first, then dp and cp
 
 The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 """
@@ -93,10 +93,10 @@ class GradientSums:
 
 
 def reduce(
-    sums: GradientSums, position: int, replica: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
+    sums: GradientSums, position: int, replica: int, piece: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
 ) -> Generator[str, None, None]:
-    """Sum over the ranks that hold a tied parameter, then everything over dp. Every rank calls it once a
-    step. `position`: the rank's index on the pp axis.
+    """Sum over the ranks that hold a tied parameter, then everything over dp and cp. Every rank calls it once a
+    step. `position`, `replica`, `piece`: the rank's index on the pp, dp and cp axis.
     """
     sums.merge()
     for spec in sums.specs.values():
@@ -106,19 +106,19 @@ def reduce(
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
                 sums.buffers[spec.name] = zeros if there is None else there.clone(memory_format=torch.contiguous_format)
                 sums.own.add(spec.name)
-            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=r) for r in spec.ranks))
+            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=r, cp=piece) for r in spec.ranks))
             why = f"tied gradient of {spec.name}"
             yield from wait_sum(endpoint, sums.buffers[spec.name], holders, why, ordered=True)
-    if mesh.dp == 1:
+    replicas = mesh.sharing(position)
+    if len(replicas) == 1:
         return
-    replicas = tuple(mesh.rank_of(dp=d, pp=position) for d in range(mesh.dp))
     tickets = []
     for number, specs in enumerate(buckets(sums)):
         flat = torch.cat([sums.buffers[spec.name].reshape(-1) for spec in specs])
         for spec, part in zip(specs, flat.split([sums.buffers[s.name].numel() for s in specs]), strict=True):
             sums.buffers[spec.name] = part.view(spec.shape)  # frees the gradient itself
             sums.own.add(spec.name)
-        why = f"gradients of pipeline rank {position} over dp, bucket {number}"
+        why = f"gradients of pipeline rank {position} over dp and cp, bucket {number}"
         tickets.append((why, endpoint.start_sum(flat, replicas, why)))
     for why, ticket in tickets:
         while not endpoint.finish_sum(ticket):

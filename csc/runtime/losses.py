@@ -65,11 +65,10 @@ def weights(rank: Rank, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> G
     assert counted is not None
     tokens = torch.stack([counted(batch, rank.constants).reshape(()) for batch in microbatches])
     total = tokens.sum().reshape(1)
-    replicas = tuple(mesh.rank_of(dp=d, pp=manifest.loss_rank) for d in range(mesh.dp))
-    yield from wait_sum(rank.endpoint, total, replicas, "count of labels over dp")
+    yield from wait_sum(rank.endpoint, total, mesh.sharing(manifest.loss_rank), "count of labels over dp and cp")
     whole = int(total)
     if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step
-        return dict.fromkeys(range(count), 1.0 if count * mesh.dp == 1 else float("nan"))
+        return dict.fromkeys(range(count), 1.0 if count * mesh.dp * mesh.cp == 1 else float("nan"))
     return {mb: n / whole for mb, n in enumerate(tokens.tolist())}
 
 
@@ -85,7 +84,7 @@ def combine(
     for mb, loss in losses.items():
         if weights[mb] != 0:
             row[rank.replica * count + mb] = loss.double().cpu() * weights[mb]
-        if rank.replica == 0 and mb == 0:
+        if rank.replica == rank.piece == 0 and mb == 0:
             row[-1] = _DTYPES.index(loss.dtype)
     row = row.to(rank.device)
     yield from wait_sum(rank.endpoint, row, tuple(range(mesh.size)), "loss over all ranks")

@@ -76,6 +76,7 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         messages=messages,
         stages=stages,
         loss=LossSpec(len(stages) - 1, "sum"),
+        context=None,
         frozen=(),
         plan={},
         files={},

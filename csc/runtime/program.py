@@ -138,6 +138,23 @@ class StageFunctions:
     loss_tokens: Callable[..., Any] | None = None
 
 
+# visibility(batch, constants) -> (ranges, admits, kinds) of each mask, None for what it does not have
+Visibility = Callable[..., list[tuple[torch.Tensor | None, ...]]]
+
+
+def visibility(program: LoadedProgram) -> Visibility | None:
+    """What the masks of spread tokens are made of, from layers/tables.py; None if the program spreads none. Call it
+    after `functions`. ProgramError if the file does not define it.
+    """
+    if program.manifest.context is None:
+        return None
+    tables = importlib.import_module(f"{program.package}.layers.tables")
+    found = getattr(tables, "visibility", None)
+    if not callable(found):
+        raise ProgramError("function visibility is missing", str(program.directory / "layers/tables.py"), "Mend it")
+    return found
+
+
 def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
     """The functions of a rank's stages, from rank_R.py. In a file for several stages each name ends in the stage:
     `forward_3`.

@@ -99,6 +99,7 @@ class StageSpec:
     forward: bool
     backward_input: bool
     backward_weight: bool
+    context: bool = False  # it asks the plan of a microbatch where its tokens are
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,29 @@ class LossSpec:
 
     stage: int
     weight: str
+
+
+@dataclass(frozen=True)
+class ContextMaskSpec:
+    """One of the masks of spread tokens: how many layers have it."""
+
+    layers: int
+
+
+@dataclass(frozen=True)
+class ContextSpec:
+    """How a sequence of `tokens` is spread over `ranks` in blocks; `share` slots a rank, padding included.
+
+    tile_seconds: attention of one block of queries to one of keys; block_seconds: sending one block's K and V.
+    """
+
+    ranks: int
+    tokens: int
+    block: int
+    share: int
+    tile_seconds: float
+    block_seconds: float
+    masks: tuple[ContextMaskSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -124,6 +148,7 @@ class Manifest:
     messages: tuple[MessageSpec, ...]
     stages: tuple[StageSpec, ...]
     loss: LossSpec
+    context: ContextSpec | None
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
     files: Mapping[str, str]
@@ -194,8 +219,8 @@ def manifest(table: Any, where: str) -> Manifest:
         mesh = Mesh.of(top.get("mesh", dict))
     except CscError as error:
         raise ProgramError(error.what, f"{where}, mesh", error.remedy) from None
-    if mesh.cp * mesh.tp != 1:
-        raise ProgramError(f"mesh {mesh} has cp or tp above 1", where, "This runtime runs dp and pp only")
+    if mesh.tp != 1:
+        raise ProgramError(f"mesh {mesh} has tp above 1", where, "This runtime runs dp, pp and cp only")
     stages = tuple(_stage(row, mesh.pp) for row in top.rows("stages"))
     if [s.stage for s in stages] != list(range(len(stages))):
         raise ProgramError(f"it lists stages {[s.stage for s in stages]}, not in order from 0", where, _REMEDY)
@@ -223,10 +248,23 @@ def manifest(table: Any, where: str) -> Manifest:
         messages=tuple(_message(row, len(stages)) for row in top.rows("messages")),
         stages=stages,
         loss=LossSpec(_end(loss, "stage", len(stages)), weight),
+        context=_context(top, mesh),
         frozen=tuple(top.get("frozen", list, [])),
         plan=top.get("plan", dict, {}),
         files=top.get("files", dict),
     )
+
+
+def _context(top: _Table, mesh: Mesh) -> ContextSpec | None:
+    if mesh.cp == 1:
+        return None
+    table = _Table(top.get("context", dict), f"{top.where}, context")
+    sizes = {name: table.get(name, int) for name in ("tokens", "block", "share")}
+    if min(sizes.values()) < 1 or sizes["share"] * mesh.cp < sizes["tokens"]:
+        raise ProgramError(f"{sizes} cannot hold a sequence on cp={mesh.cp} ranks", table.where, _REMEDY)
+    masks = tuple(ContextMaskSpec(row.get("layers", int)) for row in table.rows("masks"))
+    tile, block = (float(table.get(name, (int, float))) for name in ("tile_seconds", "block_seconds"))
+    return ContextSpec(mesh.cp, **sizes, tile_seconds=tile, block_seconds=block, masks=masks)
 
 
 def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
@@ -250,6 +288,7 @@ def _stage(row: _Table, ranks: int) -> StageSpec:
         row.get("forward", bool),
         row.get("backward_input", bool),
         row.get("backward_weight", bool),
+        row.get("context", bool, False),
     )
 
 

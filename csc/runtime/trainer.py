@@ -24,9 +24,10 @@ from csc.errors import InputError
 from csc.runtime import batches, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.program import LoadedProgram, functions
+from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
+from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 
 Weights = Mapping[str, torch.Tensor]
@@ -67,6 +68,7 @@ class Trainer:
                 self.transport.endpoint(rank),
                 constants[mesh.coordinates(rank).pp],
                 self.device,
+                visibility(program),
             )
             for rank in self.transport.ranks
         ]
@@ -97,7 +99,8 @@ class Trainer:
             own = [{n: mb[n].to(self.device) for n in names} for mb in pieces[rank.replica]]
             held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.position in p.ranks}
             runs[rank.rank] = step(rank, own, held, self.trace)
-        results = interleave(runs)
+        turns = self.transport.turns if isinstance(self.transport, InProcess) else None
+        results = interleave(runs) if turns is None else together(runs, turns)
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
         loss = results[self._ranks[0].rank].losses.total(manifest.microbatches)
@@ -184,7 +187,7 @@ class Trainer:
             return
         done = torch.zeros(1, device=self.device)
         for rank in self._ranks:
-            if rank.replica == 0:
+            if rank.replica == rank.piece == 0:
                 weights.write(directory, manifest, rank.position, self.state_dict())
         self.transport.sum_over_processes(done, "saving: all shards are written")
         if self._ranks[0].rank == 0:

@@ -4,8 +4,8 @@ Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a 
 started. Messages of a channel arrive in the order in which they were sent.
 
     Transport                  the ranks of this process, their endpoints, sums over processes
-    Endpoint                   send, post, receive, start_sum, finish_sum, drain
-    InProcess(program)         mailboxes; one thread; a receive that is not there yet returns None
+    Endpoint                   send, post, receive, start_sum, finish_sum, start_exchange, finish_exchange, drain
+    InProcess(program)         mailboxes; a receive that is not there yet returns None
     laid_out(message, values)  the values of a message, checked and brought to its strides
 
 The c10d transport is in csc.runtime.c10d.
@@ -20,9 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from csc.errors import ProgramError
+from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
+from csc.runtime.threads import Turns
 
 
 class Endpoint(Protocol):
@@ -49,6 +51,14 @@ class Endpoint(Protocol):
 
     def finish_sum(self, ticket: Any) -> bool:
         """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
+
+    def start_exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str) -> Any:
+        """Send a tensor to each rank of `sends`, and announce one of the shape and dtype of each of `receives` from that
+        rank. Both ends know what they exchange. Returns a ticket.
+        """
+
+    def finish_exchange(self, ticket: Any) -> dict[int, torch.Tensor]:
+        """What came, by rank. Blocks; with all ranks in one process, lets the others run."""
 
     def drain(self) -> None:
         """End of a step: all that was sent has left."""
@@ -135,9 +145,16 @@ class _Hub:
     """Mailboxes and open sums that the endpoints of one process share."""
 
     def __init__(self) -> None:
-        self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (dp index, channel, mb)
+        self.mail: dict[tuple[tuple[int, int], Message, int], dict[str, torch.Tensor]] = {}  # ((dp, cp), channel, mb)
+        self.parcels: dict[tuple[int, int], list[torch.Tensor]] = {}  # of exchanges, by (from, to)
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
+        self.turns: Turns | None = None  # if the ranks are threads
+
+    def changed(self) -> None:
+        """Wake the ranks that wait for something."""
+        if self.turns is not None:
+            self.turns.changed()
 
 
 class InProcess:
@@ -147,10 +164,18 @@ class InProcess:
         self._mesh = program.manifest.mesh
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
-        self._endpoints = [_Local(self._hub, rank, self._mesh.coordinates(rank).dp) for rank in self.ranks]
+        if self._mesh.cp > 1:
+            self._hub.turns = Turns()
+        self._endpoints = [_Local(self._hub, rank, self._mesh) for rank in self.ranks]
+
+    @property
+    def turns(self) -> Turns | None:
+        """With what the ranks take turns as threads; None if no rank waits within an action."""
+        return self._hub.turns
 
     def begin_step(self) -> None:
         self._hub.mail.clear()
+        self._hub.parcels.clear()
         self._hub.sums.clear()
         self._hub.counts.clear()
 
@@ -167,21 +192,41 @@ class InProcess:
 class _Local:
     """Endpoint of the in-process transport."""
 
-    def __init__(self, hub: _Hub, rank: int, replica: int) -> None:
+    def __init__(self, hub: _Hub, rank: int, mesh: Mesh) -> None:
         self.rank = rank
         self._hub = hub
-        self._replica = replica
+        at = mesh.coordinates(rank)
+        self._beside = (at.dp, at.cp)  # it exchanges messages with the ranks of the same replica and piece
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        self._hub.mail[self._replica, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+        self._hub.mail[self._beside, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+        self._hub.changed()
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Nothing to announce: the sender's tensor itself will be the receiver's."""
 
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        return self._hub.mail.pop((self._replica, message.channel, microbatch), None)
+        return self._hub.mail.pop((self._beside, message.channel, microbatch), None)
+
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str
+    ) -> tuple[tuple[int, ...], str]:
+        for peer, tensor in sends.items():
+            self._hub.parcels.setdefault((self.rank, peer), []).append(tensor)
+        self._hub.changed()
+        return tuple(receives), why
+
+    def finish_exchange(self, ticket: tuple[tuple[int, ...], str]) -> dict[int, torch.Tensor]:
+        peers, why = ticket
+        arrived = {}
+        for peer in peers:
+            while not self._hub.parcels.get((peer, self.rank)):
+                assert self._hub.turns is not None
+                self._hub.turns.wait(f"{why} of rank {peer}")
+            arrived[peer] = self._hub.parcels[peer, self.rank].pop(0)
+        return arrived
 
     def start_sum(
         self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False
@@ -194,6 +239,7 @@ class _Local:
         if len(open_sum.joined) == len(members):
             del self._hub.sums[members, number]
             open_sum.total = summed(open_sum.joined)
+            self._hub.changed()
         return open_sum, tensor
 
     def finish_sum(self, ticket: tuple[_Sum, torch.Tensor]) -> bool:

@@ -39,6 +39,7 @@ ROOMS = {
     "csc.codegen": {"csc.ir"},
     "csc.runtime": {
         "csc.kernels",
+        "csc.planning.dispatch",
         "csc.simulation",
         "csc.ir.layout",
         "csc.ir.mesh",

@@ -1,0 +1,151 @@
+"""Pass `context`: the tokens of a sequence spread over context-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from csc.passes.attention import attention
+from csc.passes.loss import reduction
+from csc.passes.shapes import lowered
+from csc.passes.spreading import Sizes, Spreading
+from torch import fx
+
+from csc.analysis.cutting import shared_nodes
+from csc.analysis.tokens import token_dims
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.program import Context, Options, Program
+
+BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
+LARGEST_BLOCK = 128
+
+
+def context(program: Program, options: Options) -> Program:
+    """Let each cp rank compute the layers of the language model for its own tokens.
+
+    Requires  pass `attention`.
+    Ensures   with cp = 1 nothing changes. Else the layers whose attention runs along the labels' sequence, and all that
+              follows them, work on a share of the tokens; what enters them is computed for the whole sequence and
+              dispatched: embeddings where encoders and text have merged, position tables, labels after their shift.
+              Attention sees the keys of all ranks; no other operation mixes tokens.
+    Before    %x : f32[2, 1000, 48];  %o = csc.attention(%q, %k, %v, %mask);  cross_entropy_loss(%logits, %labels)
+    After     %mine = aten.index_select(%x, 1, %tokens) : f32[2, 512, 48];  %o = csc.context_attention(.., %plan, 0)
+    """
+    if options.mesh.cp == 1:
+        return program
+    (loss,) = g.outputs(program.graph)
+    weight, labels, ignored = reduction(loss)
+    if weight != "tokens" or labels is None:
+        raise InputError(
+            "with cp > 1 the loss must be a mean over labels (cross entropy): the ranks' shares of it are added up",
+            loss.meta.get("source") or "model output",
+            "leave cp at 1",
+        )
+    dims = _Dims(program, labels, options)
+    spread = [node for node in g.calls(program.graph) if dims.is_spread(node)]
+    lengths = {int(node.args[0].meta["val"].shape[2]) for node in spread}  # type: ignore[union-attr]
+    if len(lengths) != 1:
+        found = f"attentions along {sorted(lengths)} tokens" if lengths else "no attention along the labels' tokens"
+        raise InputError(
+            f"csc found {found}, so it cannot tell what cp={options.mesh.cp} spreads",
+            "mesh",
+            "leave cp at 1" + "".join(f"; {note}" for note in program.notes),
+        )
+    sizes = _sizes(lengths.pop(), options.mesh.cp)
+    local = _local(program, spread)
+    spreading = Spreading(program, dims, sizes, local, labels, ignored, options.mesh.cp)
+    graph = spreading.graph()
+    first = [argument.meta["val"] for argument in spread[0].args[:2] if isinstance(argument, fx.Node)]
+    samples, heads, _, width = first[0].shape
+    return replace(
+        program,
+        graph=graph,
+        context=Context(
+            ranks=options.mesh.cp,
+            tokens=sizes.tokens,
+            block=sizes.block,
+            share=sizes.share,
+            graph=spreading.mask_graph(),
+            masks=spreading.masks(),
+            tile_flops=4 * samples * heads * width * sizes.block**2,
+            block_bytes=2 * samples * first[1].shape[1] * width * sizes.block * first[1].element_size(),
+        ),
+    )
+
+
+def _sizes(tokens: int, ranks: int) -> Sizes:
+    block = max(1, min(LARGEST_BLOCK, ceil(tokens / (BLOCKS_PER_RANK * ranks))))
+    blocks = ceil(tokens / block)
+    if blocks < ranks:
+        raise InputError(f"{tokens} tokens cannot be spread over cp={ranks}", "mesh", "use fewer cp ranks")
+    return Sizes(tokens, block, ceil(blocks / ranks) * block)
+
+
+class _Dims:
+    """Which dimensions of a value count tokens: those that change when the labels' sequence is one token longer."""
+
+    def __init__(self, program: Program, labels: fx.Node, options: Options) -> None:
+        assert program.symbolic is not None
+        given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(program.symbolic)
+                 if n.meta["role"][0] == "input"}  # fmt: skip
+        sources = [n.meta["role"][1] for n in g.ancestors([labels]) if n.meta.get("role", ("",))[0] == "input"]
+        symbols = {str(given[item.name].shape[dim]) for item in program.inputs for dim in item.dynamic
+                   if item.name in sources}  # fmt: skip
+        if len(symbols) != 1:
+            raise InputError(
+                f"the labels have {len(symbols)} dimensions whose size may change, one is needed to spread tokens",
+                "labels",
+                "leave cp at 1",
+            )
+        longer = tuple(
+            replace(item, shape=tuple(
+                size + (str(given[item.name].shape[dim]) in symbols) for dim, size in enumerate(item.shape)
+            )) for item in program.inputs
+        )  # fmt: skip
+        again = lowered(replace(program, inputs=longer, notes=()), program.symbolic, program.fake_mode)
+        other = {node.name: node for node in attention(again, options).graph.nodes}
+        self._dims = {
+            node.name: self._differing(node, other[node.name]) if node.name in other else ()
+            for node in program.graph.nodes
+        }
+
+    @staticmethod
+    def _differing(node: fx.Node, other: fx.Node) -> tuple[int, ...]:
+        one, changed = g.tensor_value(node), g.tensor_value(other)
+        return () if one is None or changed is None else token_dims(one.shape, changed.shape)
+
+    def __call__(self, node: fx.Node) -> tuple[int, ...]:
+        return self._dims.get(node.name, ())
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """An attention whose queries and keys are tokens of the sequence."""
+        return g.op_name(node) == "csc::attention" and all(
+            isinstance(argument, fx.Node) and self(argument) == (2,) for argument in node.args[:2]
+        )
+
+
+def _local(program: Program, spread: list[fx.Node]) -> set[fx.Node]:
+    """The calls that run on a rank's own tokens: the layers around the attentions, and all that follows them; not what
+    every stage makes from the batch by itself.
+    """
+    layers = {_layer(node.meta.get("module", ""), program) for node in spread}
+    tables = shared_nodes(program.graph)
+    found: set[fx.Node] = set()
+    for node in g.calls(program.graph):
+        module = node.meta.get("module", "")
+        inside = any(module == layer or module.startswith(f"{layer}.") for layer in layers)
+        if node not in tables and (inside or any(used in found for used in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _layer(module: str, program: Program) -> str:
+    """The outermost layer around a module; the module itself if it is in none."""
+    parts: list[Any] = module.split(".") if module else []
+    for count in range(1, len(parts) + 1):
+        path = ".".join(parts[:count])
+        if path in program.modules and program.modules[path].role == "layer":
+            return path
+    return module
