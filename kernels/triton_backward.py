@@ -135,22 +135,29 @@ def _dkv_walk(
     first, last, q_batch, q_head, q_row, d_batch, d_head, d_row, inner, factor, heads, queries, keys,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, RULES: tl.constexpr, KINDS: tl.constexpr,
     CAP: tl.constexpr, MASKED: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, DESCRIPTORS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Entries first .. last of the list, the heads of the group inside each block: one loop, so that loads run ahead.
 
-    Keys x queries: weights and their gradients are then left operands, which tensor cores take from registers.
+    Keys x queries: weights and their gradients are then left operands, which tensor cores take from registers. The loop
+    with the mask has no registers for more than two stages.
     """
     STEPS: tl.constexpr = TILE_Q // BLOCK_Q
     cols = start_k + tl.arange(0, BLOCK_K)[:, None]
     padded = tl.cdiv(queries, TILE_Q) * TILE_Q
-    for turn in range(first * STEPS * GROUP, last * STEPS * GROUP):
+    tile = first
+    if RULES > 0:
+        tile = tl.load(index + first)
+    RUN_AHEAD: tl.constexpr = 2 if MASKED and STAGES > 2 else STAGES
+    for turn in tl.range(first * STEPS * GROUP, last * STEPS * GROUP, num_stages=RUN_AHEAD):
         step = turn // GROUP
         head = kv_head * GROUP + turn % GROUP
-        if RULES > 0:
-            start = tl.load(index + step // STEPS) * TILE_Q + (step % STEPS) * BLOCK_Q
+        start = tile * TILE_Q + (step % STEPS) * BLOCK_Q
+        following = tl.minimum((turn + 1) // (GROUP * STEPS), last - 1)
+        if RULES > 0:  # a turn ahead: blocks whose place is not waited for can be loaded several turns ahead
+            tile = tl.load(index + following)
         else:
-            start = step * BLOCK_Q
+            tile = following
         # Only the last query tile is short, and a full tile may be it: its rows are always bounded.
         query = load_rows(
             q, batch, head, start, queries, q_batch, q_head, q_row, BLOCK_Q, DIM, DIM_PADDED, True, DESCRIPTORS
@@ -189,7 +196,7 @@ def dkv_kernel(
     inner, factor, scale, heads, groups, section, mask_batches, queries, keys, entries,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, RULES: tl.constexpr, KINDS: tl.constexpr,
     CAP: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, DESCRIPTORS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one head of K and V. The lists are those of key tiles.
 
@@ -228,13 +235,13 @@ def dkv_kernel(
     dk_acc, dv_acc = _dkv_walk(
         dk_acc, dv_acc, key, value, q, d_out, levels, deltas, index, ranges, admits, kinds, batch, kv_head, start_k,
         0, full, q_batch, q_head, q_row, d_batch, d_head, d_row, inner, factor, heads, queries, keys,
-        DK, DV, GROUP, RULES, KINDS, CAP, False, TILE_Q, BLOCK_Q, BLOCK_K, DIM, DIM_PADDED, DESCRIPTORS,
+        DK, DV, GROUP, RULES, KINDS, CAP, False, TILE_Q, BLOCK_Q, BLOCK_K, DIM, DIM_PADDED, DESCRIPTORS, STAGES,
     )  # fmt: skip
     if RULES > 0:
         dk_acc, dv_acc = _dkv_walk(
             dk_acc, dv_acc, key, value, q, d_out, levels, deltas, index, ranges, admits, kinds, batch, kv_head, start_k,
             full, last, q_batch, q_head, q_row, d_batch, d_head, d_row, inner, factor, heads, queries, keys,
-            DK, DV, GROUP, RULES, KINDS, CAP, True, TILE_Q, BLOCK_Q, BLOCK_K, DIM, DIM_PADDED, DESCRIPTORS,
+            DK, DV, GROUP, RULES, KINDS, CAP, True, TILE_Q, BLOCK_Q, BLOCK_K, DIM, DIM_PADDED, DESCRIPTORS, STAGES,
         )  # fmt: skip
     if DK:
         store_rows(

@@ -61,12 +61,12 @@ def _choice(forward: Config, dq: Config, *dkv: Config, capped: Config | None = N
 _HALF: dict[tuple[str, int], Choice] = {
     ("sm_90", 64): _choice(Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True)),
     ("sm_90", 128): _choice(
-        Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True),
-        capped=Config(32, 128, 8, 2, True),
+        Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True),
+        capped=Config(32, 128, 8, 3, True),
     ),
     ("sm_90", 256): _choice(
-        Config(128, 64, 8, 2, True), Config(128, 32, 8, 2, True),
-        Config(32, 128, 8, 2, True), Config(16, 128, 8, 2, True),
+        Config(128, 64, 8, 2, True), Config(128, 32, 8, 3, True),
+        Config(32, 128, 8, 3, True), Config(16, 128, 8, 3, True),
     ),
     ("sm_100", 64): _choice(Config(128, 64, 4, 3, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 3, True)),
     ("sm_100", 128): _choice(Config(128, 64, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 128, 8, 2, True)),

@@ -109,6 +109,7 @@ def backward(
                 *_strides(q, k, v, d_out, dk, dv), *_factors(scale, softcap), scale, heads, batch * kv_heads,
                 _section(q, heads // kv_heads), _batches(mask), queries, keys, _entries(of_keys),
                 DK="k" in which, DV="v" in which,
+                STAGES=config.stages,
                 **_constants(q, k, mask, softcap, choice, config),
             )  # fmt: skip
     return dq, dk, dv

@@ -99,7 +99,7 @@ def build(case: Case) -> Resources:
         "DIM": case.head_dim, "DIM_PADDED": width, "DESCRIPTORS": config.descriptors,
     }  # fmt: skip
     if function is dkv_kernel:
-        constants |= {"DK": "k" in case.kernel, "DV": "v" in case.kernel}
+        constants |= {"DK": "k" in case.kernel, "DV": "v" in case.kernel, "STAGES": config.stages}
     signature, attributes = {}, {}
     for position, name in enumerate(function.arg_names):
         if name in constants:
