@@ -75,7 +75,9 @@ _HALF: dict[tuple[str, int], Choice] = {
         Config(32, 128, 8, 2, True), Config(32, 128, 8, 2, True),
     ),
     ("sm_80", 64): _choice(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2)),
-    ("sm_80", 128): _choice(Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+    ("sm_80", 128): _choice(
+        Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2), capped=Config(32, 64, 8, 2),
+    ),
     ("sm_80", 256): _choice(Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 8, 2)),
     ("sm_86", 64): _choice(
         Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2), capped=Config(32, 64, 8, 2),

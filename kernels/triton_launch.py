@@ -87,7 +87,7 @@ def backward(
     with _on(q):
         rows_kernel[(-(-padded_rows // STATISTICS_BLOCK), batch * heads)](
             out, d_out, lse, levels, deltas, *_strides(out, d_out), heads, queries, padded_rows,
-            BLOCK=STATISTICS_BLOCK, DIM=head_dim, DIM_PADDED=padded(head_dim), num_warps=8,
+            BLOCK=STATISTICS_BLOCK, DIM=head_dim, DIM_PADDED=padded(head_dim), num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
 
         config = choice.dq
