@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from csc.api import CompiledModel
-from csc.capture import device_of, loss_of, placed, split_batch, training
+from csc.capture import device_of, loss_of, placed, split_batch, training, without_kv_cache
 from csc.ir import graph as g
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
@@ -57,7 +57,7 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
             p.grad = None
         tensors, extra = split_batch(batch)
         torch.manual_seed(0)
-        with training(model):
+        with training(model), without_kv_cache(model):
             eager_loss = loss_of(model(**placed(tensors, device_of(model)), **extra))
         eager_loss.backward()
         eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -62,9 +62,21 @@ class Group:
     keys: fx.Node
 
 
+@dataclass(frozen=True)
+class Order:
+    """A bound that would hold if the tables of two sides counted places: queries [.., Tq, 1], keys [.., 1, Tk].
+
+    Positions that start again in every document do, as long as query and key are of one document.
+    """
+
+    queries: fx.Node
+    keys: fx.Node
+    bound: Bound
+
+
 OWN_PLACE: Literal["own place"] = "own place"
 ZERO: Literal["zero"] = "zero"
-Condition = Bound | Predicate | Group
+Condition = Bound | Predicate | Group | Order
 Clause = frozenset[Condition]
 NOTHING: tuple[Clause, ...] = ()
 EVERYTHING: tuple[Clause, ...] = (frozenset(),)
@@ -163,11 +175,75 @@ def _conjunction(one: tuple[Clause, ...], other: tuple[Clause, ...]) -> tuple[Cl
 
 def _simplified(found: tuple[Clause, ...]) -> tuple[Clause, ...]:
     """Without clauses that can never hold or that another one contains."""
+    found = tuple(_within_documents(clause) for clause in found)
     possible = [clause for clause in dict.fromkeys(found) if not any(_negation(c) in clause for c in clause)]
     kept = tuple(c for c in possible if not any(other < c for other in possible))
     if len(kept) > MOST_CLAUSES:
         raise Unrecognised(f"{len(kept)} alternatives; a mask can have {MOST_CLAUSES}")
     return kept
+
+
+def _within_documents(clause: Clause) -> Clause:
+    """The clause with bounds in place of orders: `position[k] <= position[q]` is `k <= q` where both are of one run of
+    positions that count up by one. Unrecognised if the clause does not say so.
+    """
+    orders = [condition for condition in clause if isinstance(condition, Order)]
+    runs = {
+        (restarting(table(c.queries)), restarting(table(c.keys))) for c in clause if isinstance(c, Group)
+    }  # fmt: skip
+    for order in orders:
+        own, other = table(order.queries), table(order.keys)
+        if own is None or own is not other or (own, other) not in runs:
+            raise Unrecognised("a comparison of something other than the places of keys")
+    return frozenset(c.bound if isinstance(c, Order) else c for c in clause)
+
+
+def table(node: fx.Node) -> fx.Node | None:
+    """The [B, T] or [T] values that a node holds for each query or each key: without views, and without an index that
+    counts through all of them.
+    """
+    while node.op == "call_function":
+        name = g.op_name(node)
+        source = node.args[0]
+        if name in _PASS or name in _RESHAPE or name == "aten::slice":
+            if not isinstance(source, fx.Node) or source.meta["val"].numel() != node.meta["val"].numel():
+                return node
+        elif name == "aten::index":
+            if not _counts_through(node):
+                return node
+        else:
+            return node
+        node = source  # type: ignore[assignment]
+    return node
+
+
+def _counts_through(node: fx.Node) -> bool:
+    """`x[samples, places]` with both counting from 0 to the end: all of x, in order."""
+    source, given = node.args[0], node.args[1]
+    shape = source.meta["val"].shape  # type: ignore[union-attr]
+    if not isinstance(given, (list, tuple)) or len(given) != len(shape):
+        return False
+    for one, size in zip(given, shape):
+        value = folded(one) if isinstance(one, fx.Node) else None
+        if value is None or not torch.equal(value.flatten(), torch.arange(size)):
+            return False
+    return True
+
+
+def restarting(groups: fx.Node | None) -> fx.Node | None:
+    """The positions p if the node numbers their runs, `cumsum(diff(p) != 1)`; None if it is anything else."""
+    for name in ("aten::cumsum", "aten::ne", "aten::diff"):
+        if groups is None or groups.op != "call_function" or g.op_name(groups) != name:
+            return None
+        along = g.bind(groups).get("dim", -1)
+        if name == "aten::ne" and g.bind(groups).get("other") != 1:
+            return None
+        if name != "aten::ne" and along not in (-1, groups.meta["val"].dim() - 1):
+            return None
+        if name == "aten::diff" and g.bind(groups).get("n", 1) != 1:
+            return None
+        groups = groups.args[0]  # type: ignore[assignment]
+    return groups
 
 
 def _negation(condition: Condition) -> Condition | None:
@@ -202,20 +278,17 @@ def _comparison(node: fx.Node, sign: str) -> tuple[Clause, ...]:
             raise Unrecognised("an inequality of groups" if sign == "!=" else "an equality of sums")
         return (frozenset({Group(queries[0][1], key_node)}),)
     offset = slots(key_node)
-    if offset is None:
+    if offset is None and not queries:
         raise Unrecognised("a comparison of something other than the places of keys")
     if queries and queries[0][0] == factor:
         raise Unrecognised("a comparison of the sum of a query's and a key's place")
     if factor < 0:
         sign, number = _MIRRORED[sign], -number
-    # slot + offset + number (sign) query
-    value = queries[0][1] if queries else ZERO
-    shift = -(offset + number)
-    if sign == "<=":
-        return (frozenset({Bound(False, value, shift + 1)}),)
-    if sign == "<":
-        return (frozenset({Bound(False, value, shift)}),)
-    return (frozenset({Bound(True, value, shift + (sign == ">"))}),)
+    # key + number (sign) query, where key is slot + offset, or a table of positions
+    lower, shift = sign in (">=", ">"), -number - (offset or 0) + (sign in ("<=", ">"))
+    if offset is None:
+        return (frozenset({Order(queries[0][1], key_node, Bound(lower, OWN_PLACE, shift))}),)
+    return (frozenset({Bound(lower, queries[0][1] if queries else ZERO, shift)}),)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,24 @@ from typing import Any
 from torch import nn
 
 from csc.capture.batch import device_of, dynamic_dimensions, microbatch, placed, split_batch
-from csc.capture.export import export, loss_of, training, untraceable
+from csc.capture.export import export, loss_of, training, untraceable, without_kv_cache
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
 
-__all__ = ["capture", "device_of", "dynamic_dimensions", "loss_of", "microbatch", "placed", "split_batch", "training"]
+__all__ = [
+    "capture",
+    "device_of",
+    "dynamic_dimensions",
+    "loss_of",
+    "microbatch",
+    "placed",
+    "split_batch",
+    "training",
+    "without_kv_cache",
+]
 
 
 def capture(model: nn.Module, example: Any) -> Program:

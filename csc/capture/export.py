@@ -70,8 +70,10 @@ def loss_of(result: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph."""
+def without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph. With it
+    they also take packed documents (positions that start again) for one sequence.
+    """
     configs = {
         id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")
     }
@@ -111,7 +113,7 @@ def export(
     wrapped = LossOnly(model, extra)
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     try:
-        with training(model), _without_kv_cache(model), warnings.catch_warnings(), redirect_stderr(said):
+        with training(model), without_kv_cache(model), warnings.catch_warnings(), redirect_stderr(said):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
             exported = torch.export.export(
                 wrapped,

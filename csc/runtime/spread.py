@@ -72,7 +72,7 @@ def _tiles(mask: Mask, spec: ContextSpec) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a rank's attention. packed: its mask over keys in ascending order of tokens; form: how it is packed."""
+    """One part of a rank's attention. packed: its mask over keys in ascending order; form: how it is packed."""
 
     keys: torch.Tensor
     packed: torch.Tensor

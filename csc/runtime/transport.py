@@ -53,8 +53,8 @@ class Endpoint(Protocol):
         """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
 
     def start_exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str) -> Any:
-        """Send a tensor to each rank of `sends`, and announce one of the shape and dtype of each of `receives` from that
-        rank. Both ends know what they exchange. Returns a ticket.
+        """Send a tensor to each rank of `sends`, and announce one like each of `receives` from that rank. Both ends
+        know what they exchange. Returns a ticket.
         """
 
     def finish_exchange(self, ticket: Any) -> dict[int, torch.Tensor]:

@@ -94,6 +94,15 @@ def modality(batch: Batch) -> torch.Tensor:
     return ((text[:, :, None] & causal(batch)) | (image[:, :, None] & image[:, None, :])).unsqueeze(1)
 
 
+def packed_positions(batch: Batch) -> torch.Tensor:
+    """As HF says it: causal by positions that start again, within a run of positions."""
+    position = batch["position"]
+    run = (torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    ordered = position[:, None, :] <= position[:, :, None]
+    near = position[:, :, None] - position[:, None, :] < 3
+    return ((run[:, :, None] == run[:, None, :]) & ordered & near).unsqueeze(1)
+
+
 def lower_triangle(batch: Batch) -> torch.Tensor:
     tokens = batch["kinds"].shape[1]
     return torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -118,8 +127,8 @@ def only_keys(batch: Batch) -> torch.Tensor:
 
 
 READ: list[MaskOf] = [
-    causal, padded, window, symmetric_window, prefix, prefix_by_sample, documents, spans, modality, lower_triangle,
-    above_hidden, bias_where, bias_filled, only_keys,
+    causal, padded, window, symmetric_window, prefix, prefix_by_sample, documents, spans, modality, packed_positions,
+    lower_triangle, above_hidden, bias_where, bias_filled, only_keys,
 ]  # fmt: skip
 
 
@@ -135,6 +144,7 @@ def batch_of(tokens: int, seed: int = 0) -> Batch:
         "kinds": kinds,
         "document": document,
         "span": torch.where(kinds == 1, document, -1),
+        "position": torch.arange(tokens) - torch.cummax(torch.where(turns, torch.arange(tokens), 0), 1).values,
         "prefix": torch.randint(0, tokens, (2, 1), generator=generator),
         "real": real,
     }
@@ -222,9 +232,15 @@ def unequal(batch: Batch) -> torch.Tensor:
     return (document[:, :, None] != document[:, None, :]).unsqueeze(1)
 
 
+def unproven_order(batch: Batch) -> torch.Tensor:
+    position = batch["position"]
+    return (position[:, None, :] <= position[:, :, None]).unsqueeze(1)
+
+
 @pytest.mark.parametrize(
     ("mask_of", "why"),
     [
+        (unproven_order, "other than the places"),
         (alternating, "remainder"),
         (by_head, "every head"),
         (learned_bias, "a bias made by"),
