@@ -204,6 +204,8 @@ class _Writer:
             parts.append(self.backward_input())
         if self.stage.has_w:
             parts.append(self.backward_weight())
+        if self.stage.has_b and self.stage.has_w:
+            parts.append(self.backward())
         if LOSS in self.made and self.program.loss_tokens:
             parts.append(self.loss_tokens())
         return parts
@@ -302,7 +304,22 @@ class _Writer:
         lines = [
             f"def backward_input{self.suffix}(saved, received, weights, constants):",
             f'    """B of stage {self.stage.index}."""',
+            *self._taken_by_b(),
         ]
+        for index, segment in reversed(list(enumerate(self.segments))):
+            if self.variant(segment).backward_input is not None:
+                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        lines += self._sent_by_b()
+        if self.stage.has_w:
+            lines += _packed("kept", self._kept_names())
+            lines.append("    return sent, kept")
+        else:
+            lines.append("    return sent, None")
+        return "\n".join(lines) + "\n"
+
+    def _taken_by_b(self) -> list[str]:
+        """What F saved and the gradients that have come, as variables."""
+        lines: list[str] = []
         names = self._saved_names()
         if names:
             lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
@@ -314,16 +331,10 @@ class _Writer:
         if LOSS in self.made:
             note = "weight of this microbatch in the loss of the whole batch"
             lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
-        for index, segment in reversed(list(enumerate(self.segments))):
-            if self.variant(segment).backward_input is not None:
-                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
-        lines += wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
-        if self.stage.has_w:
-            lines += _packed("kept", self._kept_names())
-            lines.append("    return sent, kept")
-        else:
-            lines.append("    return sent, None")
-        return "\n".join(lines) + "\n"
+        return lines
+
+    def _sent_by_b(self) -> list[str]:
+        return wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
 
     def _kept_names(self) -> list[str]:
         tables: list[str] = []
@@ -412,6 +423,53 @@ class _Writer:
                 )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
+
+    def backward(self) -> str:
+        """B and W region by region: what B keeps for W is gone before the next region runs."""
+        lines = [
+            f"def backward{self.suffix}(saved, received, weights, constants):",
+            f'    """BW of stage {self.stage.index}: B and W, region by region; returns what is sent."""',
+            *self._taken_by_b(),
+        ]
+        for index, segment in reversed(list(enumerate(self.segments))):
+            variant = self.variant(segment)
+            if variant.backward_weight is not None:
+                lines += self._both_loop(index, segment) if segment.loops else self._both_call(index, segment)
+            elif variant.backward_input is not None:
+                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
+
+    def _both_call(self, index: int, segment: Segment) -> list[str]:
+        arguments = [self.saved[index], *self._arguments(segment, self.variant(segment).backward_input, "w")]
+        arguments += self._tangents(segment, segment.first)
+        left = self._backward_left(segment, "kept")
+        return [
+            f"    w = {self.weights_of(segment.first)}",
+            *wrapped(f"{left} = layers.{self.variant(segment).name}.backward_input(", arguments, ")"),
+            f"    del {self.saved[index]}",
+            *self._weights_at_once(segment, 4),
+        ]
+
+    def _both_loop(self, index: int, segment: Segment) -> list[str]:
+        variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
+        arguments = [f"{self.saved[index]}.pop()", *self._arguments(segment, variant.backward_input, "w")]
+        arguments += self._tangents(segment, segment.last, carried=name)
+        left = self._backward_left(segment, "kept", carried=name)
+        lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]
+        lines.append(f"    for layer in reversed({self.prefixes_name(index)}):")
+        lines.append("        w = under(weights, layer)")
+        lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
+        lines += self._weights_at_once(segment, 8)
+        if variant.dx[segment.carried]:
+            lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
+        return lines
+
+    def _weights_at_once(self, segment: Segment, indent: int) -> list[str]:
+        """W of the region whose B has just run."""
+        variant = self.variant(segment)
+        left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
+        arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
+        return [*wrapped(left, arguments, "))", indent=indent), f"{' ' * indent}del kept"]
 
     def loss_tokens(self) -> str:
         name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]
