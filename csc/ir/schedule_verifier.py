@@ -87,8 +87,6 @@ def _places(
     where = _where(schedule, rank)
     places: dict[Action, int] = {}
     for i, action in enumerate(actions):
-        if action in places:
-            raise ScheduleError(f"'{action}' stands there twice", where, "Remove one")
         if action.kind != "REDUCE" and not 0 <= action.microbatch < microbatches:
             raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
         for part in action.parts if action.computes else ():
@@ -104,9 +102,9 @@ def _places(
             )
         for part in action.parts if action.computes else (action,):
             if part in places:
-                raise ScheduleError(
-                    f"'{action}' does what '{actions[places[part]]}' does too", where, "Run B and W apart or as one BW"
-                )
+                other = actions[places[part]]
+                again = "stands there twice" if action == other else f"does what '{other}' does"
+                raise ScheduleError(f"'{action}' {again}", where, "Remove one")
             places[part] = i
     for action in _wanted(needed, moved, microbatches):
         if action not in places:

@@ -33,6 +33,7 @@ from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
+FUSED = (0.25, 0.5, 0.75, 1.0)  # shares of the ways there and back for partitions under memory limits
 FINALISTS = 2  # partitions that get more than a quick look
 MOVES = 60  # partitions tried around the best one under a named schedule
 SHARED = 0.99  # several stages on a rank have to be this much faster, for their messages
@@ -172,6 +173,9 @@ def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight
                     raise
             if problem.memory is None:
                 break
+        if problem.memory is not None:
+            with suppress(InputError):
+                found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
         return list(dict.fromkeys(found))
     # Memory is the rank's, not the stage's: look away from it here, and let the schedule say what fits.
     every = replace(problem, ranks=count, memory=None)
@@ -181,6 +185,15 @@ def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight
             share = replace(every, memory=problem.memory * problem.ranks / count)
             found += candidates(share, _one, (0.0,), layouts=False)
     return list(dict.fromkeys(found))
+
+
+def _fused(problem: Problem) -> Problem:
+    """The problem in which gradients come back only after W, as they do where memory lets no W wait."""
+    units = (
+        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0)
+        for unit in problem.units
+    )
+    return replace(problem, units=tuple(units))
 
 
 def _one(depth: int) -> float:
