@@ -140,20 +140,20 @@ def counting(backward_input: Callable[..., Any], gives: bool) -> Callable[..., A
 def test_a_fused_backward_keeps_one_region_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six equal layers in a loop, and regions beside them: what W needs of a region is gone before the next one's B."""
     compiled = csc.compile(small.text(6), example=small.text_batch(4), microbatches=2, mesh="pp=1", schedule="1f1b")
-    compiled.write(tmp_path / "program")
+    compiled.write(tmp_path / "program", with_weights=True)
     program = load(tmp_path / "program")
     trained = sum(region.needs_dw for region in compiled.program.regions)
     most = {}
     for name, schedule in (("fused", str(program.schedule)), ("apart", apart(program.schedule, []))):
         trainer = Trainer(replace(program, schedule=parse(schedule)))
         layers = trainer._ranks[0].functions[0].forward.__globals__["layers"]
-        for variant in compiled.program.variants.values():
-            if variant.backward_weight is not None:
-                file = getattr(layers, variant.name)
-                counted = counting(file.backward_input, any(variant.dx))
-                monkeypatch.setattr(file, "backward_input", counted)
-        Kept.alive = Kept.most = 0
-        trainer.train_step(compiled.example)
+        with monkeypatch.context() as patch:
+            for variant in compiled.program.variants.values():
+                if variant.backward_weight is not None:
+                    file = getattr(layers, variant.name)
+                    patch.setattr(file, "backward_input", counting(file.backward_input, any(variant.dx)))
+            Kept.alive = Kept.most = 0
+            trainer.train_step(compiled.example)
         assert Kept.alive == 0
         most[name] = Kept.most
     assert most == {"fused": 1, "apart": trained} and trained > 6
