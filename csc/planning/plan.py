@@ -23,6 +23,7 @@ from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
 from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.branches import Stages, branches
+from csc.planning.contiguous import contiguous
 from csc.planning.moves import homes, moved, moves
 from csc.planning.partition import MIDDLE, InFlight, candidates, describe
 from csc.planning.problem import Problem, pipeline
@@ -176,6 +177,7 @@ def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight
         if problem.memory is not None:
             with suppress(InputError):
                 found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
+            found += [stages] if (stages := contiguous(problem)) is not None else []
         return list(dict.fromkeys(found))
     # Memory is the rank's, not the stage's: look away from it here, and let the schedule say what fits.
     every = replace(problem, ranks=count, memory=None)
