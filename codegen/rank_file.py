@@ -306,9 +306,7 @@ class _Writer:
             f'    """B of stage {self.stage.index}."""',
             *self._taken_by_b(),
         ]
-        for index, segment in reversed(list(enumerate(self.segments))):
-            if self.variant(segment).backward_input is not None:
-                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        lines += self._backwards()
         lines += self._sent_by_b()
         if self.stage.has_w:
             lines += _packed("kept", self._kept_names())
@@ -368,22 +366,33 @@ class _Writer:
             return left
         return f"{left}, {kept}" if gradients else kept
 
-    def _backward_call(self, index: int, segment: Segment) -> list[str]:
+    def _backwards(self, at_once: bool = False) -> list[str]:
+        """B of all regions, last first. at_once: with W of each right after it."""
+        lines: list[str] = []
+        for index, segment in reversed(list(enumerate(self.segments))):
+            variant = self.variant(segment)
+            write = self._backward_loop if segment.loops else self._backward_call
+            if variant.backward_input is not None:
+                lines += write(index, segment, at_once and variant.backward_weight is not None)
+        return lines
+
+    def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         region, variant = segment.first, self.variant(segment)
         arguments = [
             self.saved[index],
             *self._arguments(segment, variant.backward_input, self.weights_of(region)),
         ]
         arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, self.kept_name(index))
+        left = self._backward_left(segment, "kept" if at_once else self.kept_name(index))
         return [
             *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
             f"    del {self.saved[index]}",
+            *(self._weights_at_once(segment, self.weights_of(region)) if at_once else []),
         ]
 
-    def _backward_loop(self, index: int, segment: Segment) -> list[str]:
+    def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
-        keeping = variant.backward_weight is not None
+        keeping = variant.backward_weight is not None and not at_once
         arguments = [f"{self.saved[index]}.pop()"]
         arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
         arguments += self._tangents(segment, segment.last, carried=name)
@@ -393,6 +402,7 @@ class _Writer:
         left = self._backward_left(segment, "kept", carried=name)
         lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
         lines += [f"        {self.kept_name(index)}.append(kept)"] if keeping else []
+        lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
         if variant.dx[segment.carried]:
             lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
         return lines
@@ -431,45 +441,15 @@ class _Writer:
             f'    """BW of stage {self.stage.index}: B and W, region by region; returns what is sent."""',
             *self._taken_by_b(),
         ]
-        for index, segment in reversed(list(enumerate(self.segments))):
-            variant = self.variant(segment)
-            if variant.backward_weight is not None:
-                lines += self._both_loop(index, segment) if segment.loops else self._both_call(index, segment)
-            elif variant.backward_input is not None:
-                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
+        lines += self._backwards(at_once=True)
         return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
 
-    def _both_call(self, index: int, segment: Segment) -> list[str]:
-        arguments = [self.saved[index], *self._arguments(segment, self.variant(segment).backward_input, "w")]
-        arguments += self._tangents(segment, segment.first)
-        left = self._backward_left(segment, "kept")
-        return [
-            f"    w = {self.weights_of(segment.first)}",
-            *wrapped(f"{left} = layers.{self.variant(segment).name}.backward_input(", arguments, ")"),
-            f"    del {self.saved[index]}",
-            *self._weights_at_once(segment, 4),
-        ]
-
-    def _both_loop(self, index: int, segment: Segment) -> list[str]:
-        variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
-        arguments = [f"{self.saved[index]}.pop()", *self._arguments(segment, variant.backward_input, "w")]
-        arguments += self._tangents(segment, segment.last, carried=name)
-        left = self._backward_left(segment, "kept", carried=name)
-        lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]
-        lines.append(f"    for layer in reversed({self.prefixes_name(index)}):")
-        lines.append("        w = under(weights, layer)")
-        lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
-        lines += self._weights_at_once(segment, 8)
-        if variant.dx[segment.carried]:
-            lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
-        return lines
-
-    def _weights_at_once(self, segment: Segment, indent: int) -> list[str]:
+    def _weights_at_once(self, segment: Segment, weights: str, indent: int = 4) -> list[str]:
         """W of the region whose B has just run."""
-        variant = self.variant(segment)
+        variant, space = self.variant(segment), " " * indent
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
         arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
-        return [*wrapped(left, arguments, "))", indent=indent), f"{' ' * indent}del kept"]
+        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del kept"]
 
     def loss_tokens(self) -> str:
         name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]
