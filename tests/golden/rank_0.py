@@ -89,11 +89,11 @@ def backward(saved, received, weights, constants):
     del saved_layers_0
     d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
     del saved_merge
-    w = under(weights, "model.multi_modal_projector.")
     kept = layers.llava_multi_modal_projector_first.backward_input(
         saved_multi_modal_projector, d_multi_modal_projector,
     )
     del saved_multi_modal_projector
+    w = under(weights, "model.multi_modal_projector.")
     yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(kept, w))
     del kept
     sent = {}
