@@ -204,6 +204,8 @@ class _Writer:
             parts.append(self.backward_input())
         if self.stage.has_w:
             parts.append(self.backward_weight())
+        if self.stage.has_b and self.stage.has_w:
+            parts.append(self.backward())
         if LOSS in self.made and self.program.loss_tokens:
             parts.append(self.loss_tokens())
         return parts
@@ -300,7 +302,20 @@ class _Writer:
         lines = [
             f"def backward_input{self.suffix}(saved, received, weights, constants):",
             f'    """B of stage {self.stage.index}."""',
+            *self._taken_by_b(),
         ]
+        lines += self._backwards()
+        lines += self._sent_by_b()
+        if self.stage.has_w:
+            lines += _packed("kept", self._kept_names())
+            lines.append("    return sent, kept")
+        else:
+            lines.append("    return sent, None")
+        return "\n".join(lines) + "\n"
+
+    def _taken_by_b(self) -> list[str]:
+        """What F saved and the gradients that have come, as variables."""
+        lines: list[str] = []
         names = self._saved_names()
         if names:
             lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
@@ -312,16 +327,10 @@ class _Writer:
         if LOSS in self.made:
             note = "weight of this microbatch in the loss of the whole batch"
             lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
-        for index, segment in reversed(list(enumerate(self.segments))):
-            if self.variant(segment).backward_input is not None:
-                lines += self._backward_loop(index, segment) if segment.loops else self._backward_call(index, segment)
-        lines += wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
-        if self.stage.has_w:
-            lines += _packed("kept", self._kept_names())
-            lines.append("    return sent, kept")
-        else:
-            lines.append("    return sent, None")
-        return "\n".join(lines) + "\n"
+        return lines
+
+    def _sent_by_b(self) -> list[str]:
+        return wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
 
     def _kept_names(self) -> list[str]:
         tables: list[str] = []
@@ -355,22 +364,33 @@ class _Writer:
             return left
         return f"{left}, {kept}" if gradients else kept
 
-    def _backward_call(self, index: int, segment: Segment) -> list[str]:
+    def _backwards(self, at_once: bool = False) -> list[str]:
+        """B of all regions, last first. at_once: with W of each right after it."""
+        lines: list[str] = []
+        for index, segment in reversed(list(enumerate(self.segments))):
+            variant = self.variant(segment)
+            write = self._backward_loop if segment.loops else self._backward_call
+            if variant.backward_input is not None:
+                lines += write(index, segment, at_once and variant.backward_weight is not None)
+        return lines
+
+    def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         region, variant = segment.first, self.variant(segment)
         arguments = [
             self.saved[index],
             *self._arguments(segment, variant.backward_input, self.weights_of(region)),
         ]
         arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, self.kept_name(index))
+        left = self._backward_left(segment, "kept" if at_once else self.kept_name(index))
         return [
             *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
             f"    del {self.saved[index]}",
+            *(self._weights_at_once(segment, self.weights_of(region)) if at_once else []),
         ]
 
-    def _backward_loop(self, index: int, segment: Segment) -> list[str]:
+    def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
-        keeping = variant.backward_weight is not None
+        keeping = variant.backward_weight is not None and not at_once
         arguments = [f"{self.saved[index]}.pop()"]
         arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
         arguments += self._tangents(segment, segment.last, carried=name)
@@ -380,6 +400,7 @@ class _Writer:
         left = self._backward_left(segment, "kept", carried=name)
         lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
         lines += [f"        {self.kept_name(index)}.append(kept)"] if keeping else []
+        lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
         if variant.dx[segment.carried]:
             lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
         return lines
@@ -410,6 +431,23 @@ class _Writer:
                 )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
+
+    def backward(self) -> str:
+        """B and W region by region: what B keeps for W is gone before the next region runs."""
+        lines = [
+            f"def backward{self.suffix}(saved, received, weights, constants):",
+            f'    """BW of stage {self.stage.index}: B and W, region by region; returns what is sent."""',
+            *self._taken_by_b(),
+        ]
+        lines += self._backwards(at_once=True)
+        return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
+
+    def _weights_at_once(self, segment: Segment, weights: str, indent: int = 4) -> list[str]:
+        """W of the region whose B has just run."""
+        variant, space = self.variant(segment), " " * indent
+        left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
+        arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
+        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del kept"]
 
     def loss_tokens(self) -> str:
         name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]

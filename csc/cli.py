@@ -309,9 +309,9 @@ def timeline(
     if json_output:
         _json({"timelines": [vars(row) for row in rows]})
         return
-    table = Table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W")
+    table = Table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W", "mean BW")
     for row in rows:
-        means = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in "FBW"]
+        means = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in ("F", "B", "W", "BW")]
         table.add_row(
             escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
         )

@@ -20,6 +20,7 @@ from typing import Any
 from csc.api import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Options, Program
+from csc.ir.schedule import PARTS
 from csc.passes.problem import problem
 from csc.planning.partition import balance
 from csc.planning.plan import plan
@@ -149,7 +150,7 @@ def read(path: Path) -> Timeline:
 
 @dataclass(frozen=True)
 class Compared:
-    """One timeline beside the first: seconds of the whole and, on average, of one F, B and W."""
+    """One timeline beside the first: seconds of the whole and, on average, of one F, B, W and BW."""
 
     name: str
     makespan: float
@@ -162,7 +163,7 @@ def comparison(timelines: Sequence[Timeline]) -> list[Compared]:
     """Each timeline with its makespan over that of the first."""
     rows = []
     for timeline in timelines:
-        by_kind: dict[str, list[float]] = {"F": [], "B": [], "W": []}
+        by_kind: dict[str, list[float]] = {kind: [] for kind in PARTS}
         for events in timeline.ranks:
             for event in events:
                 if event.action.kind in by_kind:

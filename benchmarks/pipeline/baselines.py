@@ -5,10 +5,11 @@ Terms: `whole` is a Problem without state and memory limit; a *split* is the uni
     equal_layers(whole, layers, stages)     as many layers in each stage, in order of execution, whatever they cost
     balanced(whole, stages)                 the largest forward time of a stage is as small as it can be
     templates(whole, layers)                every encoder stages : LLM stages there is, encoders beside each other
-    baselines(whole, layers) -> [Baseline]  a, b, c under csc's 1F1B; d: torch's schedules on b's split, which is made
+    baselines(whole, layers) -> [Baseline]  a, b, c under 1F1B; d: torch's schedules on b's split, which is made
                                             anew where a rank has two stages
 
-csc's own 1F1B sends the gradient of a stage's input right after B; torch's after B and W.
+The 1F1B of a, b and c runs B and W apart, so the gradient of a stage's input leaves right after B. torch's runs them
+fused: it leaves after both, and what W needs is held of one unit at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import pairwise
 
 from benchmarks.mllm.problem import units_of
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
-from csc.ir.schedule import Schedule
+from csc.ir.schedule import Schedule, with_messages
 from csc.planning.partition import balance
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
@@ -125,8 +126,14 @@ def baselines(whole: Problem, layers: Sequence[bool]) -> list[Baseline]:
 
 def _one_f_one_b(name: str, whole: Problem, stages: Split, note: str = "") -> Baseline:
     numbers = pipeline(whole, stages)
-    schedule = SCHEDULES["1f1b"](numbers, tuple(range(len(stages))), whole.microbatches)
+    schedule = _apart(SCHEDULES["1f1b"](numbers, tuple(range(len(stages))), whole.microbatches), numbers)
     return Baseline(name, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, (), note)
+
+
+def _apart(schedule: Schedule, numbers: Pipeline) -> Schedule:
+    """The schedule with every BW as a B and, right behind it, a W."""
+    orders = [[part for action in rank if action.computes for part in action.parts] for rank in schedule.ranks]
+    return with_messages(schedule.name, orders, numbers.messages)
 
 
 def torch_split(name: str, whole: Problem) -> tuple[Split, Pipeline]:
@@ -145,19 +152,9 @@ def torch_baseline(name: str, whole: Problem) -> Baseline:
     if not chain(numbers):
         return Baseline(name, None, note="not a chain of stages")
     try:
-        run, schedule = torch_model(name, numbers, whole)
+        schedule = modelled(name, numbers, whole.ranks, whole.microbatches)
     except ValueError as error:
         return Baseline(name, None, note=str(error))
     wrong = tuple(without_gradients(name, numbers))
     note = f"no weight gradients on stage {', '.join(map(str, wrong))}" if wrong else ""
-    peaks = peak_memory(run, schedule)
-    if not TORCH[name].splits:  # a fused backward holds what W needs too, but of one unit at a time
-        for rank in range(whole.ranks):
-            own = [u for s, home in schedule.placement.items() if home == rank for u in stages[s]]
-            peaks[rank] += max(whole.units[u].kept for u in own)
-    return Baseline(name, makespan(run, schedule), max(peaks), stages, wrong, note)
-
-
-def torch_model(name: str, numbers: Pipeline, whole: Problem) -> tuple[Pipeline, Schedule]:
-    """The pipeline as torch runs it, and its order."""
-    return modelled(name, numbers, whole.ranks, whole.microbatches)
+    return Baseline(name, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, wrong, note)

@@ -148,7 +148,7 @@ def _torch(case: Case, name: str, whole: Problem, stretch: float, link: Link, st
         return _Run(case, name, 0.0, stretch, None, note="not a chain of stages")
     slow = stretched(numbers, placement(name, case.ranks), stretch, link)
     try:
-        run, schedule = modelled(name, slow, case.ranks, whole.microbatches)
+        schedule = modelled(name, slow, case.ranks, whole.microbatches)
     except ValueError as error:
         return _Run(case, name, 0.0, stretch, None, note=str(error))
     wrong = tuple(without_gradients(name, numbers))
@@ -160,7 +160,7 @@ def _torch(case: Case, name: str, whole: Problem, stretch: float, link: Link, st
         "microbatches": whole.microbatches,
         "steps": steps,
     }
-    return _Run(case, name, makespan(run, schedule), stretch, job, wrong, note)
+    return _Run(case, name, makespan(slow, schedule), stretch, job, wrong, note)
 
 
 def stretched(numbers: Pipeline, home: Sequence[int], factor: float, link: Link) -> Pipeline:

@@ -40,8 +40,8 @@ NOTES = (
     "x bound: over the lower bound of plans with one stage on each rank; *: the plan has two on a rank, that "
     "bound does not hold for it, and the weaker one of all plans is used.",
     "Speedups over a (equal layers), b (balanced forward time, unaware of what is frozen), c (the best template),"
-    " all under csc's 1F1B, which sends an input's gradient right after B, and over torch's schedules on b's "
-    "split, which send it after B and W, at no more activations than the baseline's own. !: torch gives no "
+    " all under 1F1B with B and W apart, which sends an input's gradient right after B, and over torch's schedules on "
+    "b's split, which send it after both, at no more activations than the baseline's own. !: torch gives no "
     "gradients to the weights of the first trained stage behind a frozen prefix. -: torch cannot express the case"
     " (no chain of stages, too few regions). none: no plan fits into the baseline's activations (a fused backward"
     " holds what W needs of one unit at a time).",

@@ -6,7 +6,7 @@ Terms
 
     TORCH                               name -> TorchSchedule
     placement(name, ranks)              the rank of each stage
-    modelled(name, pipeline, ranks, microbatches) -> (Pipeline, Schedule) for csc.simulation
+    modelled(name, pipeline, ranks, microbatches) -> Schedule for csc.simulation
     chain(pipeline)                     whether each stage feeds the next one only: torch knows nothing else
     without_gradients(name, pipeline)   stages whose weights get no gradient
 
@@ -26,7 +26,7 @@ from torch.distributed import pipelining
 
 from csc.ir.schedule import Action, Schedule, with_messages
 from csc.planning.schedules import SCHEDULES
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,19 @@ def without_gradients(name: str, pipeline: Pipeline) -> list[int]:
     ]
 
 
-def modelled(name: str, pipeline: Pipeline, ranks: int, microbatches: int) -> tuple[Pipeline, Schedule]:
-    """What the simulator needs: the pipeline as this schedule runs it, and its order. The pipeline is a chain of as
-    many stages as the schedule has. ValueError, with torch's reason, for numbers that the schedule does not take.
+def modelled(name: str, pipeline: Pipeline, ranks: int, microbatches: int) -> Schedule:
+    """The schedule as the simulator knows it. The pipeline is a chain of as many stages as the schedule has.
+
+    ValueError, with torch's reason, for numbers that the schedule does not take.
     """
     kind = TORCH[name]
-    run = pipeline if kind.splits else replace(pipeline, stages=tuple(_fused(stage) for stage in pipeline.stages))
     where = placement(name, ranks)
     if name in SAME_ORDER:
-        found = SCHEDULES[SAME_ORDER[name]](run, where, microbatches)
-        return run, replace(found, name=name)
+        return replace(SCHEDULES[SAME_ORDER[name]](pipeline, where, microbatches), name=name)
     stages = [_Numbers(s, len(where), 0, ranks) for s in range(len(where)) if where[s] == 0]
     order = getattr(pipelining.schedules, kind.cls)(stages, microbatches).pipeline_order
-    orders = [[a for action in order[rank] for a in _actions(action, run)] for rank in range(ranks)]
-    return run, with_messages(name, orders, run.messages)
-
-
-def _fused(stage: Stage) -> Stage:
-    """B + W as one action, which frees what it needs layer by layer: nothing is kept."""
-    work = stage.backward_input + stage.backward_weight
-    return replace(stage, backward_input=work, backward_weight=0.0, has_w=False, kept=0.0)
+    orders = [[a for action in order[rank] for a in _actions(action, pipeline)] for rank in range(ranks)]
+    return with_messages(name, orders, pipeline.messages)
 
 
 class _Numbers(SimpleNamespace):
@@ -118,13 +111,15 @@ class _Numbers(SimpleNamespace):
 
 
 def _actions(action: Any, pipeline: Pipeline) -> list[Action]:
-    """torch's action as csc's: F; I and B are B; W. Nothing for idle slots, reductions and frozen stages."""
+    """torch's action as csc's: F; I is B; W; B is BW. Nothing for idle slots, reductions and frozen stages."""
     if action is None:
         return []
     s, mb, kind = action.stage_index, action.microbatch_index, action.computation_type.value
     stage = pipeline.stages[s]
     if kind == "F":
         return [Action("F", s, mb)]
+    if kind == "B" and stage.has_b and stage.has_w:
+        return [Action("BW", s, mb)]
     found = [Action("B", s, mb)] if kind in ("I", "B") and stage.has_b else []
     if kind in ("W", "B") and stage.has_w:
         found.append(Action("W", s, mb))

@@ -27,7 +27,7 @@ SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "l
 RESERVED = frozenset(
     {"torch", "aten", "layers", "tables", "under", "layer", "w", "STAGE"}
     | {"batch", "received", "sent", "weights", "constants", "saved", "kept", "gradients"}
-    | {"forward", "backward_input", "backward_weight", "loss_tokens"}
+    | {"forward", "backward_input", "backward_weight", "backward", "loss_tokens"}
     | {"float", "range", "reversed", "zip"}
 )
 

@@ -1,18 +1,20 @@
 """The schedule: for every pipeline rank the list of actions that it runs, in order.
 
-Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *SEND*
-and *RECV* move the values of a message (F: activations, B: gradients) from stage a to stage b; *REDUCE* sums
-gradients over ranks at the end of a step. A *rank* here is a position on the pp axis; it runs one stage or
-several. Between two stages of one rank nothing is sent: the rank keeps the values until the other stage takes
-them. A *channel* is (message kind, stage a, stage b), a *wire* (message kind, rank a, rank b): the messages of
-a wire, whatever their channels, arrive in the order in which they are sent.
+Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *BW* does B and
+W in one action, region by region, so that it never holds what W needs of more than one; *SEND* and *RECV* move the
+values of a message (F: activations, B: gradients) from stage a to stage b; *REDUCE* sums gradients over ranks at the
+end of a step. A *rank* here is a position on the pp axis; it runs one stage or several. Between two stages of one rank
+nothing is sent: the rank keeps the values until the other stage takes them. A *channel* is (message kind, stage a,
+stage b), a *wire* (message kind, rank a, rank b): the messages of a wire, whatever their channels, arrive in the order
+in which they are sent.
 
     # 1f1b, 2 ranks, 1 microbatches
     rank 0: F 0 0 | SEND F 0>1 0 | RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
     rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 
     parse(text) -> Schedule        str(schedule) -> text        peak_in_flight(schedule) -> [count per stage]
-    with_messages(name, orders, channels) -> Schedule            from the order of F, B and W alone
+    with_messages(name, orders, channels) -> Schedule            from the order of F, B, W and BW alone
+    fused(order) -> order                                         every B with its W right behind it as one BW
 
 `csc.ir.schedule_verifier` checks a schedule. A line that starts with white space continues the rank above it;
 `#` starts a comment; the first comment names the schedule.
@@ -28,10 +30,10 @@ from typing import Literal
 
 from csc.errors import ScheduleError
 
-Kind = Literal["F", "B", "W", "SEND", "RECV", "REDUCE"]
+Kind = Literal["F", "B", "W", "BW", "SEND", "RECV", "REDUCE"]
 Message = tuple[str, int, int]  # (kind, source stage, destination stage)
 
-COMPUTE = ("F", "B", "W")
+PARTS: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}  # what each computes
 WIDTH = 110
 
 
@@ -51,8 +53,14 @@ class Action:
 
     @property
     def computes(self) -> bool:
-        """True for F, B and W."""
-        return self.kind in COMPUTE
+        """True for F, B, W and BW."""
+        return self.kind in PARTS
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The F, B and W that a compute does: itself, or B and W."""
+        kinds = PARTS[self.kind]
+        return (self,) if len(kinds) == 1 else tuple(Action(kind, self.stage, self.microbatch) for kind in kinds)
 
     @property
     def channel(self) -> Message:
@@ -115,9 +123,9 @@ class Schedule:
 
 
 _RANK = re.compile(r"rank\s+(\d+)\s*:(.*)", re.DOTALL)
-_COMPUTE = re.compile(r"([FBW])\s+(\d+)\s+(\d+)")
+_COMPUTE = re.compile(r"(F|BW|B|W)\s+(\d+)\s+(\d+)")
 _MOVE = re.compile(r"(SEND|RECV)\s+([FB])\s+(\d+)\s*>\s*(\d+)\s+(\d+)")
-_FORMS = "Actions are: F s mb, B s mb, W s mb, SEND K a>b mb, RECV K a>b mb, REDUCE"
+_FORMS = "Actions are: F s mb, B s mb, W s mb, BW s mb, SEND K a>b mb, RECV K a>b mb, REDUCE"
 
 
 def _action(text: str, where: str) -> Action:
@@ -169,7 +177,7 @@ def parse(text: str) -> Schedule:
 
 
 def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Iterable[Message]) -> Schedule:
-    """The schedule whose rank r runs the F, B and W of `orders[r]` in that order.
+    """The schedule whose rank r runs the F, B, W and BW of `orders[r]` in that order.
 
     A SEND stands right after the action that makes its values, a RECV right before the first one that needs
     it or a later message of its wire: both ends of a wire list its messages in the order of the sender.
@@ -186,8 +194,8 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
     number: dict[tuple[Message, int], int] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            for channel in leaving.get((action.kind, action.stage), ()):
-                wire = sent.setdefault((action.kind, rank, rank_of[channel[2]]), [])
+            for channel in leaving.get((action.parts[0].kind, action.stage), ()):
+                wire = sent.setdefault((channel[0], rank, rank_of[channel[2]]), [])
                 number[channel, action.microbatch] = len(wire)
                 wire.append((channel, action.microbatch))
     taken = dict.fromkeys(sent, 0)
@@ -195,7 +203,7 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
     for rank, order in enumerate(orders):
         actions: list[Action] = []
         for action in order:
-            for channel in coming.get((action.kind, action.stage), ()):
+            for channel in coming.get((action.parts[0].kind, action.stage), ()):
                 if (channel, action.microbatch) not in number:
                     continue  # nobody sends it: the verifier will say so
                 key = (channel[0], rank_of[channel[1]], rank)
@@ -203,10 +211,22 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
                 actions += [Action.recv(*item) for item in sent[key][taken[key] : upto]]
                 taken[key] = max(taken[key], upto)
             actions.append(action)
-            leave = leaving.get((action.kind, action.stage), ())
+            leave = leaving.get((action.parts[0].kind, action.stage), ())
             actions += [Action.send(channel, action.microbatch) for channel in leave]
         ranks.append((*actions, Action("REDUCE")))
     return Schedule(name, tuple(ranks))
+
+
+def fused(order: Sequence[Action]) -> list[Action]:
+    """An order of F, B, W and BW in which every B whose W is the next action is one BW with it."""
+    found: list[Action] = []
+    for action in order:
+        item = (action.stage, action.microbatch)
+        if action.kind == "W" and found and found[-1] == Action("B", *item):
+            found[-1] = Action("BW", *item)
+        else:
+            found.append(action)
+    return found
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
@@ -217,13 +237,13 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
     """
     peaks = dict.fromkeys(schedule.placement, 0)
     for actions in schedule.ranks:
-        last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+        last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in ("B", "W", "BW")}
         alive = dict.fromkeys(peaks, 0)
         for i, action in enumerate(actions):
             item = (action.stage, action.microbatch)
             if action.kind == "F" and item in last:
                 alive[action.stage] += 1
                 peaks[action.stage] = max(peaks[action.stage], alive[action.stage])
-            elif action.kind in ("B", "W") and last[item] == i:
+            elif action.kind in ("B", "W", "BW") and last[item] == i:
                 alive[action.stage] -= 1
     return list(peaks.values())

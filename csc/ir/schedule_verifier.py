@@ -25,7 +25,7 @@ def verify(
     """Raise a ScheduleError unless the schedule does the work of these stages.
 
     `messages` are the channels between stages, `has_b[s]` and `has_w[s]` say whether stage s has B and W.
-    A stage may stand on any one rank, and a rank may run any number of stages.
+    A stage may stand on any one rank, and a rank may run any number of stages. A BW counts as the B and the W.
     """
     channels = set(messages)
     placement = _placement(schedule, len(has_b))
@@ -81,18 +81,18 @@ def _places(
     moved: set[Message],
     microbatches: int,
 ) -> dict[Action, int]:
-    """Position of every action of a rank, having checked that it holds exactly the actions that it needs."""
+    """Position of every action of a rank, of BW that of its B and its W, having checked that it holds exactly the
+    actions that it needs.
+    """
     where = _where(schedule, rank)
     places: dict[Action, int] = {}
     for i, action in enumerate(actions):
-        if action in places:
-            raise ScheduleError(f"'{action}' stands there twice", where, "Remove one")
         if action.kind != "REDUCE" and not 0 <= action.microbatch < microbatches:
             raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
-        if action.computes and action.kind not in needed[action.stage]:
-            raise ScheduleError(
-                f"'{action}' has nothing to do: stage {action.stage} has no {action.kind}", where, "Remove it"
-            )
+        for part in action.parts if action.computes else ():
+            if part.kind not in needed[action.stage]:
+                what = f"'{action}' has nothing to do: stage {action.stage} has no {part.kind}"
+                raise ScheduleError(what, where, "Remove it")
         if action.kind in ("SEND", "RECV") and action.channel not in channels:
             known = ", ".join(f"{k} {a}>{b}" for k, a, b in sorted(channels)) or "none"
             raise ScheduleError(f"'{action}': there is no such message; there are: {known}", where, "Remove it")
@@ -100,7 +100,12 @@ def _places(
             raise ScheduleError(
                 f"'{action}' has nothing to move: rank {rank} runs both stages and keeps the values", where, "Remove it"
             )
-        places[action] = i
+        for part in action.parts if action.computes else (action,):
+            if part in places:
+                other = actions[places[part]]
+                again = "stands there twice" if action == other else f"does what '{other}' does"
+                raise ScheduleError(f"'{action}' {again}", where, "Remove one")
+            places[part] = i
     for action in _wanted(needed, moved, microbatches):
         if action not in places:
             raise ScheduleError(f"'{action}' is missing", where, "Every action is needed once per microbatch")
@@ -126,10 +131,14 @@ def _check_order(
 ) -> None:
     """Each action comes after those of the same rank and microbatch whose result it uses."""
 
+    actions = schedule.ranks[rank]
+
     def after(later: Action, earlier: Action, why: str) -> None:
         if places[later] < places[earlier]:
             raise ScheduleError(
-                f"'{later}' comes before '{earlier}', {why}", _where(schedule, rank), "Swap their order"
+                f"'{actions[places[later]]}' comes before '{actions[places[earlier]]}', {why}",
+                _where(schedule, rank),
+                "Swap their order",
             )
 
     sources: dict[tuple[str, int], list[int]] = {}

@@ -86,7 +86,8 @@ class Crossing:
 class Pieces:
     """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
 
-    sums: running sums of F, B, W, state, saved and kept. links: seconds over the neighbour on the chain, by place:
+    sums: running sums of F, B, W, state, saved and kept. fused[j]: the largest `fused` of the 2**j units from each
+    place on. links: seconds over the neighbour on the chain, by place:
     until F can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high
     end).
     need[place, d]: units of chain d that come before the units ahead of this place. work, ramp: what the work and the
@@ -97,6 +98,7 @@ class Pieces:
     lengths: Ints
     start: Ints
     sums: Floats
+    fused: Floats
     links: Floats
     crossings: tuple[Crossing, ...]
     need: Ints
@@ -212,8 +214,31 @@ def pieces(problem: Problem, found: Branches) -> Pieces:
             least_rest[place + 1] = min(least_rest[place], rest)
     scale = problem.scale or (1.0,) * problem.microbatches
     return Pieces(
-        found, lengths, start, sums, links, crossings, need, least_rest, work=float(sum(scale)), ramp=float(min(scale))
+        branches=found,
+        lengths=lengths,
+        start=start,
+        sums=sums,
+        fused=_largest(found, [unit.fused for unit in units], start, places),
+        links=links,
+        crossings=crossings,
+        need=need,
+        least_rest=least_rest,
+        work=float(sum(scale)),
+        ramp=float(min(scale)),
     )
+
+
+def _largest(found: Branches, sizes: Sequence[float], start: Ints, places: int) -> Floats:
+    """(levels, places): the largest size among 2**level units of a chain, for queries of any range in one step."""
+    flat = np.zeros(places)
+    for c, chain in enumerate(found.chains):
+        flat[start[c] : start[c] + len(chain)] = [sizes[u] for u in chain]
+    rows = [flat]
+    while 2 ** len(rows) < places:
+        half = 2 ** (len(rows) - 1)
+        ahead = np.concatenate([rows[-1][half:], np.zeros(half)])
+        rows.append(np.maximum(rows[-1], ahead))
+    return np.array(rows)
 
 
 def _edges(found: Branches, paths: Ramps, start: Ints, places: int) -> tuple[Floats, tuple[Crossing, ...]]:
@@ -309,6 +334,16 @@ def totals(tables: Pieces, low: Ints, high: Ints) -> Floats:
     """F, B, W, state, saved and kept of the pieces between frontiers low and high, (pieces, chains): (pieces, 6)."""
     totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
     return totals
+
+
+def largest_fused(tables: Pieces, low: Ints, high: Ints) -> Floats:
+    """Of each piece the largest `fused` of its units."""
+    length = high - low
+    level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that is not longer
+    at_low, at_high = tables.start + low, tables.start + high - 2**level
+    both = np.maximum(tables.fused[level, at_low], tables.fused[level, np.maximum(at_high, 0)])
+    found: Floats = np.where(length > 0, both, 0.0).max(axis=1)
+    return found
 
 
 def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:

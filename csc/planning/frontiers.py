@@ -28,7 +28,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from csc.planning.branches import Ints, Pieces, bounds, totals
+from csc.planning.branches import Ints, Pieces, bounds, largest_fused, totals
 
 Bools = npt.NDArray[np.bool_]
 Frontiers = list[Ints]
@@ -44,8 +44,9 @@ class Room:
     """memory: bytes of a rank. in_flight[d]: microbatches that a stage of depth d holds, d from 0 (unused), at least 1
     and never falling. scale: of the largest microbatch.
 
-    A stage holds its state, what its microbatches in flight saved, and after B of one of them what that one kept in its
-    place: state + scale * ((in flight - 1) * saved + max(saved, kept)).
+    A stage holds its state, what its microbatches in flight saved, and for a moment what B of one of them keeps for W:
+    of all its units, or, with B and W fused, of one unit at a time, whichever is less:
+    state + scale * (in flight * saved + min(max(0, kept - saved), largest `fused` of a unit)).
     """
 
     memory: float
@@ -297,7 +298,8 @@ def need_of(tables: Pieces, low: Ints, high: Ints, room: Room, depth: Ints) -> n
     """Bytes that the rank of each piece holds at most; see `Room`."""
     _, _, _, state, saved, kept = totals(tables, low, high).T
     count = np.array(room.in_flight)[depth]
-    need: npt.NDArray[np.float64] = state + room.scale * ((count - 1) * saved + np.maximum(saved, kept))
+    moment = np.minimum(np.maximum(kept - saved, 0.0), largest_fused(tables, low, high))
+    need: npt.NDArray[np.float64] = state + room.scale * (count * saved + moment)
     return need
 
 

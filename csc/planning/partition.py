@@ -120,10 +120,10 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
 
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
     (csc.planning.bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
-    state + (n - 1) * saved + max(saved, kept) within it, n = in_flight(depth); in_flight must not fall, the default
-    min(microbatches, depth) is what 1F1B holds. Of partitions with equal bounds those with fewer bytes of messages,
-    then smaller bounds of the other stages are preferred, as far as moving single units leads to them. The same
-    problem always gives the same stages.
+    state + n * saved, n = in_flight(depth), and what B keeps for W of one microbatch at a time within it (see
+    csc.planning.frontiers.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
+    partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other stages are
+    preferred, as far as moving single units leads to them. The same problem always gives the same stages.
 
     layout: "apart" admits only stages whose units are all of the trunk or all of one encoder with its projector,
     "colocated" only such whose units are all of the trunk or none.
@@ -235,11 +235,16 @@ def _nothing_fits(problem: Problem, tables: Pieces, layout: Layout, in_flight: I
     worst = max(range(len(needs)), key=lambda s: needs[s])
     count = whole.in_flight[depths(found, best[1])[worst]]
     members = [units[u] for u in best[1][worst]]
-    turned = sum(u.kept for u in members if u.has_w) > sum(u.saved for u in members if u.has_b)  # W takes more than B
+    kept, saved = sum(u.kept for u in members if u.has_w), sum(u.saved for u in members if u.has_b)
+    fullest = max(members, key=lambda unit: unit.fused)
+    apart = kept - saved <= fullest.fused  # then B of all units may run before W of any
     space: dict[str, float] = {}
     for unit in members:
-        saved, kept = unit.saved if unit.has_b else 0.0, unit.kept if unit.has_w else 0.0
-        activations = whole.scale * ((count - 1) * saved + (kept if turned else saved))
+        here = unit.saved if unit.has_b else 0.0
+        moment = (unit.kept if unit.has_w else 0.0) - here if apart and kept > saved else 0.0
+        if not apart and unit is fullest:
+            moment = unit.fused
+        activations = whole.scale * (count * here + moment)
         for what, size in (("state", unit.state), ("activations", activations)):
             name = f"{what} of {unit.component}"
             space[name] = space.get(name, 0.0) + size

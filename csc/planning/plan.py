@@ -17,15 +17,17 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
 from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.branches import Stages, branches
+from csc.planning.contiguous import contiguous
 from csc.planning.moves import homes, moved, moves
-from csc.planning.partition import MIDDLE, InFlight, candidates, describe
-from csc.planning.problem import Problem, pipeline
+from csc.planning.partition import MIDDLE, InFlight, balance, candidates, describe
+from csc.planning.problem import Problem, Unit, pipeline
 from csc.planning.schedules import SCHEDULES, auto, stages_per_rank
 from csc.planning.schedules import placement as placed
 from csc.planning.screen import STYLES, Trial, climb, polish, screen
@@ -33,6 +35,7 @@ from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
+FUSED = (0.25, 0.5, 0.75, 1.0)  # shares of the ways there and back for partitions under memory limits
 FINALISTS = 2  # partitions that get more than a quick look
 MOVES = 60  # partitions tried around the best one under a named schedule
 SHARED = 0.99  # several stages on a rank have to be this much faster, for their messages
@@ -172,15 +175,35 @@ def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight
                     raise
             if problem.memory is None:
                 break
+        if problem.memory is not None:
+            with suppress(InputError):
+                found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
+            found += [stages] if (stages := contiguous(problem)) is not None else []
         return list(dict.fromkeys(found))
     # Memory is the rank's, not the stage's: look away from it here, and let the schedule say what fits.
     every = replace(problem, ranks=count, memory=None)
     found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
+    found += [_even(problem, count, lambda unit: unit.forward), _even(problem, count, lambda unit: unit.work)]
     if problem.memory is not None:
         with suppress(InputError):
             share = replace(every, memory=problem.memory * problem.ranks / count)
             found += candidates(share, _one, (0.0,), layouts=False)
     return list(dict.fromkeys(found))
+
+
+def _even(problem: Problem, count: int, seconds: Callable[[Unit], float]) -> Stages:
+    """The units in their order in so many stages, of which the longest is as short as it can be."""
+    starts = balance([round(1e9 * seconds(unit)) for unit in problem.units], count)
+    return tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(problem.units)]))
+
+
+def _fused(problem: Problem) -> Problem:
+    """The problem in which gradients come back only after W, as they do where memory lets no W wait."""
+    units = (
+        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0)
+        for unit in problem.units
+    )
+    return replace(problem, units=tuple(units))
 
 
 def _one(depth: int) -> float:

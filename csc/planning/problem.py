@@ -44,6 +44,11 @@ class Unit:
     def work(self) -> float:
         return self.forward + self.backward_input + self.backward_weight
 
+    @property
+    def fused(self) -> float:
+        """Bytes that B and W, one right after the other, take on top of what the unit saved."""
+        return max(0.0, self.kept - (self.saved if self.has_b else 0.0)) if self.has_w else 0.0
+
 
 @dataclass(frozen=True)
 class Value:
@@ -110,6 +115,8 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
         for u in members:
             home[u] = index
         has_b = any(unit.has_b for unit in units)
+        saved = sum(unit.saved for unit in units if unit.has_b)
+        kept = sum(unit.kept for unit in units if unit.has_w)
         built.append(
             Stage(
                 forward=sum(unit.forward for unit in units),
@@ -117,8 +124,9 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
                 backward_weight=sum(unit.backward_weight for unit in units),
                 has_b=has_b,
                 has_w=any(unit.has_w for unit in units),
-                saved=sum(unit.saved for unit in units if unit.has_b),
-                kept=sum(unit.kept for unit in units if unit.has_w),
+                saved=saved,
+                kept=kept,
+                fused=min(max(unit.fused for unit in units), max(0.0, kept - saved)),
                 state=sum(unit.state for unit in units),
             )
         )

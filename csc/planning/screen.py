@@ -20,27 +20,33 @@ from csc.planning.branches import Stages, branches
 from csc.planning.moves import moved, moves
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules.finish import finish
+from csc.planning.schedules.fusing import hastened, settled_all, spared
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.replay import makespan, peaks
+from csc.planning.schedules.replay import makespan
 from csc.planning.schedules.search import improve
 from csc.planning.schedules.work import Work
 
 # A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
-# depth (None: as memory allows); patience as in csc.planning.schedules.greedy.
-Rules = tuple[tuple[int, int, int], float | None, float]
+# depth (None: as memory allows); patience and fused as in csc.planning.schedules.greedy.
+Rules = tuple[tuple[int, int, int], float | None, float, bool]
 Style = str | Rules
 NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "zb-v")
 FEW: tuple[Style, ...] = (
     *NAMED,
-    ((0, 1, 2), None, 0.0),
-    ((0, 1, 2), 1.0, 0.0),
-    ((0, 1, 2), 1.0, 0.5),
-    ((0, 1, 2), 2.0, 0.0),
-    ((1, 0, 2), None, 0.5),
+    ((0, 1, 2), None, 0.0, False),
+    ((0, 1, 2), 1.0, 0.0, False),
+    ((0, 1, 2), 1.0, 0.5, False),
+    ((0, 1, 2), 2.0, 0.0, False),
+    ((1, 0, 2), None, 0.5, False),
+    ((0, 1, 2), None, 0.0, True),
+    ((1, 0, 2), None, 0.5, True),
 )
-STYLES: tuple[Style, ...] = (*NAMED, *product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5)))
+STYLES: tuple[Style, ...] = (
+    *NAMED,
+    *product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5), (False, True)),
+)
 
 CLIMB = 120_000  # actions put in order while moving units, by default
 POLISH = 500_000  # actions simulated while changing the order, by default
@@ -59,7 +65,7 @@ class Trial:
 
     def schedule(self, problem: Problem) -> Schedule:
         """The orders with their messages."""
-        return finish("auto", self.work, self.orders, problem.memory)
+        return finish("auto", self.work, spared(self.work, self.orders), problem.memory)
 
 
 def screen(problem: Problem, stages: Stages, placement: Sequence[int], styles: Sequence[Style] = FEW) -> Trial | None:
@@ -80,22 +86,20 @@ def screen(problem: Problem, stages: Stages, placement: Sequence[int], styles: S
 def _named(work: Work, name: str, allowed: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
     """The orders of a named schedule and their makespan; None if it wants its stages elsewhere or more memory."""
     try:
-        orders = ORDERS[name](work, allowed)
+        orders = settled_all(work, ORDERS[name](work, allowed), allowed)
     except InputError:
         return None
-    if allowed is not None and any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks(work, orders), allowed)):
-        return None
-    return orders, makespan(work, orders)
+    return None if orders is None else (orders, makespan(work, orders))
 
 
 def _greedy(work: Work, style: Rules, allowed: Sequence[float] | None) -> tuple[list[list[int]], float]:
     """The orders of a greedy rule and their makespan."""
-    urgency, ahead, patience = style
+    urgency, ahead, patience, fused = style
     count = work.microbatches
     priority = [[urgency[kind] * count * 2.0 + k for k in range(count)] for kind in range(3)]
     in_flight = None if ahead is None else [max(1, round(ahead * d)) for d in depths(work)]
-    rule = Rule([priority[kind] for _ in work.pipeline.stages for kind in range(3)], in_flight, None, allowed, patience)
-    return run(work, rule)
+    lanes = [priority[kind] for _ in work.pipeline.stages for kind in range(3)]
+    return hastened(work, *run(work, Rule(lanes, in_flight, None, allowed, patience, fused)), allowed)
 
 
 def climb(problem: Problem, trial: Trial, effort: float = 1.0) -> Trial:

@@ -11,7 +11,7 @@ transport that blocks it never yields.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from csc.errors import CscError
 from csc.ir.schedule import Action, Message
 from csc.runtime import context, losses
-from csc.runtime.gradients import GradientSums, reduce
+from csc.runtime.gradients import GradientSums, Pair, reduce
+from csc.runtime.program import StageFunctions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
 from csc.runtime.transport import laid_out
@@ -93,7 +94,7 @@ class _Step:
         self.gradients = GradientSums(held, self.stages)
 
     def compute(self, action: Action) -> None:
-        """Run F, B or W of one microbatch."""
+        """Run F, B, W or BW of one microbatch."""
         stage, mb, constants = self.stages[action.stage], action.microbatch, self.rank.constants
         item = (stage.stage, mb)
         functions = self.rank.functions[stage.stage]
@@ -107,12 +108,11 @@ class _Step:
             if stage.backward_input:
                 self.saved[item] = saved
             self._hand_on("F", stage.stage, mb, sent)
+        elif action.kind == "BW":
+            self.gradients.add(stage.stage, mb, self._backward(functions, *item))
         elif action.kind == "B":
             assert functions.backward_input is not None
-            received = self.inbox.take("B", *item)
-            if loss_here:
-                loss = self.losses[mb]
-                received["loss"] = torch.tensor(self.loss_weights[mb], dtype=loss.dtype, device=loss.device)
+            received = self._gradients_for(*item)
             sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights, constants)
             if stage.backward_weight:
                 self.saved_for_weights[item] = saved
@@ -121,6 +121,21 @@ class _Step:
             assert functions.backward_weight is not None
             pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights, constants)
             self.gradients.add(stage.stage, mb, pairs)
+
+    def _gradients_for(self, stage: int, mb: int) -> dict[str, torch.Tensor]:
+        """What B takes: the gradients that have come, and on the loss' stage that of the loss."""
+        received = self.inbox.take("B", stage, mb)
+        if self.rank.program.manifest.loss.stage == stage:
+            loss = self.losses[mb]
+            received["loss"] = torch.tensor(self.loss_weights[mb], dtype=loss.dtype, device=loss.device)
+        return received
+
+    def _backward(self, functions: StageFunctions, stage: int, mb: int) -> Iterator[Pair]:
+        """BW as it goes: the gradients of a region are taken before the next region runs."""
+        assert functions.backward is not None
+        received = self._gradients_for(stage, mb)
+        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights, self.rank.constants)
+        self._hand_on("B", stage, mb, sent)
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""

@@ -15,7 +15,7 @@ stretch them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -154,6 +154,8 @@ def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:
                 sent["loss"] = torch.zeros(())
             seconds = program.pipeline.stages[spec.stage].seconds(kind)
             parts[name] = partial(_weights, seconds) if kind == "W" else partial(_work, seconds, sent)
+            if kind == "B":
+                parts["backward"] = partial(_backward, program.pipeline.stages[spec.stage].seconds("BW"), sent)
         found[spec.stage] = StageFunctions(**parts)
     return found
 
@@ -162,6 +164,14 @@ def _work(seconds: float, sent: Mapping[str, torch.Tensor], microbatch: Mapping[
     """F or B. What is saved from F to B to W is the microbatch's factor alone."""
     time.sleep(seconds * microbatch["factor"])
     return sent, microbatch
+
+
+def _backward(
+    seconds: float, sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, float], *_: Any
+) -> Generator[Any, None, Mapping[str, torch.Tensor]]:
+    time.sleep(seconds * microbatch["factor"])
+    yield from ()
+    return sent
 
 
 def _weights(seconds: float, microbatch: Mapping[str, float], *_: Any) -> list[Any]:

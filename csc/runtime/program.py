@@ -124,17 +124,19 @@ def read_tensors(
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """What a rank file defines for one stage. A function that the stage has no work for is None.
+    """What a rank file defines for one stage. A function that the stage's actions do not call is None.
 
     forward(batch, received, weights, constants) -> sent, saved
     backward_input(saved, received, weights, constants) -> sent, saved for weights
     backward_weight(saved for weights, weights, constants) -> iterable of (parameter name, gradient)
+    backward(saved, received, weights, constants) -> the two in one: a generator of such pairs, its result what is sent
     loss_tokens(batch, constants) -> 0-d tensor
     """
 
     forward: Callable[..., Any]
     backward_input: Callable[..., Any] | None = None
     backward_weight: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
     loss_tokens: Callable[..., Any] | None = None
 
 
@@ -208,11 +210,13 @@ def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) ->
             f"STAGES is {getattr(module, 'STAGES', None)}, rank {rank} runs stages {own}", str(file), "Mend it"
         )
     found = {}
+    called = {(action.kind, action.stage) for actions in program.schedule.ranks for action in actions}
     for stage in stages:
         needed = {
             "forward": True,
-            "backward_input": stage.backward_input,
-            "backward_weight": stage.backward_weight,
+            "backward_input": ("B", stage.stage) in called,
+            "backward_weight": ("W", stage.stage) in called,
+            "backward": ("BW", stage.stage) in called,
             "loss_tokens": manifest.loss.stage == stage.stage and manifest.loss.weight == "tokens",
         }
         parts: dict[str, Any] = {}

@@ -21,6 +21,7 @@ COLOURS = {  # names that chrome://tracing knows; Perfetto colours by the name's
     "F": "thread_state_running",
     "B": "thread_state_iowait",
     "W": "thread_state_runnable",
+    "BW": "thread_state_uninterruptible",
     "REDUCE": "rail_load",
     "SEND": "grey",
     "RECV": "grey",
@@ -42,10 +43,11 @@ def chrome_trace(timelines: Sequence[Timeline]) -> Record:
         for rank, curve in enumerate(timeline.memory):
             records += (_memory(pid, rank, time, size) for time, size in curve)
         by_action: dict[tuple[str, int, int], Event] = {
-            (event.action.kind, event.action.stage, event.action.microbatch): event
+            (part.kind, part.stage, part.microbatch): event
             for events in timeline.ranks
             for event in events
             if event.action.computes
+            for part in event.action.parts
         }
         for transfer in timeline.transfers:
             maker = by_action.get((transfer.kind, transfer.source, transfer.microbatch))

@@ -1,8 +1,8 @@
 """How runs look in pictures and figures: colours of actions, seconds and bytes as text.
 
 Terms: the *level* of a stage is its place among the stages of its rank; later chunks are drawn lighter. The colours
-of F, B, W and REDUCE are those of Okabe and Ito (2008), which readers with any kind of colour vision tell apart; they
-also differ in brightness.
+of F, B, W, BW and REDUCE are those of Okabe and Ito (2008), which readers with any kind of colour vision tell apart;
+they also differ in brightness.
 
     colour(kind, level) -> (fill, ink)      levels(timeline) -> {stage: level}      ticks(span, count) -> step
     seconds_text(0.0123) -> "12.3 ms"       bytes_text(3 * 2**30) -> "3.00 GiB"
@@ -18,6 +18,7 @@ BASE = {
     "F": "#0072b2",
     "B": "#e69f00",
     "W": "#009e73",
+    "BW": "#f0e442",
     "REDUCE": "#cc79a7",
     "SEND": "#9aa1a9",
     "RECV": "#9aa1a9",
@@ -26,6 +27,7 @@ MEANING = {
     "F": "forward",
     "B": "input gradients",
     "W": "weight gradients",
+    "BW": "both, region by region",
     "REDUCE": "gradient sum over ranks",
     "SEND": "waiting in a send",
     "RECV": "waiting in a receive",

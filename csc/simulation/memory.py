@@ -1,7 +1,8 @@
 """Memory of a rank as its actions go by. It depends on their order alone, so peaks need no simulation.
 
 Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's start and go at B's end, which leaves
-`kept`; those go at W's end. A stage with W but no B holds `saved` until W's end; one with neither holds nothing.
+`kept`; those go at W's end. BW takes `fused` while it runs and leaves nothing. A stage with W but no B holds `saved`
+until W's end; one with neither holds nothing.
 
     changes(pipeline) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
     peak_memory(pipeline, schedule) -> [bytes for each rank]
@@ -10,26 +11,28 @@ Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's sta
 
 from __future__ import annotations
 
-from csc.ir.schedule import Schedule
+from csc.ir.schedule import PARTS, Schedule
 from csc.simulation.pipeline import Pipeline, Stage
 
 Change = tuple[float, float]
 
 
 def changes(pipeline: Pipeline) -> dict[str, list[Change]]:
-    """By how much F, B and W of each stage change the bytes alive of their rank, at their start and at their end."""
+    """By how much each action of each stage changes the bytes alive of its rank, at its start and at its end."""
     per_stage = [_changes(stage) for stage in pipeline.stages]
-    return {kind: [change[i] for change in per_stage] for i, kind in enumerate("FBW")}
+    return {kind: [change[i] for change in per_stage] for i, kind in enumerate(PARTS)}
 
 
-def _changes(stage: Stage) -> tuple[Change, Change, Change]:
+def _changes(stage: Stage) -> tuple[Change, ...]:
+    """Those of F, B, W and BW."""
     nothing = (0.0, 0.0)
     if stage.has_b:
         kept = stage.kept if stage.has_w else 0.0
-        return (stage.saved, 0.0), (0.0, kept - stage.saved), (0.0, -kept)
+        both = (stage.fused, -stage.fused - stage.saved)
+        return (stage.saved, 0.0), (0.0, kept - stage.saved), (0.0, -kept), both
     if stage.has_w:
-        return (stage.saved, 0.0), nothing, (0.0, -stage.saved)
-    return nothing, nothing, nothing
+        return (stage.saved, 0.0), nothing, (0.0, -stage.saved), nothing
+    return nothing, nothing, nothing, nothing
 
 
 def states(pipeline: Pipeline, schedule: Schedule) -> list[float]:

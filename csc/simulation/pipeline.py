@@ -14,15 +14,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from csc.ir.schedule import Message
+from csc.ir.schedule import PARTS, Message
 
 
 @dataclass(frozen=True)
 class Stage:
     """One stage. `has_b` and `has_w`: it has a B and a W at all (a frozen stage has neither, and saves nothing).
 
-    saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. state: parameters,
-    gradients and optimizer state, alive for the whole step.
+    saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
+    takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
+    parameters, gradients and optimizer state, alive for the whole step.
     """
 
     forward: float
@@ -32,11 +33,14 @@ class Stage:
     has_w: bool = True
     saved: float = 0.0
     kept: float = 0.0
+    fused: float = 0.0
     state: float = 0.0
 
     def seconds(self, kind: str) -> float:
-        """Time of "F", "B" or "W"."""
-        return {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}[kind]
+        """Time of "F", "B", "W" or "BW"."""
+        return sum(
+            {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}[part] for part in PARTS[kind]
+        )
 
     @property
     def work(self) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Message, Schedule
+from csc.ir.schedule import PARTS, Action, Message, Schedule
 from csc.simulation.jitter import Jitter, disturbed
 from csc.simulation.memory import changes, states
 from csc.simulation.pipeline import Pipeline
@@ -36,7 +36,7 @@ class _Channel(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Start and length of every F, B and W by rank; (rank, SEND, departure, arrival) of every message."""
+    """Start and length of every compute by rank; (rank, SEND, departure, arrival) of every message."""
 
     starts: list[list[float]]
     seconds: list[list[float]]
@@ -147,8 +147,8 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
 
 
 def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
-    """Per rank, the modelled length of every F, B and W in its order."""
-    per_kind = {kind: [stage.seconds(kind) for stage in pipeline.stages] for kind in "FBW"}
+    """Per rank, the modelled length of every compute in its order."""
+    per_kind = {kind: [stage.seconds(kind) for stage in pipeline.stages] for kind in PARTS}
     scale = pipeline.scale
     if scale is None:
         return [[per_kind[a.kind][a.stage] for a in actions if a.kind in per_kind] for actions in schedule.ranks]

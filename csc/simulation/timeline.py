@@ -36,7 +36,7 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True)
 class Event:
-    """What occupies a rank: F, B, W or REDUCE; in a measured run also a SEND or RECV that the rank waits in."""
+    """What occupies a rank: F, B, W, BW or REDUCE; in a measured run also a SEND or RECV that the rank waits in."""
 
     rank: int
     action: Action

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import csc
 from csc.errors import CscError, InputError, ScheduleError
+from csc.ir.schedule import Message, Schedule, parse, with_messages
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
 from csc.simulation.pipeline_file import from_json
 from csc.simulation.simulate import simulate
 from csc.verification import verify
+from tests.compiler import small
 from tests.models.hf import valm, valm_batch
 
 # Encoders beside each other on ranks 0 and 1, the language model on the others.
@@ -82,6 +87,78 @@ def test_all_schedules_of_the_same_stages_give_the_same_bits(
         assert all(torch.equal(gradient, expected[n]) for n, gradient in gradients.items()), name
 
 
+def apart(schedule: Schedule, channels: Iterable[Message]) -> str:
+    """The schedule with every BW as a B and, right behind it, a W."""
+    orders = [[part for action in rank if action.computes for part in action.parts] for rank in schedule.ranks]
+    return str(with_messages("apart", orders, channels))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "freeze"), [(2, None), (3, None), (3, ["embed_tokens"]), (2, ["layers.0", "lm_head"])]
+)
+def test_a_fused_backward_has_the_bits_of_one_process(tmp_path: Path, ranks: int, freeze: list[str] | None) -> None:
+    """Against one rank that runs B of everything, then W of everything."""
+    whole = csc.compile(small.text(6), example=small.text_batch(8), microbatches=4, freeze=freeze)
+    alone = whole.with_options(mesh="pp=1", schedule="gpipe").program
+    assert alone.schedule is not None
+    (tmp_path / "apart.txt").write_text(apart(alone.schedule, []))
+    loss, expected = step(whole.with_options(mesh="pp=1", schedule=str(tmp_path / "apart.txt")))
+    fused = whole.with_options(mesh=f"pp={ranks}", schedule="1f1b")
+    assert fused.program.schedule is not None
+    kinds = [action.kind for actions in fused.program.schedule.ranks for action in actions]
+    assert kinds.count("BW") == 4 * sum(stage.has_w for stage in fused.program.stages) and "W" not in kinds
+    found, gradients = step(fused)
+    assert torch.equal(found, loss) and gradients.keys() == expected.keys() != set()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
+
+
+class Kept(list):
+    """What B of a region keeps for W; unlike a tuple it can be counted while it is alive."""
+
+    alive = 0
+    most = 0
+
+    def __init__(self, values: Iterable[torch.Tensor]) -> None:
+        super().__init__(values)
+        Kept.alive += 1
+        Kept.most = max(Kept.most, Kept.alive)
+
+    def __del__(self) -> None:
+        Kept.alive -= 1
+
+
+def counting(backward_input: Callable[..., Any], gives: bool) -> Callable[..., Any]:
+    """B of a layer file, whose kept values are counted. gives: it returns gradients of activations, too."""
+
+    def counted(*arguments: Any) -> Any:
+        found = backward_input(*arguments)
+        return (*found[:-1], Kept(found[-1])) if gives else Kept(found)
+
+    return counted
+
+
+def test_a_fused_backward_keeps_one_region_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six equal layers in a loop, and regions beside them: what W needs of a region is gone before the next one's B."""
+    compiled = csc.compile(small.text(6), example=small.text_batch(4), microbatches=2, mesh="pp=1", schedule="1f1b")
+    compiled.write(tmp_path / "program", with_weights=True)
+    program = load(tmp_path / "program")
+    trained = sum(region.needs_dw for region in compiled.program.regions)
+    most = {}
+    for name, schedule in (("fused", str(program.schedule)), ("apart", apart(program.schedule, []))):
+        trainer = Trainer(replace(program, schedule=parse(schedule)))
+        layers = trainer._ranks[0].functions[0].forward.__globals__["layers"]
+        with monkeypatch.context() as patch:
+            for variant in compiled.program.variants.values():
+                if variant.backward_weight is not None:
+                    file = getattr(layers, variant.name)
+                    patch.setattr(file, "backward_input", counting(file.backward_input, any(variant.dx)))
+            Kept.alive = Kept.most = 0
+            trainer.train_step(compiled.example)
+        assert Kept.alive == 0
+        most[name] = Kept.most
+    assert most == {"fused": 1, "apart": trained} and trained > 6
+
+
 def test_parallel_encoders_do_not_wait_for_each_other(compiled: csc.CompiledModel) -> None:
     program = compiled.with_options(mesh="pp=5", stages=PARALLEL).program
     pairs = {(m.source, m.destination) for m in program.messages}
@@ -104,10 +181,11 @@ def test_an_edited_schedule_runs(compiled: csc.CompiledModel, tmp_path: Path) ->
     loss, expected = step(planned)
     stages = [stage.regions for stage in planned.program.stages]
     text = str(planned.program.schedule)
-    for late in ("W 1 0 | ", "W 1 1 | "):  # weight gradients of the last rank go to the end, and out of order
-        assert text.count(late) == 1
-        text = text.replace(late, "")
-    text = text.replace("W 1 3 | REDUCE", "W 1 3 | W 1 1 | W 1 0 | REDUCE")
+    for mb in (0, 1):  # weight gradients of the last rank go to the end, and out of order
+        assert text.count(f"BW 1 {mb} ") == 1
+        text = text.replace(f"BW 1 {mb} ", f"B 1 {mb} ")
+    assert text.endswith("BW 1 3 | SEND B 1>0 3 | REDUCE\n")
+    text = text.replace("SEND B 1>0 3 | REDUCE", "SEND B 1>0 3 | W 1 1 | W 1 0 | REDUCE")
     (tmp_path / "mine.txt").write_text(text)
     found, gradients = step(compiled.with_options(mesh="pp=2", stages=stages, schedule=str(tmp_path / "mine.txt")))
     assert torch.equal(found, loss)
@@ -120,7 +198,8 @@ Change = Callable[[str], str]
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda text: text.replace("B 1 2 | ", "", 1), ("'B 1 2' is missing", "rank 1")),
+        (lambda text: text.replace("BW 1 2 | ", "", 1), ("'B 1 2' is missing", "rank 1")),
+        (lambda text: text.replace("BW 1 2 | ", "BW 1 2 | W 1 2 | ", 1), ("'W 1 2' does what 'BW 1 2' does", "rank 1")),
         (lambda text: text.replace("F 0 1 | ", "F 0 1 | F 0 1 | ", 1), ("'F 0 1' stands there twice", "rank 0")),
         (lambda text: text.replace("rank 0: ", "rank 0: RECV B 1>0 3 | ", 1), ("stands there twice", "rank 0")),
         (lambda text: text.replace("F 0 0 | ", "F 0 0 | Q 0 0 | ", 1), ("'Q 0 0' is not an action", "mine.txt")),

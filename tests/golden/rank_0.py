@@ -9,8 +9,8 @@ Holds     model.vision_tower.embeddings: frozen
           model.language_model.layers.0: frozen
 Receives  gradient of model.language_model.layers.0 f32[2, 20, 48] from stage 1
 Sends     model.language_model.layers.0 f32[2, 20, 48] to stage 1
-Order     F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | B 0 0 | W 0 0 | RECV B 1>0 1
-          | B 0 1 | W 0 1 | REDUCE
+Order     F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | BW 0 0 | RECV B 1>0 1 | BW 0
+          1 | REDUCE
 """
 
 from csc.runtime.names import under
@@ -77,3 +77,24 @@ def backward_weight(kept, weights, constants):
     w = under(weights, "model.multi_modal_projector.")
     gradients = layers.llava_multi_modal_projector_first.backward_weight(kept_multi_modal_projector, w)
     yield from w.full_names(gradients)
+
+
+def backward(saved, received, weights, constants):
+    """BW of stage 0: B and W, region by region; returns what is sent."""
+    (mask, cos, sin, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
+    d_layers_0 = received["model.language_model.layers.0"]                                            # f32[2, 20, 48] from stage 1
+    d_merge = layers.llama_decoder_layer_frozen.backward_input(
+        saved_layers_0, cos, sin, under(weights, "model.language_model.layers.0."), d_layers_0,
+    )
+    del saved_layers_0
+    d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
+    del saved_merge
+    kept = layers.llava_multi_modal_projector_first.backward_input(
+        saved_multi_modal_projector, d_multi_modal_projector,
+    )
+    del saved_multi_modal_projector
+    w = under(weights, "model.multi_modal_projector.")
+    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(kept, w))
+    del kept
+    sent = {}
+    return sent

@@ -227,7 +227,7 @@ def depths_of(problem: Problem, home: Sequence[int]) -> list[int]:
 
 
 def needs_of(problem: Problem, home: Sequence[int]) -> list[float]:
-    """Bytes of each stage with min(microbatches, depth) in flight, one of them perhaps between B and W."""
+    """Bytes of each stage with min(microbatches, depth) in flight, one of them perhaps between B and W of a unit."""
     most = max(problem.scale or (1.0,))
     units = problem.units
     needs = []
@@ -235,8 +235,9 @@ def needs_of(problem: Problem, home: Sequence[int]) -> list[float]:
         saved = sum(units[u].saved for u in inside if units[u].has_b)
         kept = sum(units[u].kept for u in inside if units[u].has_w)
         flying = min(problem.microbatches, depth)
-        after_b = (flying - 1) * saved + kept  # one of them waits for its W
-        needs.append(sum(units[u].state for u in inside) + most * max(flying * saved, after_b))
+        apart = (flying - 1) * saved + kept  # one of them waits for its W
+        fused = flying * saved + max(units[u].kept - units[u].saved if units[u].has_w else 0.0 for u in inside)
+        needs.append(sum(units[u].state for u in inside) + most * max(flying * saved, min(apart, fused)))
     return needs
 
 

@@ -36,10 +36,18 @@ def by_kind(work: Work, kinds: str) -> list[list[float]]:
     st.sampled_from([None, 1, 2]),
     st.sampled_from([None, 1, 3]),
     st.sampled_from([0.0, 0.5, 3.0]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_it_always_finishes_within_its_limits(
-    case: Case, kinds: list[str], spare: float, flight: int | None, held: int | None, patience: float, chance: object
+    case: Case,
+    kinds: list[str],
+    spare: float,
+    flight: int | None,
+    held: int | None,
+    patience: float,
+    fused: bool,
+    chance: object,
 ) -> None:
     """Even if the memory holds one microbatch at a time and no more. What it says it takes, the simulator says too."""
     work = Work.of(case.pipeline, case.placement, case.microbatches)
@@ -47,7 +55,7 @@ def test_it_always_finishes_within_its_limits(
     allowed = room(work, memory) if math.isfinite(spare) else None
     stages = len(case.placement)
     priority = [[p + chance.random() for p in row] for row in by_kind(work, "".join(kinds))]  # type: ignore[attr-defined]
-    rule = Rule(priority, flight and [flight] * stages, held and [held] * stages, allowed, patience)
+    rule = Rule(priority, flight and [flight] * stages, held and [held] * stages, allowed, patience, fused)
     orders, seconds = run(work, rule)
     schedule = with_messages("greedy", actions(work, orders), case.pipeline.messages)
     verify(schedule, case.pipeline.messages, case.pipeline.has_b, case.pipeline.has_w, case.microbatches)
@@ -64,7 +72,8 @@ def test_it_always_finishes_within_its_limits(
         count = {"F": 0, "B": 0, "W": 0}
         for action in schedule.ranks[case.placement[stage]]:
             if action.stage == stage and action.computes:
-                count[action.kind] += 1
+                for part in action.parts:
+                    count[part.kind] += 1
                 back = "B" if case.pipeline.has_b[stage] else "W"
                 last = "W" if case.pipeline.has_w[stage] else "B"
                 if case.pipeline.has_b[stage] or case.pipeline.has_w[stage]:
@@ -75,17 +84,20 @@ def test_it_always_finishes_within_its_limits(
 
 
 @settings(deadline=None)
-@given(cases())
-def test_replay_has_the_simulators_times(case: Case) -> None:
+@given(cases(), st.booleans())
+def test_replay_has_the_simulators_times(case: Case, fused: bool) -> None:
     work = Work.of(case.pipeline, case.placement, case.microbatches)
-    orders, _ = run(work, Rule(by_kind(work, "BFW")))
+    orders, _ = run(work, Rule(by_kind(work, "BFW"), fused=fused))
     starts = start_times(work, orders)
     assert starts is not None
     timeline = simulate(case.pipeline, with_messages("x", actions(work, orders), case.pipeline.messages))
     for events in timeline.ranks:
         for event in events:
-            lane = 3 * event.action.stage + "FBW".index(event.action.kind)
-            assert starts[lane][event.action.microbatch] == pytest.approx(event.start)
+            at = event.start
+            for part in event.action.parts:
+                lane = 3 * part.stage + "FBW".index(part.kind)
+                assert starts[lane][part.microbatch] == pytest.approx(at)
+                at += work.seconds[lane][part.microbatch]
 
 
 def test_the_order_follows_the_rule() -> None:
@@ -98,6 +110,22 @@ def test_the_order_follows_the_rule() -> None:
     assert compute("FBW") == "F0 F1 B0 B1 W0 W1"
     assert compute("BWF") == "F0 B0 W0 F1 B1 W1"
     assert compute("BFW") == "F0 B0 F1 B1 W0 W1"
+
+
+def test_b_and_w_are_one_where_the_memory_asks_for_it() -> None:
+    """With 3 bytes: two microbatches saved, and for one of them what a region keeps; not what all regions do."""
+    pipeline = chain(1, Stage(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0))
+    work = Work.of(pipeline, [0], 2)
+
+    def compute(memory: float, fused: bool) -> str:
+        found = order(pipeline, [0], 2, Rule(by_kind(work, "FBW"), memory=[memory], fused=fused))
+        return " ".join(f"{a.kind}{a.microbatch}" for a in found[0])
+
+    assert compute(2.0, False) == compute(2.0, True) == "F0 BW0 F1 BW1"
+    assert compute(3.0, False) == compute(3.0, True) == "F0 F1 BW0 BW1"
+    assert compute(5.0, False) == "F0 F1 B0 W0 B1 W1"
+    assert compute(8.0, False) == "F0 F1 B0 B1 W0 W1"
+    assert compute(8.0, True) == "F0 F1 BW0 BW1"
 
 
 def test_patience_waits_for_a_better_action() -> None:
@@ -124,3 +152,11 @@ def test_replay_knows_a_deadlock() -> None:
     assert start_times(work, [[0, 1, 2], [4, 3, 5]]) is None
     assert makespan(work, [[1, 0, 2], [3, 4, 5]]) == math.inf
     assert makespan(work, [[0, 1, 2], [3, 4, 5]]) == 5.0
+    assert makespan(work, [[0, work.fused(0)], [3, work.fused(1)]]) == 6.0
+    assert makespan(work, [[work.fused(0), 0], [3, work.fused(1)]]) == math.inf
+
+
+def test_replay_refuses_a_fused_action_before_an_earlier_w() -> None:
+    work = Work.of(chain(1, Stage(1.0, 1.0, 1.0)), range(1), 2)
+    assert start_times(work, [[0, 0, 1, work.fused(0), 2]]) is None
+    assert makespan(work, [[0, 0, 1, 2, work.fused(0)]]) == 6.0

@@ -109,6 +109,14 @@ def backward_weight(saved, weights, constants):
 """
 
 
+BACKWARD = """
+def backward(saved, received, weights, constants):
+    sent, kept = backward_input(saved, received, weights, constants)
+    yield from backward_weight(kept, weights, constants)
+    return sent
+"""
+
+
 def rank_text(stages: list[int], names: dict[int, list[str]]) -> str:
     """rank_R.py: the functions of its stages, with the stage at the end of the name if there are several."""
     lines = [f'"""Stages {stages}."""']
@@ -141,12 +149,15 @@ def write(
     files = {
         "__init__.py": "",
         "layers/__init__.py": "",
-        "layers/stage_0.py": STAGE_0,
-        "layers/stage_1.py": f"SENDS = {has_b[0]}\n" + STAGE_1,
-        "layers/stage_2.py": f"MEAN = {weight != 'sum'}\n" + STAGE_2,
+        "layers/stage_0.py": STAGE_0 + BACKWARD,
+        "layers/stage_1.py": f"SENDS = {has_b[0]}\n" + STAGE_1 + BACKWARD,
+        "layers/stage_2.py": f"MEAN = {weight != 'sum'}\n" + STAGE_2 + BACKWARD,
     }
     names = {
-        stage: ["forward", *["backward_input"] * has_b[stage], *["backward_weight"] * has_w[stage]]
+        stage: ["forward"]
+        + ["backward_input"] * has_b[stage]
+        + ["backward_weight"] * has_w[stage]
+        + ["backward"] * (has_b[stage] and has_w[stage])
         for stage in range(3)
     }
     names[2].append("loss_tokens")

@@ -26,7 +26,7 @@ from csc.simulation.timeline import from_json as read_timeline
 PIPELINE = Pipeline(
     (
         Stage(0.002, has_b=False, has_w=False),
-        Stage(0.003, 0.002, 0.001, saved=100, kept=50, state=7),
+        Stage(0.003, 0.002, 0.001, saved=100, kept=50, fused=5, state=7),
         Stage(0.001, 0.002, 0.003),
     ),
     {("F", 0, 1): 1000.0, ("F", 1, 2): 3.0, ("F", 0, 2): 1.0, ("B", 2, 1): 5.0},
@@ -64,8 +64,8 @@ def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...
 def test_a_factor_stretches_waits_and_not_messages() -> None:
     slow = Pipeline((Stage(0.001, 0.001, 0.001),) * 2, {("F", 0, 1): 0.0, ("B", 1, 0): 0.0}, Network(Link(0.5)))
     program = paced(slow, SCHEDULES["1f1b"](slow, (0, 1), 1))
-    assert expected(program) == pytest.approx(5 * 0.001 + 2 * 0.5)  # F F, then B, B and W, and a message each way
-    assert expected(program, 100) == pytest.approx(5 * 0.1 + 2 * 0.5)
+    assert expected(program) == pytest.approx(6 * 0.001 + 2 * 0.5)  # F F, then BW BW, and a message each way
+    assert expected(program, 100) == pytest.approx(6 * 0.1 + 2 * 0.5)
 
 
 def test_timelines_of_a_real_step(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_load_reads_everything(tmp_path: Path) -> None:
 def test_two_loads_share_no_modules(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p")
     first = functions(load(directory), 0)[0].forward
-    (directory / "layers/stage_0.py").write_text(handmade.STAGE_0 + "\nEDITED = True\n")
+    (directory / "layers/stage_0.py").write_text(handmade.STAGE_0 + handmade.BACKWARD + "\nEDITED = True\n")
     (directory / "rank_0.py").write_text((directory / "rank_0.py").read_text() + "from .layers.stage_0 import EDITED\n")
     again = load(directory)
     second = functions(again, 0)[0].forward
@@ -145,7 +145,7 @@ def test_gradient_of_a_frozen_parameter_is_refused(tmp_path: Path) -> None:
     file = directory / "layers/stage_2.py"
     file.write_text(file.read_text())
     rank = directory / "rank_1.py"
-    rank.write_text(rank.read_text() + "\ndef backward_weight(saved, weights, constants):\n    yield 'w0', saved\n")
+    rank.write_text(rank.read_text() + "\ndef backward(saved, received, *rest):\n    yield 'w0', saved[0]\n")
     with pytest.raises(ProgramError, match="gradient for 'w0', which is not on stage 1"):
         Trainer(load(directory)).train_step(handmade.batch(4))
 

@@ -221,7 +221,7 @@ def test_an_error_in_a_rank_file_says_where(tmp_path: Path) -> None:
     assert program.edited == ("layers/stage_1.py",)
     with pytest.raises(NameError) as caught:
         Trainer(program).train_step(handmade.batch(4))
-    assert caught.value.__notes__ == [f"in rank 1 at '{Action('B', 1, 0)}'"]
+    assert caught.value.__notes__ == [f"in rank 1 at '{Action('BW', 1, 0)}'"]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_saved_activations_live_as_long_as_the_schedule_says(tmp_path: Path) -> 
         alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         peak = [0]
         own = rank.functions[rank.position]
-        marked = replace(own, forward=_mark(own.forward, alive, peak), backward_input=_unmark(own.backward_input))
+        marked = replace(own, forward=_mark(own.forward, alive, peak), backward=_unmark(own.backward))
         rank.functions[rank.position] = marked  # type: ignore[index]
         trainer.train_step(handmade.batch(6))
         assert peak[0] == peak_in_flight(trainer.program.schedule)[rank.rank]

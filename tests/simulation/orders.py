@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from csc.ir.schedule import Action, Message, Schedule, with_messages
+from csc.ir.schedule import Action, Message, Schedule, fused, with_messages
 from csc.simulation.pipeline import Link, Network, Pipeline, Stage
 
 
@@ -93,6 +93,7 @@ def runs(draw: Any) -> tuple[Pipeline, Schedule, int]:
                 has_w,
                 saved=draw(sizes),
                 kept=draw(sizes),
+                fused=draw(sizes),
                 state=draw(sizes),
             )
         )
@@ -124,6 +125,8 @@ def runs(draw: Any) -> tuple[Pipeline, Schedule, int]:
         action = random.choice(sorted(able, key=str))
         left.remove(action)
         orders[ranks.index(homes[action.stage])].append(action)
+    if draw(st.booleans()):
+        orders = [fused(order) for order in orders]
     return pipeline, with_messages("random", orders, messages), microbatches
 
 

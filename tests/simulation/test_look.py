@@ -44,7 +44,8 @@ def test_numbers_in_boxes_can_be_read(kind: str, level: int) -> None:
 @pytest.mark.parametrize("matrix", BLINDNESS.values(), ids=BLINDNESS)
 def test_kinds_can_be_told_apart(matrix: tuple[tuple[float, ...], ...]) -> None:
     seen = {
-        kind: [sum(a * b for a, b in zip(row, linear(colour(kind)[0]))) for row in matrix] for kind in ("F", "B", "W")
+        kind: [sum(a * b for a, b in zip(row, linear(colour(kind)[0]))) for row in matrix]
+        for kind in ("F", "B", "W", "BW")
     }
     for first, second in combinations(seen.values(), 2):
         assert sum((a - b) ** 2 for a, b in zip(first, second)) ** 0.5 > 0.2

@@ -34,6 +34,15 @@ def test_stages_without_b_or_w(stage: Stage, expected: list[tuple[float, float]]
     assert list(simulate(Pipeline((stage,)), parse(f"rank 0: {' | '.join(parts)}")).memory[0]) == expected
 
 
+def test_a_fused_backward_by_hand() -> None:
+    """B and W apart hold what all regions keep, 40 bytes, BW what one of them does, 4."""
+    pipeline = Pipeline((Stage(1.0, 2.0, 3.0, saved=10.0, kept=40.0, fused=4.0, state=100.0),))
+    timeline = simulate(pipeline, parse("rank 0: F 0 0 | BW 0 0 | REDUCE"))
+    assert timeline.memory == (((0.0, 100.0), (0.0, 110.0), (1.0, 114.0), (6.0, 100.0)),)
+    assert timeline.busy == (6.0,)
+    assert simulate(pipeline, parse("rank 0: F 0 0 | B 0 0 | W 0 0")).peak_memory == (140.0,)
+
+
 def test_1f1b_holds_p_minus_s_microbatches_and_gpipe_all() -> None:
     pipeline = Pipeline((Stage(1.0, 2.0, has_w=False, saved=1.0, state=50.0),) * 4, chain(4))
     assert simulate(pipeline, one_f_one_b(pipeline, 9)).peak_activations == (4.0, 3.0, 2.0, 1.0)
@@ -46,15 +55,15 @@ def alive(pipeline: Pipeline, timeline: Timeline, rank: int, time: float) -> flo
     total = timeline.state[rank]
     spans: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
     for event in timeline.ranks[rank]:
-        spans.setdefault((event.action.stage, event.action.microbatch), {})[event.action.kind] = (
-            event.start,
-            event.end,
-        )
+        span = (event.start, event.end)
+        spans.setdefault((event.action.stage, event.action.microbatch), {})[event.action.kind] = span
     for (stage, mb), span in spans.items():
         spec, factor = pipeline.stages[stage], pipeline.factor(mb)
-        until = span.get("B", span.get("W"))
+        until = span.get("BW", span.get("B", span.get("W")))
         if until and span["F"][0] <= time < until[1]:
             total += spec.saved * factor
+        if "BW" in span and span["BW"][0] <= time < span["BW"][1]:
+            total += spec.fused * factor
         if "B" in span and "W" in span and span["B"][1] <= time < span["W"][1]:
             total += spec.kept * factor
     return total

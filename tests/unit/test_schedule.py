@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Kind, Message, parse, peak_in_flight, with_messages
+from csc.ir.schedule import Action, Kind, Message, fused, parse, peak_in_flight, with_messages
 from csc.ir.schedule_verifier import verify
 
 TEXT = """# by hand, 2 ranks
@@ -164,6 +164,59 @@ def test_any_two_orders_of_a_channel_meet(sender: list[int], receiver: list[int]
     verify(schedule, [("F", 0, 1)], [False] * 2, [False] * 2, 4)
     assert parse(str(schedule)) == schedule
     assert sum(a.kind == "SEND" for a in schedule.ranks[0]) == (0 if same_rank else 4)
+
+
+FUSED = """# fused
+rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | BW 0 0 | RECV B 1>0 1 | B 0 1 | W 0 1 | REDUCE
+rank 1: RECV F 0>1 0 | F 1 0 | BW 1 0 | SEND B 1>0 0 | RECV F 0>1 1 | F 1 1 | BW 1 1 | SEND B 1>0 1 | REDUCE
+"""
+
+
+def test_a_fused_backward_is_a_b_and_a_w() -> None:
+    schedule = parse(FUSED)
+    check(FUSED)
+    assert parse(str(schedule)) == schedule
+    assert peak_in_flight(schedule) == [2, 1]
+    assert [str(part) for part in schedule.ranks[1][2].parts] == ["B 1 0", "W 1 0"]
+    orders = [[action for action in actions if action.computes] for actions in schedule.ranks]
+    assert with_messages("fused", orders, MESSAGES) == schedule
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("BW 0 0 | ", "", "rank 0: 'B 0 0' is missing"),
+        ("BW 0 0", "BW 0 0 | BW 0 0", "'BW 0 0' stands there twice"),
+        ("BW 0 0", "BW 0 0 | W 0 0", "'W 0 0' does what 'BW 0 0' does"),
+        ("BW 0 0", "B 0 0 | BW 0 0", "'BW 0 0' does what 'B 0 0' does"),
+        ("BW 0 0", "B 0 0", "'W 0 0' is missing"),
+        ("W 0 1 | REDUCE", "REDUCE", "'W 0 1' is missing"),
+        ("F 1 0 | BW 1 0", "BW 1 0 | F 1 0", "'BW 1 0' comes before 'F 1 0', whose saved activations it uses"),
+        ("BW 1 0 | SEND B 1>0 0", "SEND B 1>0 0 | BW 1 0", "'SEND B 1>0 0' comes before 'BW 1 0'"),
+        ("RECV B 1>0 0 | BW 0 0", "BW 0 0 | RECV B 1>0 0", "'BW 0 0' comes before 'RECV B 1>0 0'"),
+        ("BW 1 1", "BW 1 7", r"outside 0\.\.1"),
+    ],
+)
+def test_verify_counts_a_fused_backward_once(old: str, new: str, part: str) -> None:
+    assert old in FUSED
+    with pytest.raises(ScheduleError, match=part):
+        check(FUSED.replace(old, new))
+
+
+def test_stages_without_b_or_w_have_nothing_to_fuse() -> None:
+    with pytest.raises(ScheduleError, match="'BW 0 0' has nothing to do: stage 0 has no W"):
+        verify(parse("rank 0: F 0 0 | BW 0 0 | REDUCE"), [], [True], [False], 1)
+    with pytest.raises(ScheduleError, match="'BW 0 0' has nothing to do: stage 0 has no B"):
+        verify(parse("rank 0: F 0 0 | BW 0 0 | REDUCE"), [], [False], [True], 1)
+    verify(parse("rank 0: F 0 0 | B 0 0 | REDUCE"), [], [True], [False], 1)
+    verify(parse("rank 0: F 0 0 | W 0 0 | REDUCE"), [], [False], [True], 1)
+
+
+def test_neighbours_are_fused() -> None:
+    order = compute("F 0 0", "B 0 0", "W 0 0", "B 1 0", "B 0 1", "W 1 0", "W 0 1", "W 2 0", "BW 2 1")
+    assert [str(a) for a in fused(order)] == [
+        "F 0 0", "BW 0 0", "B 1 0", "B 0 1", "W 1 0", "W 0 1", "W 2 0", "BW 2 1",
+    ]  # fmt: skip
 
 
 def test_in_flight_counts_from_f_to_the_last_of_b_and_w() -> None:

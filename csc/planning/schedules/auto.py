@@ -5,6 +5,7 @@ Terms: see work.py and greedy.py.
     auto(pipeline, placement, microbatches, memory=None, budget=None, seed=0, in_turn=False) -> Schedule
 
 In turn: the named schedules that fit; the greedy scheduler under a grid of targets; a local search on the best order.
+B and W are fused where the memory asks for it, and at the end where nothing is lost.
 It ends when the lower bound is reached or the budget is spent. The budget counts simulated actions, not time, so the
 same arguments give the same schedule on every machine.
 """
@@ -20,10 +21,11 @@ from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.schedules.bound import lower_bound
 from csc.planning.schedules.finish import finish
+from csc.planning.schedules.fusing import hastened, settled_all, spared
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.replay import makespan, peaks
+from csc.planning.schedules.replay import makespan
 from csc.planning.schedules.search import improve
 from csc.planning.schedules.work import Work
 from csc.simulation.pipeline import Pipeline
@@ -33,7 +35,7 @@ EVALUATIONS = 2000
 GREEDY_COST = 3  # choosing the next action takes as long as replaying three
 
 LEADS = (1.0, 1.5, 0.5, 2.0, 4.0, 1000.0)  # F ahead of B, in depths
-LAGS = ("depth", "none", "one", "twice", "all")  # W behind B
+LAGS = ("depth", "none", "fused", "one", "twice", "all")  # W behind B
 PATIENCE = (1.0, 0.0)
 
 
@@ -64,7 +66,7 @@ def auto(
     for rule in _rules(work, allowed):
         if found and (left <= 0 or min(found).seconds <= enough):
             break
-        orders, seconds = run(work, rule)
+        orders, seconds = hastened(work, *run(work, rule), allowed)
         left -= GREEDY_COST * size
         found.append(Found(seconds, work, orders))
         rules.append((seconds, len(rules), rule))
@@ -74,14 +76,14 @@ def auto(
         for rule in best_rules:
             if left <= 0 or min(found).seconds <= enough:
                 break
-            orders, seconds = run(other, rule)
+            orders, seconds = hastened(other, *run(other, rule), allowed)
             left -= GREEDY_COST * size
             found.append(Found(seconds, other, orders))
     best = min(found)
     if best.seconds > enough and left > 0:
         orders, _ = improve(best.work, best.orders, allowed, left // size, random.Random(seed), enough)
         best = Found(best.seconds, best.work, orders)
-    return finish("auto", best.work, best.orders, memory)
+    return finish("auto", best.work, spared(best.work, best.orders), memory)
 
 
 @dataclass(frozen=True, order=True)
@@ -97,10 +99,10 @@ def _named(work: Work, allowed: Sequence[float] | None) -> Iterator[list[list[in
     """The orders of the named schedules that take these stages on these ranks and fit."""
     for name in ORDERS:
         try:
-            orders = ORDERS[name](work, allowed)
+            orders = settled_all(work, ORDERS[name](work, allowed), allowed)
         except InputError:
             continue  # it wants its stages elsewhere
-        if allowed is None or all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(work, orders), allowed)):
+        if orders is not None:
             yield orders
 
 
@@ -121,6 +123,7 @@ def _rules(work: Work, allowed: Sequence[float] | None) -> Iterator[Rule]:
     deepest = max(unit)
     lags = {
         "none": [0.0 for _ in stages],
+        "fused": [0.0 for _ in stages],
         "one": [1.0 for _ in stages],
         "depth": [float(deepest - d) for d in unit],
         "twice": [2.0 * (deepest - d) for d in unit],
@@ -134,7 +137,7 @@ def _rules(work: Work, allowed: Sequence[float] | None) -> Iterator[Rule]:
             back = due + lead * depth[s] - 0.5
             for start in (due, back, back + lags[lag][s] + 0.1):
                 priority.append([start + k for k in range(work.microbatches)])
-        yield Rule(priority, memory=allowed, patience=patience)
+        yield Rule(priority, memory=allowed, patience=patience, fused=lag == "fused")
 
 
 def _alone(work: Work) -> list[float]:

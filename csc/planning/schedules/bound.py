@@ -24,7 +24,8 @@ def lower_bound(work: Work, room: Sequence[float] | None = None) -> float:
 
     With limited memory: what a rank runs before its first B are F's whose saved bytes fit, and what it runs after its
     last B are W's whose kept bytes fit. All other work stands between the two:
-    T >= min head of B + (all work - those F's - those W's) + min tail of B, and the same without the W's and the tail.
+    T >= min head of B + (all work - those F's - those W's) + min way back, and the same without the W's and the way.
+    The way back is the tail of B without its own W, which is not behind it if the two are fused.
     """
     head, tail = _heads_and_tails(work)
     total = [sum(row) for row in work.seconds]
@@ -48,7 +49,7 @@ def lower_bound(work: Work, room: Sequence[float] | None = None) -> float:
         early = _most(work, before, [work.growth[lane] for lane in before], bytes_)
         late = _most(work, after, [[-size for size in work.growth[lane]] for lane in after], bytes_)
         ramp = min(head[lane] for lane in backs)
-        way_back = min(tail[lane] for lane in backs)
+        way_back = min(_way_back(work, tail, lane) for lane in backs)
         lead_in = min(head[lane] for lane in before)
         best = max(
             best,
@@ -71,6 +72,18 @@ def _heads_and_tails(work: Work) -> tuple[list[float], list[float]]:
         for fed, slot, latency, wire in work.feeds[lane]:
             tail[lane] = max(tail[lane], tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0))
     return head, tail
+
+
+def _way_back(work: Work, tail: Sequence[float], lane: int) -> float:
+    """The least time that passes after a B, its own W apart."""
+    k = work.factors.index(min(work.factors))
+    return max(
+        (
+            tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0)
+            for fed, slot, latency, wire in work.feeds[work.fused(lane // 3)]
+        ),
+        default=0.0,
+    )
 
 
 def _most(work: Work, lanes: Sequence[int], sizes: Sequence[Sequence[float]], room: float) -> float:

@@ -2,8 +2,8 @@
 
 Terms: see work.py.
 
-    Rule(priority, in_flight, held, memory, patience)
-    order(pipeline, placement, microbatches, rule) -> for each rank its F, B and W
+    Rule(priority, in_flight, held, memory, patience, fused)
+    order(pipeline, placement, microbatches, rule) -> for each rank its F, B, W and BW
     run(work, rule) -> (orders, makespan)
 
 Time runs as in csc.simulation: a message leaves when its action ends and its directed pair of ranks is idle, occupies
@@ -13,7 +13,8 @@ Why it never deadlocks. All lanes run their microbatches in one sequence. Let i 
 done. All before it are done, so what is left of i is at the heads of its lanes; and as the F, B and W of one microbatch
 form a DAG, some action of i has all its inputs. It is not held back for ever:
 - W: never held back.
-- B: only by bytes, if the stage keeps more after B than it saved. W's that are ready run first and give back theirs.
+- B: only by bytes, if the stage keeps more after B than it saved, and fused as well as apart. W's that are ready run
+  first and give back theirs; then it can be fused.
 - F: by counts only if an earlier microbatch were in flight, and all of these are done; by bytes as B.
 That the bytes then fit is an invariant, `_safe`: the rank could finish its microbatches in turn, from the first that is
 not done to the last that it has started, once the W's that are ready have run. It holds at the start, as each fits
@@ -43,6 +44,7 @@ class Rule:
     the last of B and W. memory[rank]: bytes of activations (without state). None: no limit.
     patience: a rank waits for a better action that is known to become ready in x seconds, rather than start one that
     would keep it busy for y seconds longer than x, if x <= patience * y.
+    fused: B and W run as one wherever they can; else only where what all regions keep for W does not fit.
     """
 
     priority: Sequence[Sequence[float]]
@@ -50,23 +52,25 @@ class Rule:
     held: Sequence[float] | None = None
     memory: Sequence[float] | None = None
     patience: float = 0.0
+    fused: bool = False
 
 
 def order(pipeline: Pipeline, placement: Sequence[int], microbatches: int, rule: Rule) -> list[list[Action]]:
-    """For each rank its F, B and W, in the order in which the rule runs them."""
+    """For each rank its F, B, W and BW, in the order in which the rule runs them."""
     work = Work.of(pipeline, placement, microbatches)
     return actions(work, run(work, rule)[0])
 
 
 def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
-    """The lanes that each rank runs, in order, and the makespan. Every limit must allow one microbatch at a time."""
+    """The orders of the ranks and their makespan. Every limit must allow one microbatch at a time."""
     count = work.microbatches
     seconds, growth, feeds, needs = work.seconds, work.growth, work.feeds, work.needs
     stages = work.pipeline.stages
     priority, patience = rule.priority, rule.patience
     lanes_of = work.lanes_of
     rank_of = work.placement
-    size = 3 * len(stages)
+    size, moment = work.size, work.moment
+    both = [stage.has_b and stage.has_w for stage in stages]
     left = [[n] * count for n in needs]
     when = [[0.0] * count for _ in range(size)]
     head = [0] * size
@@ -84,6 +88,7 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
     orders: list[list[int]] = [[] for _ in range(work.ranks)]
     busy = [0.0] * work.ranks
     idle = [False] * work.ranks
+    done = 0
     slack = 1e-9 * max(map(max, seconds))
     heap = [(0.0, r) for r in range(work.ranks)]
     makespan = 0.0
@@ -93,7 +98,7 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
         if now < busy[rank]:
             continue  # a wake-up from before the rank found other work
         reach = now + slack
-        best, best_priority = -1, inf
+        best, best_entry, best_priority = -1, -1, inf
         later, later_at, later_priority = -1, inf, inf  # the best of what is known to become ready
         wake = inf
         room = caps[rank] - bytes_[rank]
@@ -112,8 +117,14 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             elif p >= best_priority:
                 continue
             kind = lane % 3
+            entry = lane
             if kind != 2:
-                if growth[lane][k] > room:
+                fits = growth[lane][k] <= room
+                if kind == 1 and (rule.fused or not fits):
+                    stage = lane // 3
+                    if both[stage] and head[lane + 1] == k and moment[stage][k] <= room:
+                        entry, fits = size + stage, True
+                if not fits:
                     continue
                 if kind == 0:
                     stage = lane // 3
@@ -130,15 +141,15 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             if at > reach:
                 later, later_at, later_priority = lane, at, p
             else:
-                best, best_priority = lane, p
+                best, best_entry, best_priority = lane, entry, p
         if best < 0:
             idle[rank] = True
             if wake < inf:
                 heappush(heap, (wake, rank))
             continue
-        lane = best
+        lane, entry = best, best_entry
         k = head[lane]
-        end_time = max(now, when[lane][k]) + seconds[lane][k]
+        end_time = max(now, when[lane][k]) + seconds[entry][k]
         if (
             patience
             and later >= 0
@@ -150,16 +161,20 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             continue
         idle[rank] = False
         busy[rank] = end_time
-        orders[rank].append(lane)
+        orders[rank].append(entry)
         head[lane] = k + 1
-        bytes_[rank] += growth[lane][k]
-        if lane % 3 == 2:
+        bytes_[rank] += growth[entry][k]
+        done += 1
+        if entry != lane:
+            head[lane + 1] = k + 1
+            done += 1
+        elif lane % 3 == 2:
             pending[rank] += growth[lane][k]
         elif lane == gate[lane // 3]:
             pending[rank] -= growth[lane - lane % 3 + 2][k]
         if end_time > makespan:
             makespan = end_time
-        for fed, slot, latency, wire in feeds[lane]:
+        for fed, slot, latency, wire in feeds[entry]:
             at = end_time
             if slot >= 0:
                 if free[slot] > at:
@@ -174,7 +189,7 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             if not left[fed][k] and idle[rank_of[fed // 3]]:
                 heappush(heap, (row[k], rank_of[fed // 3]))
         heappush(heap, (end_time, rank))
-    if sum(map(len, orders)) < len(work.lanes) * count:
+    if done < len(work.lanes) * count:
         raise InputError(
             "the rule's limits leave ranks without anything that they may start",
             "schedule",

@@ -19,8 +19,8 @@ from csc.planning.schedules.work import Work
 @dataclass(frozen=True)
 class Reserve:
     """Bytes by position. saved[stage]: from F until B, for the stages of the rank that have a B. extra: what one
-    microbatch takes for a moment on top of all it saves (from B to W, or F to W without a B). most: both together, of
-    the microbatch that needs the most.
+    microbatch takes for a moment on top of all it saves, with B and W fused or not, whichever takes less. most: both
+    together, of the microbatch that needs the most.
     """
 
     stages: tuple[int, ...]
@@ -35,9 +35,9 @@ def reserve(work: Work, rank: int) -> Reserve:
     stages = work.pipeline.stages
     turning = tuple(s for s in own if stages[s].has_b)
     saved = {s: work.growth[3 * s] if stages[s].has_b else [0.0] * work.microbatches for s in own}
-    moment = [work.growth[3 * s + (1 if stages[s].has_b else 0)] for s in own if stages[s].has_w]
-    extra = [max((row[k] for row in moment), default=0.0) for k in range(work.microbatches)]
-    extra = [max(0.0, bytes_) for bytes_ in extra]
+    apart = [(s, work.growth[3 * s + (1 if stages[s].has_b else 0)]) for s in own if stages[s].has_w]
+    moment = [list(map(min, row, work.moment[s])) if stages[s].has_b else row for s, row in apart]
+    extra = [max(0.0, *(row[k] for row in moment), 0.0) for k in range(work.microbatches)]
     most = max(sum(saved[s][k] for s in own) + extra[k] for k in range(work.microbatches))
     return Reserve(turning, saved, extra, most)
 

@@ -2,7 +2,8 @@
 
 Terms: see work.py. *Depth* of a stage: stages on the longest path from it to the end, itself included. *Warm-up*: the
 forwards that a stage runs before its first backward. Orders are made in a world in which every stage takes 1 for F, B
-and W, so they depend on how the stages hang together and not on what they cost. B sends its gradients before W runs.
+and W, so they depend on how the stages hang together and not on what they cost. Where B and W are not apart by design
+(zb-*), they are fused: the gradient leaves after W, and what W needs is held of one region at a time.
 
     name(work, room) -> orders     room: bytes for activations by rank, or None; only eager-1f1b looks at it
     ORDERS: name -> that function
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from csc.errors import InputError
+from csc.planning.schedules.fusing import joined
 from csc.planning.schedules.memory import reserve
 from csc.planning.schedules.replay import start_times
 from csc.planning.schedules.work import Work
@@ -29,20 +31,22 @@ def gpipe(work: Work, room: Sequence[float] | None = None) -> Orders:
     """All forwards, then all backwards (Huang et al. 2019): every microbatch's activations are alive at the turn."""
     there = set(work.lanes)
     count = work.microbatches
-    return [
+    orders = [
         [3 * s for s in own for _ in range(count)]
         + [lane for s in reversed(own) for _ in range(count) for lane in (3 * s + 1, 3 * s + 2) if lane in there]
         for own in _stages_of(work)
     ]
+    return [joined(work, order) for order in orders]
 
 
 def one_f_one_b(work: Work, room: Sequence[float] | None = None) -> Orders:
     """A warm-up of `depth` forwards, then one backward and one forward in turn (PipeDream-flush, Narayanan et al.
     2021).
 
-    With B and W in one piece the bubble is (p - 1) (F + B + W); here gradients leave before W: (p - 1) (F + B).
+    With B and W in one piece the bubble is (p - 1) (F + B + W); were they apart, gradients would leave before W:
+    (p - 1) (F + B).
     """
-    return _in_turn(work, depths(work), [0] * len(work.pipeline.stages))
+    return [joined(work, order) for order in _in_turn(work, depths(work), [0] * len(work.pipeline.stages))]
 
 
 def eager(work: Work, room: Sequence[float] | None = None) -> Orders:
@@ -65,7 +69,7 @@ def eager(work: Work, room: Sequence[float] | None = None) -> Orders:
         early, late = sorted((source, destination))
         if work.pipeline.stages[early].has_b:
             ahead[late] = max(1, min(ahead[late], ahead[early] - 1))
-    return _in_turn(work, ahead, [0] * len(depth))
+    return [joined(work, order) for order in _in_turn(work, ahead, [0] * len(depth))]
 
 
 def zb_h1(work: Work, room: Sequence[float] | None = None) -> Orders:
@@ -87,7 +91,7 @@ def interleaved(work: Work, room: Sequence[float] | None = None) -> Orders:
     p, stages = work.ranks, len(work.placement)
     _expect("interleaved-1f1b", work, [s % p for s in range(stages)] if stages % p == 0 else None)
     count = -(-work.microbatches // p) * p
-    return [_fitting(work, _interleaved_rank(rank, p, stages // p, count)) for rank in range(p)]
+    return [joined(work, _fitting(work, _interleaved_rank(rank, p, stages // p, count))) for rank in range(p)]
 
 
 def _interleaved_rank(rank: int, p: int, chunks: int, count: int) -> list[int]:

@@ -16,11 +16,12 @@ from csc.planning.schedules.work import Work
 
 
 def start_times(work: Work, orders: Sequence[Sequence[int]]) -> list[list[float]] | None:
-    """Start of every action when each rank runs its order without a pause; None if the orders deadlock.
+    """Start of every action when each rank runs its order without a pause; None if the orders deadlock, or if a fused
+    action stands before the W of an earlier position. W of a fused action starts when its B is done.
 
     The times do not depend on the order in which ranks are looked at: only one rank sends over a directed pair.
     """
-    count, seconds, feeds = work.microbatches, work.seconds, work.feeds
+    count, seconds, feeds, lane_of = work.microbatches, work.seconds, work.feeds, work.lane_of
     left = [[n] * count for n in work.needs]
     when = [[0.0] * count for _ in left]
     head = [0] * len(left)
@@ -36,7 +37,8 @@ def start_times(work: Work, orders: Sequence[Sequence[int]]) -> list[list[float]
         first = i
         size = len(order)
         while i < size:
-            lane = order[i]
+            entry = order[i]
+            lane = lane_of[entry]
             k = head[lane]
             if left[lane][k]:
                 blocked[lane] = rank
@@ -46,10 +48,15 @@ def start_times(work: Work, orders: Sequence[Sequence[int]]) -> list[list[float]
                 now = row[k]
             else:
                 row[k] = now
-            now += seconds[lane][k]
+            if entry != lane:
+                if head[lane + 1] != k:
+                    return None
+                when[lane + 1][k] = now + seconds[lane][k]
+                head[lane + 1] = k + 1
+            now += seconds[entry][k]
             head[lane] = k + 1
             i += 1
-            for fed, slot, latency, wire in feeds[lane]:
+            for fed, slot, latency, wire in feeds[entry]:
                 at = now
                 if slot >= 0:
                     if free[slot] > at:
@@ -84,9 +91,14 @@ def peaks(work: Work, orders: Sequence[Sequence[int]]) -> list[float]:
     for order in orders:
         head = dict.fromkeys(work.lanes, 0)
         alive = peak = 0.0
-        for lane in order:
-            alive += work.growth[lane][head[lane]]
+        for entry in order:
+            lane = work.lane_of[entry]
+            k = head[lane]
             head[lane] += 1
+            if entry != lane:
+                head[lane + 1] += 1
+                peak = max(peak, alive + work.moment[lane // 3][k])
+            alive += work.growth[entry][k]
             peak = max(peak, alive)
         result.append(peak)
     return result

@@ -9,9 +9,11 @@ better, so moves start from actions on one of them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
+from csc.planning.schedules.fusing import settled
 from csc.planning.schedules.replay import start_times
 from csc.planning.schedules.work import Work
 
@@ -27,13 +29,15 @@ def improve(
     rng: random.Random,
     enough: float = 0.0,
 ) -> tuple[list[list[int]], float]:
-    """Orders that are at least as good, after so many evaluations, and their makespan.
+    """Orders that are at least as good, after so many evaluations, and their makespan. The given ones must be settled.
 
     Each trial moves one critical action earlier or later on its rank and keeps the move if the makespan does not grow
-    (steps aside are what leads out of plateaus). Moves that break the memory limit or deadlock are thrown away. Ends
+    (steps aside are what leads out of plateaus). After each, B's with their W right behind them are fused where the
+    room asks for it and divided where it does not. Moves that break the memory limit or deadlock are thrown away. Ends
     early when the makespan is at most `enough`.
     """
     best = [list(order) for order in orders]
+    limits = [math.inf] * len(best) if room is None else room
     lasts = [(work.seconds[lane][-1], lane) for lane in work.lanes]
     starts = start_times(work, best)
     assert starts is not None
@@ -48,9 +52,12 @@ def improve(
         step = STEPS[int(rng.random() * len(STEPS))]
         target = place - step if rng.random() < 0.5 else place + step
         target = min(max(target, 0), len(order) - 1)
-        moved = order[:place] + order[place + 1 :]
-        moved.insert(target, order[place])
-        if moved == order or (room is not None and not _fits(work, moved, room[rank])):
+        changed = order[:place] + order[place + 1 :]
+        changed.insert(target, order[place])
+        if changed == order:
+            continue
+        moved = settled(work, changed, limits[rank])
+        if moved is None or moved == order:
             continue
         best[rank] = moved
         starts = start_times(work, best)
@@ -64,27 +71,19 @@ def improve(
     return best, makespan
 
 
-def _fits(work: Work, order: Sequence[int], room: float) -> bool:
-    limit = room * (1 + 1e-9)
-    growth, head = work.growth, [0] * len(work.growth)
-    alive = 0.0
-    for lane in order:
-        alive += growth[lane][head[lane]]
-        head[lane] += 1
-        if alive > limit:
-            return False
-    return True
-
-
 class _Path:
-    """Where each action stands in its rank's order, kept up to date as ranks change."""
+    """Where each action stands in its rank's order, kept up to date as ranks change.
+
+    late[lane][position]: seconds from the end of what the lane does until its results are there; W of a fused action.
+    """
 
     def __init__(self, work: Work, orders: Sequence[Sequence[int]]) -> None:
         self.work = work
         self.rows: list[list[tuple[int, int]]] = [[] for _ in orders]
         self.place: list[list[int]] = [[0] * work.microbatches for _ in work.needs]
+        self.late: list[list[float]] = [[0.0] * work.microbatches for _ in work.needs]
         self.sources: list[list[tuple[int, bool, float, list[float]]]] = [[] for _ in work.needs]
-        for lane, feeds in enumerate(work.feeds):
+        for lane, feeds in enumerate(work.feeds[: work.size]):
             for fed, slot, latency, wire in feeds:
                 self.sources[fed].append((lane, slot >= 0, latency, wire))
         for rank, order in enumerate(orders):
@@ -94,10 +93,17 @@ class _Path:
         """Note the new order of a rank."""
         head = [0] * len(self.place)
         row = []
-        for i, lane in enumerate(order):
+        for i, entry in enumerate(order):
+            lane = self.work.lane_of[entry]
             k = head[lane]
             head[lane] = k + 1
             self.place[lane][k] = i
+            self.late[lane][k] = 0.0
+            if entry != lane:  # the row has what ends last
+                self.late[lane][k] = self.work.seconds[lane + 1][k]
+                lane += 1
+                head[lane] = k + 1
+                self.place[lane][k] = i
             row.append((lane, k))
         self.rows[rank] = row
 
@@ -112,6 +118,8 @@ class _Path:
         while True:
             rank = home[lane // 3]
             place = self.place[lane][k]
+            if lane % 3 == 2 and self.late[lane - 1][k]:
+                lane -= 1  # W of a fused action starts with its B
             found.append((rank, place))
             start = starts[lane][k]
             if start <= near:
@@ -123,7 +131,8 @@ class _Path:
                     ways.append((before, j))
             latest, source = -1.0, -1
             for other, travels, latency, wire in self.sources[lane]:
-                at = starts[other][k] + seconds[other][k] + (latency + wire[k] if travels else 0.0)
+                at = starts[other][k] + seconds[other][k] + self.late[other][k]
+                at += latency + wire[k] if travels else 0.0
                 if at > latest:
                     latest, source = at, other
             # A message that waited for its link arrives later than this; it is then the only explanation.

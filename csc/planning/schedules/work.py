@@ -3,11 +3,13 @@
 Terms
   lane       the F, the B or the W of one stage, for all microbatches; all lanes run them in the same order
   position   a microbatch's place in that order
+  fused      a stage's B and W of one position as one action, BW; it has no lane and moves both lanes on
   feed       a lane whose position k waits for position k of this one, and the message in between
-  order      of a rank: the lanes that it runs, one entry per action; positions follow from counting
+  order      of a rank: one entry per action, its lane, or for a fused one `Work.fused(stage)`; positions follow from
+             counting
 
     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
-    actions(work, orders) -> for each rank its F, B and W as Actions
+    actions(work, orders) -> for each rank its F, B, W and BW as Actions
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Action
+from csc.ir.schedule import Action, Kind
 from csc.simulation.pipeline import Pipeline
 
-KINDS = ("F", "B", "W")
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 # (lane that is fed, slot of the directed pair of ranks or -1 within a rank, latency, seconds on the wire by position)
 Feed = tuple[int, int, float, list[float]]
@@ -28,7 +30,8 @@ Feed = tuple[int, int, float, list[float]]
 
 @dataclass(frozen=True)
 class Work:
-    """Lane 3 s + i is kind i of F, B, W on stage s. Lanes without work are in no table.
+    """Lane 3 s + i is kind i of F, B, W on stage s. Lanes without work are in no table. Tables by entry have a row for
+    each lane and then one for each stage, for its fused actions.
 
     Raises InputError for a placement or sequence that does not fit, ScheduleError for a channel against the order of
     stages.
@@ -51,6 +54,20 @@ class Work:
     @property
     def ranks(self) -> int:
         return max(self.placement) + 1
+
+    @property
+    def size(self) -> int:
+        """How many lanes there could be; entries from here on are fused."""
+        return 3 * len(self.placement)
+
+    def fused(self, stage: int) -> int:
+        """The entry of BW of a stage. There is one where the stage has B and W."""
+        return self.size + stage
+
+    @cached_property
+    def lane_of(self) -> list[int]:
+        """[entry]: the lane whose inputs it waits for; of a fused one that of its B, its W is the next lane."""
+        return [*range(self.size), *(3 * s + 1 for s in range(len(self.placement)))]
 
     @cached_property
     def lanes(self) -> list[int]:
@@ -82,26 +99,35 @@ class Work:
 
     @cached_property
     def seconds(self) -> list[list[float]]:
-        """[lane][position]"""
-        return [[stage.seconds(kind) * f for f in self.factors] for stage in self.pipeline.stages for kind in KINDS]
+        """[entry][position]"""
+        stages = self.pipeline.stages
+        times = [stage.seconds(kind) for stage in stages for kind in KINDS] + [stage.seconds("BW") for stage in stages]
+        return [[seconds * f for f in self.factors] for seconds in times]
 
     @cached_property
     def growth(self) -> list[list[float]]:
-        """[lane][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
+        """[entry][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
 
         saved is alive from F's end until B's end, kept from then until W's end; without a B, saved until W's end.
         """
         rows = []
+        both = []
         for stage in self.pipeline.stages:
             saved = stage.saved if stage.has_b or stage.has_w else 0.0
             kept = (stage.kept if stage.has_b else saved) if stage.has_w else 0.0
             for bytes_ in (saved, kept - saved if stage.has_b else 0.0, -kept):
                 rows.append([bytes_ * f for f in self.factors])
-        return rows
+            both.append([-saved * f for f in self.factors])
+        return rows + both
+
+    @cached_property
+    def moment(self) -> list[list[float]]:
+        """[stage][position]: the bytes that BW takes while it runs."""
+        return [[stage.fused * f for f in self.factors] for stage in self.pipeline.stages]
 
     @cached_property
     def feeds(self) -> list[tuple[Feed, ...]]:
-        """[lane]: what its actions make possible. Slots number the directed pairs of ranks that exchange messages."""
+        """[entry]: what its actions make possible. Slots number the directed pairs of ranks that exchange messages."""
         found: list[list[Feed]] = [[] for _ in range(3 * len(self.pipeline.stages))]
         nothing = [0.0] * self.microbatches
         for s, stage in enumerate(self.pipeline.stages):
@@ -112,7 +138,7 @@ class Work:
         slots: dict[tuple[int, int], int] = {}
         for (kind, source, destination), size in sorted(self.pipeline.messages.items()):
             a, b = self.placement[source], self.placement[destination]
-            i = KINDS.index(kind)
+            i = "FBW".index(kind)
             if a == b:
                 found[3 * source + i].append((3 * destination + i, -1, 0.0, nothing))
                 continue
@@ -121,7 +147,8 @@ class Work:
             found[3 * source + i].append(
                 (3 * destination + i, slots.setdefault((a, b), len(slots)), link.latency, wire)
             )
-        return [tuple(row) for row in found]
+        both = [[feed for feed in found[3 * s + 1] if feed[0] != 3 * s + 2] for s in range(len(self.placement))]
+        return [tuple(row) for row in found + both]
 
     @cached_property
     def slots(self) -> int:
@@ -132,21 +159,25 @@ class Work:
     def needs(self) -> list[int]:
         """[lane]: how many feeds an action waits for."""
         count = [0] * (3 * len(self.pipeline.stages))
-        for row in self.feeds:
+        for row in self.feeds[: self.size]:
             for feed in row:
                 count[feed[0]] += 1
         return count
 
 
 def actions(work: Work, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
-    """The F, B and W of each rank, in order."""
+    """The F, B, W and BW of each rank, in order."""
     result = []
     for order in orders:
         count = dict.fromkeys(work.lanes, 0)
         row = []
-        for lane in order:
-            row.append(Action(KINDS[lane % 3], lane // 3, work.sequence[count[lane]]))  # type: ignore[arg-type]
+        for entry in order:
+            lane = work.lane_of[entry]
+            mb = work.sequence[count[lane]]
             count[lane] += 1
+            if entry != lane:
+                count[lane + 1] += 1
+            row.append(Action("BW" if entry != lane else KINDS[lane % 3], lane // 3, mb))
         result.append(row)
     return result
 

@@ -1,0 +1,139 @@
+"""Which B's and W's run as one: BW holds what W needs of one region at a time, B alone lets its gradient go earlier.
+
+Terms: see work.py. A B whose W is the next action of its rank can be fused with it: the rank does the same in the same
+time, holds less in between, and sends the gradient when W is done, too.
+
+    joined(work, order) -> order            every such B fused, unless BW would hold more than B and W do
+    settled(work, order, room) -> order     only those that have to be, to keep to the room; None if that is not enough
+    settled_all(work, orders, room)         the same for all ranks
+    hastened(work, orders, seconds, room)   settled orders of a greedy rule, and their makespan
+    spared(work, orders) -> orders          those too that nobody waits for
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from csc.planning.schedules.replay import makespan, start_times
+from csc.planning.schedules.work import Work
+
+
+def joined(work: Work, order: Sequence[int]) -> list[int]:
+    """The order of a rank with every B fused whose W is the next action, unless BW would hold more than the two."""
+    return [work.fused(entry // 3) if paired else entry for entry, _, paired in _steps(work, order)]
+
+
+def _steps(work: Work, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+    """(entry, position, whether it is a B to be fused with the W behind it, which then has no step)."""
+    head = [0] * work.size
+    skip = False
+    for entry, behind in zip(order, [*order[1:], -1]):
+        lane = work.lane_of[entry]
+        k = head[lane]
+        head[lane] = k + 1
+        if entry != lane:
+            head[lane + 1] = k + 1
+        paired = entry == lane and entry % 3 == 1 and behind == entry + 1 and head[behind] == k
+        paired = paired and work.moment[entry // 3][k] <= max(0.0, work.growth[entry][k])
+        if not skip:
+            yield entry, k, paired
+        skip = paired
+
+
+def settled(work: Work, order: Sequence[int], room: float) -> list[int] | None:
+    """The order of a rank, of whose B's with their W right behind them only those are fused for which what all their
+    regions keep does not fit into the room, by what is alive there. None if an action does not fit either way.
+
+    It is the fastest choice for this order: to divide a BW delays nothing, and lets its gradient leave earlier.
+    """
+    growth, moment, lane_of, size = work.growth, work.moment, work.lane_of, work.size
+    limit = room * (1 + 1e-9)
+    head = [0] * size
+    alive = 0.0
+    found: list[int] = []
+    i, count = 0, len(order)
+    while i < count:
+        entry = order[i]
+        i += 1
+        lane = lane_of[entry]
+        k = head[lane]
+        head[lane] = k + 1
+        grown = alive + growth[lane][k]
+        if lane % 3 != 1:
+            if grown > limit:
+                return None
+            alive = grown
+            found.append(entry)
+            continue
+        weight = lane + 1
+        paired = head[weight] == k and (entry != lane or (i < count and order[i] == weight))
+        if paired:
+            i += entry == lane
+            head[weight] = k + 1
+            if grown <= limit:
+                found += (lane, weight)
+            elif alive + moment[lane // 3][k] <= limit:
+                found.append(size + lane // 3)
+            else:
+                return None
+            alive += growth[size + lane // 3][k]
+        elif entry != lane or grown > limit:
+            return None
+        else:
+            alive = grown
+            found.append(lane)
+    return found
+
+
+def settled_all(work: Work, orders: Sequence[Sequence[int]], room: Sequence[float] | None) -> list[list[int]] | None:
+    """The orders of all ranks, settled; None if one of them does not fit. room: bytes by rank, None for no limit."""
+    found = []
+    for rank, order in enumerate(orders):
+        new = settled(work, order, math.inf if room is None else room[rank])
+        if new is None:
+            return None
+        found.append(new)
+    return found
+
+
+def hastened(
+    work: Work, orders: list[list[int]], seconds: float, room: Sequence[float] | None
+) -> tuple[list[list[int]], float]:
+    """The orders, which take `seconds` and fit, with those BW's divided that need not be one; and their makespan."""
+    if not any(entry >= work.size for order in orders for entry in order):
+        return orders, seconds
+    found = settled_all(work, orders, room)
+    return (orders, seconds) if found is None else (found, makespan(work, found))
+
+
+def spared(work: Work, orders: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The orders with those B's fused, too, whose gradient comes early enough when W is done: less is held, and the
+    makespan is the same.
+    """
+    best = [list(order) for order in orders]
+    least = makespan(work, best) * (1 + 1e-12)
+    for rank in range(len(best)):
+        starts = start_times(work, best)
+        assert starts is not None
+        tried = [*best[:rank], _spared(work, best[rank], starts), *best[rank + 1 :]]
+        if tried[rank] != best[rank] and makespan(work, tried) <= least:
+            best = tried
+    return best
+
+
+def _spared(work: Work, order: Sequence[int], starts: Sequence[Sequence[float]]) -> list[int]:
+    """The order of a rank with those B's fused that feed nobody before their W is done."""
+    found: list[int] = []
+    for entry, k, paired in _steps(work, order):
+        if not paired:
+            found.append(entry)
+            continue
+        fused = work.fused(entry // 3)
+        end = starts[entry + 1][k] + work.seconds[entry + 1][k]
+        awaited = any(
+            end + (latency + wire[k] if slot >= 0 else 0.0) > starts[fed][k] * (1 + 1e-12)
+            for fed, slot, latency, wire in work.feeds[fused]
+        )
+        found += [entry, entry + 1] if awaited else [fused]
+    return found
