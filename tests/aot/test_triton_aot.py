@@ -61,6 +61,16 @@ def test_all_resources(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("architecture", list(SHARED_BYTES))
+def test_many_rules_fit(architecture: str, head_dim: int) -> None:
+    """Rows of rules are buffered beside K and V: five rules with kinds may spill, but have to fit."""
+    for case in cases(architecture, head_dim, 5, True):
+        found = build(case)
+        assert found.shared <= SHARED_BYTES[architecture], (case, found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [16, 36, 72, 96])
 @pytest.mark.parametrize("architecture", list(SHARED_BYTES))
 def test_other_head_dims(architecture: str, head_dim: int) -> None:
