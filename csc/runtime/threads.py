@@ -65,14 +65,21 @@ class Turns:
 
 
 def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dict[int, Any]:
-    """Run the ranks' generators to their ends, each in a thread. Raises what the first one to fail raised."""
+    """Run the ranks' generators to their ends, each in a thread. Raises what the first one to fail raised.
+
+    No thread outlives the call, whatever ends it, and the same turns can be taken again.
+    """
     results: dict[int, Any] = {}
     turns.running, turns.failure = len(runs), None
+    turns.waits.clear()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
 
     def drive(rank: int, run: Generator[str, None, Any]) -> None:
         with turns.condition, torch.no_grad():
             try:
-                while True:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)
+                while turns.failure is None:
                     turns.wait(next(run))
             except StopIteration as end:
                 results[rank] = end.value
@@ -81,12 +88,21 @@ def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dic
                 pass
             except BaseException as error:
                 turns.fail(error)
+            finally:
+                run.close()
 
     threads = [threading.Thread(target=drive, args=item, name=f"rank {item[0]}", daemon=True) for item in runs.items()]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    if turns.failure is not None:
-        raise turns.failure
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as interruption:  # from the keyboard: the ranks stop where they wait next
+        with turns.condition:
+            turns.fail(interruption)
+        for thread in threads:
+            thread.join()
+    failure, turns.failure = turns.failure, None  # it holds on to what its frames hold
+    if failure is not None:
+        raise failure
     return results
