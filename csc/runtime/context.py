@@ -23,7 +23,7 @@ from csc.kernels.layout import exact, heads_last
 from csc.kernels.mask import Mask
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextSpec
-from csc.runtime.spread import Part, Spread, part, spread
+from csc.runtime.spread import Part, Spread, parts, spread
 from csc.runtime.transport import Endpoint
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -112,11 +112,8 @@ class Plan:
         """(own, foreign) keys of a mask; made when first asked for, the same for all layers."""
         blocks = kernels.blocks(self._device, q.shape[-1], q.dtype)
         if (mask, blocks) not in self._parts:
-            where, me = self._spread, self._piece
-            foreign = torch.cat([where.held(mask, me, r) for r in range(self._spec.ranks) if r != me]).sort().values
-            self._parts[mask, blocks] = tuple(  # type: ignore[assignment]
-                part(self._masks[mask], keys, where.tokens[me], self._spec.share, blocks, self._device)
-                for keys in (where.held(mask, me, me), foreign)
+            self._parts[mask, blocks] = parts(
+                self._masks[mask], self._spread, mask, self._piece, self._spec.share, blocks, self._device
             )
         return self._parts[mask, blocks]
 

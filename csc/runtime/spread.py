@@ -4,8 +4,8 @@ Terms
   slot     a place in a rank's tensors; slots beyond the rank's tokens are padding
   part     keys that a rank's queries see: its own, or those that come from the other ranks (foreign)
 
-    spread(spec, masks, ranks) -> Spread       the same on every rank of the group, from the same batch
-    part(mask, spread, keys, rank, blocks) -> Part | None
+    spread(spec, masks) -> Spread              the same on every rank of the group, from the same batch
+    parts(mask, spread, number, rank, share, blocks, device) -> (own, foreign): a Part each, or None
 
 A plan is made for one mask or several (layers may differ), for all samples of the microbatch together.
 """
@@ -79,7 +79,22 @@ class Part:
     form: Form
 
 
-def part(
+def parts(
+    mask: Mask, where: Spread, number: int, rank: int, share: int, blocks: tuple[int, int], device: torch.device
+) -> tuple[Part | None, Part | None]:
+    """(own, foreign) keys of a rank's queries under the mask of this number; None for a part that none of them sees.
+
+    mask: of the whole sequence, on the CPU. share: slots of a rank. blocks: see csc.kernels.attention.blocks.
+    """
+    own = where.tokens[rank]
+    lent = [where.held(number, rank, owner) for owner in range(len(where.tokens)) if owner != rank]
+    foreign = torch.cat(lent).sort().values
+    return tuple(  # type: ignore[return-value]
+        _part(mask, keys, own, share, blocks, device) for keys in (where.held(number, rank, rank), foreign)
+    )
+
+
+def _part(
     mask: Mask, keys: torch.Tensor, own: torch.Tensor, share: int, blocks: tuple[int, int], device: torch.device
 ) -> Part | None:
     """The mask between a rank's tokens `own` (then padding up to `share`) and some keys; None if there are none.

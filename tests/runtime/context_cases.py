@@ -1,0 +1,76 @@
+"""Random spreads of sequences with random masks, and ranks that run in one process without a compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from csc.kernels.mask import Mask
+from hypothesis import strategies as st
+
+from csc.ir.mesh import Mesh
+from csc.runtime.program import LoadedProgram
+from csc.runtime.rank import Rank
+from csc.runtime.specs import ContextMaskSpec, ContextSpec
+from csc.runtime.threads import together
+from csc.runtime.transport import InProcess
+from tests.kernels.masks import masks
+
+
+def spec_of(tokens: int, ranks: int, block: int, count: int = 1, block_seconds: float = 1e-6) -> ContextSpec:
+    """Sizes as pass `context` makes them, for `count` masks."""
+    share = -(-(-(-tokens // block)) // ranks) * block
+    return ContextSpec(
+        ranks, tokens, block, share, 1e-6, block_seconds, tuple(ContextMaskSpec(2) for _ in range(count))
+    )
+
+
+def square(mask: Mask, tokens: int) -> Mask:
+    """The first `tokens` queries and keys."""
+    admits = None if mask.admits is None else mask.admits[:, :, :tokens].contiguous()
+    kinds = None if mask.kinds is None else mask.kinds[:, :tokens].contiguous()
+    return Mask(mask.ranges[:, :, :tokens].clamp(max=tokens).contiguous(), admits, kinds, tokens)
+
+
+@st.composite
+def spreads(draw: st.DrawFn, most: int = 48) -> tuple[ContextSpec, list[Mask]]:
+    """One or two masks over one sequence, for two to five ranks; communication may be dear or cheap."""
+    drawn = [draw(masks(most=most)) for _ in range(draw(st.integers(1, 2)))]
+    tokens = min(min(mask.queries, mask.keys) for mask in drawn)
+    tokens = max(tokens, draw(st.integers(2, most)))
+    drawn = [_longer(mask, tokens) for mask in drawn]
+    ranks = draw(st.integers(2, min(5, tokens)))
+    block = draw(st.integers(1, max(1, tokens // ranks)).filter(lambda size: -(-tokens // size) >= ranks))
+    return spec_of(tokens, ranks, block, len(drawn), draw(st.sampled_from([1e-9, 1e-4]))), drawn
+
+
+def _longer(mask: Mask, tokens: int) -> Mask:
+    """Repeat queries and keys up to `tokens`, then cut."""
+    queries, keys = (torch.arange(tokens) % count for count in (mask.queries, mask.keys))
+    admits = None if mask.admits is None else mask.admits[:, :, queries]
+    kinds = None if mask.kinds is None else mask.kinds[:, keys]
+    ranges = (mask.ranges[:, :, queries].long() * tokens // mask.keys).to(torch.int32)
+    return square(Mask(ranges, admits, kinds, tokens), tokens)
+
+
+def ranks_of(spec: ContextSpec) -> tuple[list[Rank], InProcess]:
+    """The ranks of a context-parallel group in this process, as far as attention needs them."""
+    program = cast(LoadedProgram, SimpleNamespace(manifest=SimpleNamespace(mesh=Mesh(cp=spec.ranks), context=spec)))
+    transport = InProcess(program)
+    cpu = torch.device("cpu")
+    return [Rank(program, r, {}, transport.endpoint(r), {}, cpu) for r in range(spec.ranks)], transport
+
+
+def on_ranks(transport: InProcess, work: Callable[[int], Any]) -> list[Any]:
+    """work(rank) of all ranks, which take turns as in a step; what they return, by rank."""
+
+    def run(rank: int) -> Generator[str, None, Any]:
+        yield from ()
+        return work(rank)
+
+    assert transport.turns is not None
+    transport.begin_step()
+    found: Mapping[int, Any] = together({rank: run(rank) for rank in transport.ranks}, transport.turns)
+    return [found[rank] for rank in transport.ranks]

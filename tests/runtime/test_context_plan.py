@@ -1,0 +1,116 @@
+"""Attention over the ranks of a group equals dense attention over the whole sequence, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from context_cases import on_ranks, ranks_of, spec_of, spreads
+from csc.kernels import attention as kernels
+from csc.kernels.mask import Mask
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from csc.runtime.context import Plan
+from csc.runtime.specs import ContextSpec
+from csc.runtime.spread import spread
+from tests.kernels import dense
+
+SCALE = 0.3
+NAMES = ("out", "lse", "dq", "dk", "dv")
+Tensors = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> object:
+    """Short sequences have several tiles, some of them empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "CPU_BLOCKS", (8, 4))
+        yield
+
+
+def inputs(batch: int, heads: tuple[int, int], tokens: int, seed: int = 0, width: int = 8) -> Tensors:
+    """q, k, v, d_out of a whole sequence as head-transposed views, as models have them."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, tokens, count, width, generator=generator, dtype=torch.float64).transpose(1, 2)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+
+
+def shares(plan: Plan, whole: torch.Tensor) -> torch.Tensor:
+    """What a rank holds: its tokens; something else in the slots without one."""
+    share = whole.index_select(2, plan.tokens).transpose(1, 2).contiguous().transpose(1, 2)
+    share[:, :, ~plan.real] = 7.0
+    return share
+
+
+def check(spec: ContextSpec, masks: Sequence[Mask], heads: tuple[int, int], batch: int, softcap: float) -> None:
+    """Both passes of every mask, on all ranks; a second layer of the same mask finds what the first has planned."""
+    ranks, transport = ranks_of(spec)
+    where = spread(spec, masks)
+    plans = [Plan(spec, masks, where, rank) for rank in ranks]
+    layers = [(number, seed) for seed in range(2) for number in range(len(masks))]
+    wholes = {layer: inputs(batch, heads, spec.tokens, seed=layer[1]) for layer in layers}
+
+    def work(rank: int) -> list[Tensors]:
+        plan, done = plans[rank], []
+        for layer in layers:
+            q, k, v, d_out = (shares(plan, whole) for whole in wholes[layer])
+            done.append((layer, q, k, v, d_out, *plan.attention(q, k, v, layer[0], SCALE, softcap)))
+        results: list[Tensors] = []
+        for layer, q, k, v, d_out, out, lse in reversed(done):
+            gradients = plan.attention_backward(d_out, q, k, v, out, lse, layer[0], SCALE, softcap)
+            results.append((out, lse, *gradients))
+        return results[::-1]
+
+    found = on_ranks(transport, work)
+    for place, layer in enumerate(layers):
+        q, k, v, d_out = wholes[layer]
+        expected = dense.results(q, k, v, masks[layer[0]], SCALE, softcap, d_out)
+        whole = [torch.full_like(one, float("nan")) for one in expected]
+        for plan, results in zip(plans, found):
+            own, real = plan.tokens[plan.real], plan.real
+            for total, share in zip(whole, results[place]):
+                total[:, :, own] = share[:, :, real]
+            out, lse, *gradients = (share[:, :, ~real] for share in results[place])
+            assert not out.any() and bool((lse == -float("inf")).all())
+            assert not any(one.any() for one in gradients)
+        for name, one, other in zip(NAMES, whole, expected):
+            assert torch.equal(one.isinf(), other.isinf()), name
+            error = float((one.nan_to_num(nan=1e9, neginf=0) - other.nan_to_num(neginf=0)).abs().max())
+            assert error <= 1e-10, f"{name} of {layer}: {error:.1e}"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spreads(), st.sampled_from([(2, 2), (4, 2), (4, 1)]), st.sampled_from([0.0, 5.0]), st.integers(1, 2))
+def test_any_mask_on_any_ranks(
+    drawn: tuple[ContextSpec, list[Mask]], heads: tuple[int, int], softcap: float, samples: int
+) -> None:
+    spec, masks = drawn
+    check(spec, masks, heads, max(samples, *(mask.batch for mask in masks)), softcap)
+
+
+def causal(tokens: int) -> Mask:
+    hi = torch.arange(1, tokens + 1)
+    return Mask(torch.stack([torch.zeros_like(hi), hi], -1).to(torch.int32)[None, None], None, None, tokens)
+
+
+def test_rows_that_see_nothing_and_keys_that_nobody_sees() -> None:
+    ranges = causal(30).ranges.clone()
+    ranges[:, :, 5:17] = 0
+    kinds = torch.ones(1, 30, dtype=torch.int64)
+    kinds[:, :7] = 0
+    mask = Mask(ranges, torch.ones(1, 1, 30, dtype=torch.int64), kinds, 30)
+    check(spec_of(30, 3, 2), [mask, causal(30)], (4, 2), 2, 0.0)
+
+
+def test_ranks_that_need_nothing_from_others() -> None:
+    start = torch.arange(36) // 12 * 12
+    mask = Mask(torch.stack([start, start + 12], -1).to(torch.int32)[None, None], None, None, 36)
+    check(spec_of(36, 3, 3, block_seconds=1e-3), [mask], (4, 2), 1, 0.0)
+
+
+def test_a_mask_that_hides_everything() -> None:
+    check(spec_of(12, 2, 1), [Mask(torch.zeros(1, 1, 12, 2, dtype=torch.int32), None, None, 12)], (2, 2), 1, 0.0)

@@ -1,0 +1,72 @@
+"""Every token is on one rank, and every visible pair of a query and a key is computed once, by one part of one rank."""
+
+from __future__ import annotations
+
+import torch
+from context_cases import spec_of, spreads
+from csc.kernels import packing
+from csc.kernels.mask import Mask
+from hypothesis import given, settings
+
+from csc.runtime.specs import ContextSpec
+from csc.runtime.spread import Part, parts, spread
+
+BLOCKS = (8, 4)
+CPU = torch.device("cpu")
+
+
+def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
+    """int [B, tokens, tokens]: 1 where the part computes a pair; slots without a token see nothing."""
+    local, _ = packing.unpack(one.packed, one.form)
+    assert local.queries == spec.share and local.keys == len(one.keys)
+    seen = local.dense()
+    assert not seen[:, len(own) :].any()
+    table = torch.zeros(len(seen), spec.tokens, spec.tokens, dtype=torch.int64)
+    table[:, own[:, None], one.keys[None, :]] = seen[:, : len(own)].long()
+    return table
+
+
+@settings(max_examples=200, deadline=None)
+@given(spreads())
+def test_every_visible_pair_is_computed_once(drawn: tuple[ContextSpec, list[Mask]]) -> None:
+    spec, masks = drawn
+    where = spread(spec, masks)
+    assert torch.cat(where.tokens).sort().values.tolist() == list(range(spec.tokens))
+    assert all(0 < len(own) <= spec.share and bool((own.diff() > 0).all()) for own in where.tokens)
+    for number, mask in enumerate(masks):
+        total = torch.zeros(mask.batch, spec.tokens, spec.tokens, dtype=torch.int64)
+        for rank, own in enumerate(where.tokens):
+            mine, foreign = parts(mask, where, number, rank, spec.share, BLOCKS, CPU)
+            if mine is not None:
+                assert torch.isin(mine.keys, own).all()
+                total += pairs(mine, spec, own)
+            if foreign is not None:
+                assert not torch.isin(foreign.keys, own).any()
+                total += pairs(foreign, spec, own)
+        assert torch.equal(total, mask.dense().long())
+
+
+@settings(max_examples=100, deadline=None)
+@given(spreads())
+def test_a_rank_gets_the_blocks_that_it_sees_and_no_other(drawn: tuple[ContextSpec, list[Mask]]) -> None:
+    spec, masks = drawn
+    where = spread(spec, masks)
+    for number, mask in enumerate(masks):
+        seen = mask.dense().any(0)
+        for rank, own in enumerate(where.tokens):
+            held = [where.held(number, rank, owner) for owner in range(spec.ranks)]
+            for owner, keys in enumerate(held):
+                assert torch.isin(keys, where.tokens[owner]).all() and bool((keys.diff() > 0).all())
+            blocks = (seen[own].any(0).nonzero().flatten() // spec.block).unique()
+            assert torch.equal((torch.cat(held) // spec.block).unique(), blocks)
+
+
+def test_ranks_without_foreign_keys() -> None:
+    """Two documents on two ranks: nothing has to move, and links that cost make the plan see it."""
+    start = torch.arange(32) // 16 * 16
+    ranges = torch.stack([start, start + 16], -1).to(torch.int32)[None, None]
+    spec = spec_of(32, 2, 4, block_seconds=1e-3)
+    mask = Mask(ranges, None, None, 32)
+    where = spread(spec, [mask])
+    assert len(where.held(0, 0, 1)) == len(where.held(0, 1, 0)) == 0
+    assert all(parts(mask, where, 0, rank, spec.share, BLOCKS, CPU)[1] is None for rank in range(2))
