@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -84,32 +85,60 @@ def _sizes(tokens: int, ranks: int) -> Sizes:
 
 
 class _Dims:
-    """Which dimensions of a value count tokens: those that change when the labels' sequence is one token longer."""
+    """Which dimensions of a value count tokens: those that change with the length of the labels' sequence."""
 
     def __init__(self, program: Program, labels: fx.Node, options: Options) -> None:
         assert program.symbolic is not None
         given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(program.symbolic)
                  if n.meta["role"][0] == "input"}  # fmt: skip
         sources = [n.meta["role"][1] for n in g.ancestors([labels]) if n.meta.get("role", ("",))[0] == "input"]
-        symbols = {str(given[item.name].shape[dim]) for item in program.inputs for dim in item.dynamic
-                   if item.name in sources}  # fmt: skip
-        if len(symbols) != 1:
+        own = {(str(given[item.name].shape[dim]), item.shape[dim]) for item in program.inputs for dim in item.dynamic
+               if item.name in sources}  # fmt: skip
+        if len(own) != 1:
             raise InputError(
-                f"the labels have {len(symbols)} dimensions whose size may change, one is needed to spread tokens",
+                f"the labels have {len(own)} dimensions whose size may change, one is needed to spread tokens",
                 "labels",
                 "leave cp at 1",
             )
-        longer = tuple(
-            replace(item, shape=tuple(
-                size + (str(given[item.name].shape[dim]) in symbols) for dim, size in enumerate(item.shape)
-            )) for item in program.inputs
-        )  # fmt: skip
-        again = lowered(replace(program, inputs=longer, notes=()), program.symbolic, program.fake_mode)
-        other = {node.name: node for node in attention(again, options).graph.nodes}
+        ((symbol, size),) = own
+        by_symbol, by_size = (
+            {(item.name, dim) for item in program.inputs for dim in item.dynamic if same(item, dim)}
+            for same in (
+                lambda item, dim: str(given[item.name].shape[dim]) == symbol,
+                lambda item, dim: item.shape[dim] == size,
+            )
+        )
+        other = self._longer(program, [by_symbol, by_size], options)
         self._dims = {
             node.name: self._differing(node, other[node.name]) if node.name in other else ()
             for node in program.graph.nodes
         }
+
+    @staticmethod
+    def _longer(program: Program, lengths: list[set[tuple[str, int]]], options: Options) -> dict[str, fx.Node]:
+        """The nodes by name, lowered for a sequence of another length: one token more, or twice as many for a model
+        that wants its length to be a multiple of something.
+
+        lengths: dimensions of inputs that may be that length; the first ones that the model can be lowered with.
+        """
+        assert program.symbolic is not None
+        for changing, longer in product(lengths, (lambda size: size + 1, lambda size: 2 * size)):
+            inputs = tuple(
+                replace(item, shape=tuple(
+                    longer(size) if (item.name, dim) in changing else size for dim, size in enumerate(item.shape)
+                )) for item in program.inputs
+            )  # fmt: skip
+            try:
+                again = lowered(replace(program, inputs=inputs, notes=()), program.symbolic, program.fake_mode)
+            except InputError as error:
+                refused = error
+                continue
+            return {node.name: node for node in attention(again, options).graph.nodes}
+        raise InputError(
+            f"the model takes sequences of this length only, so csc cannot spread them ({refused.what})",
+            refused.where,
+            "leave cp at 1, or take lengths from the shapes of tensors",
+        )
 
     @staticmethod
     def _differing(node: fx.Node, other: fx.Node) -> tuple[int, ...]:

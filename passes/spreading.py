@@ -94,7 +94,8 @@ class Spreading:
         with self.program.fake_mode:
             tokens = torch.empty(self.sizes.share, dtype=torch.int64, device=loss.meta["val"].device)
             real = torch.empty_like(tokens, dtype=torch.bool)
-        values = {"tokens": tokens, "real": real, "plan": tokens}
+            plan = torch.empty_like(tokens)  # its own: tracing takes one tensor for one input
+        values = {"tokens": tokens, "real": real, "plan": plan}
         self.own = {name: g.add_placeholder(self.new, name, val, ("context", name)) for name, val in values.items()}
 
     # local calls
@@ -300,9 +301,9 @@ class Spreading:
         if node in self.labels:
             shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
             real = self._call(node, aten.view.default, self.own["real"], shape)
-            taken = self._call(
-                node, aten.where.self, real, taken, self._call(node, aten.full_like.default, taken, fill)
-            )
+            none = self._call(node, aten.full_like.default, taken, fill)
+            taken = self._call(node, aten.where.self, real, taken, none)
+            taken.meta["hint"] = "labels"
         return taken
 
     # what the masks are made of

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tests.models import packed
 from tests.models.hf import llava, llava_batch, valm, valm_batch, whisper_batch, whisper_llama
 from tests.models.plain import plain, plain_batch
 
@@ -16,6 +17,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "whisper": whisper_llama,
     "plain": plain,
     "valm": valm,
+    "llava_long": llava,
+    "plain_long": plain,
+    "packed": packed.llama,
 }
 BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "llava": llava_batch,
@@ -23,4 +27,7 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "whisper": whisper_batch,
     "plain": plain_batch,
     "valm": valm_batch,
+    "llava_long": lambda samples: llava_batch(samples, length=57),
+    "plain_long": lambda samples: plain_batch(samples, length=30),
+    "packed": lambda samples: packed.batch(samples, length=200),
 }

@@ -1,0 +1,209 @@
+"""Context parallelism: tokens on several ranks, the loss and every gradient of eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.verification import verify
+from tests.models import hf, packed, plain
+
+FLOAT32 = 1e-5  # what is promised; 1.3e-6 is the most that was seen
+
+Batch = dict[str, torch.Tensor]
+
+
+def check(model: nn.Module, batch: Batch, gradients: int, **options: Any) -> csc.CompiledModel:
+    compiled = csc.compile(model, example=batch, **options)
+    result = verify(compiled)
+    assert result.params_missing == ()
+    assert result.params_unexpected == ()
+    assert result.params_checked == gradients
+    assert result.loss_rel <= FLOAT32
+    assert result.grad_rel_max <= FLOAT32
+    return compiled
+
+
+# Lengths that no block divides, and more than one block of 128.
+@pytest.mark.parametrize(("length", "mesh"), [(57, "cp=2"), (57, "cp=4"), (600, "cp=4"), (1000, "cp=2")])
+def test_llava(length: int, mesh: str) -> None:
+    check(hf.llava(), hf.llava_batch(length=length), 80, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "freeze", [["vision_tower"], ["vision_tower", "language_model"]], ids=["encoder", "projector only"]
+)
+def test_llava_with_stages_and_frozen_parts(freeze: list[str]) -> None:
+    check(hf.llava(), hf.llava_batch(length=57), 43 if len(freeze) == 1 else 4, mesh="cp=2,pp=2", freeze=freeze)
+
+
+def test_llava_with_replicas_and_microbatches() -> None:
+    check(hf.llava(tied=True), hf.llava_batch(samples=4, length=57), 79, mesh="cp=2,dp=2", microbatches=2)
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=4,pp=2"])
+def test_plain_model_with_skips_into_the_middle(mesh: str) -> None:
+    """DeepStack adds to a slice of the sequence and concatenates; labels are shifted by slicing; weights are tied."""
+    check(plain.plain(), plain.plain_batch(length=30), 164, mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,pp=2"])
+def test_packed_documents(mesh: str) -> None:
+    check(packed.llama(), packed.batch(length=200), 30, mesh=mesh)
+
+
+def test_speech_in_front_of_text() -> None:
+    check(hf.whisper_llama(), hf.whisper_batch(length=40), 59, mesh="cp=2,pp=2")
+
+
+def test_full_and_sliding_layers() -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=12, vocab_size=100, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    batch = hf.llava_batch(length=57)
+    del batch["pixel_values"]
+    compiled = check(Gemma3ForCausalLM(config), batch, 41, mesh="cp=2")
+    assert [mask.layers for mask in compiled.program.context.masks] == [2, 1]
+
+
+def test_what_a_rank_file_says(tmp_path: Any) -> None:
+    """Layers call the plan; embeddings, positions and labels are dispatched; no dense mask is made."""
+    compiled = csc.compile(hf.llava(), example=hf.llava_batch(length=57), mesh="cp=2,pp=2")
+    compiled.write(tmp_path)
+    layer = (tmp_path / "layers/llama_decoder_layer.py").read_text()
+    assert "plan.attention(" in layer and "plan.attention_backward(" in layer and "mask=0" in layer
+    assert "[2, 32, 48]" in layer and "57" not in layer.split('"""')[2]
+    tables = (tmp_path / "layers/tables.py").read_text()
+    assert 'batch["context"].tokens' in tables and "def visibility(batch, constants):" in tables
+    assert "57, 57" not in tables
+
+
+def test_labels_are_shifted_before_they_are_spread() -> None:
+    """The fault of splitting labels first shows on data with structure: the order of the two is in the graph."""
+    compiled = csc.compile(hf.llava(), example=hf.llava_batch(length=57), mesh="cp=2")
+    shared = compiled.program.shared
+    labels = dict(zip(shared.output_node().meta["names"], g.outputs(shared)))["labels"]
+    names = [g.op_name(node) for node in g.subgraph_nodes(shared, g.ancestors([labels])) if node.op == "call_function"]
+    assert names.index("aten::pad") < names.index("aten::index_select")
+
+
+class Mixing(nn.Module):
+    """A language model of two layers, with something of the test's own between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(plain_layer() for _ in range(2))
+        self.head = nn.Linear(16, 50)
+        self.between = between
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](self.embed(ids))
+        hidden = self.layers[1](self.between(hidden))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class plain_layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+        return hidden + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def mixing(between: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    ids = torch.arange(40).expand(2, -1) % 50
+    return Mixing(between), {"ids": ids, "labels": (ids + 1) % 50}
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda x: x - x.mean(1, keepdim=True), "aten::mean works along the tokens"),
+        (lambda x: x + x.roll(1, 1), "aten::roll is an operation of which csc does not know"),
+        (lambda x: x.cumsum(1), "aten::cumsum works along the tokens"),
+        (lambda x: torch.softmax(x, 1), "softmax works along the tokens"),
+        (lambda x: (x @ x.transpose(1, 2)) @ x, "multiplies tokens with tokens"),
+        (lambda x: x.reshape(2, -1, 32).tanh().reshape(2, -1, 16), "joins or cuts neighbouring tokens"),
+        (lambda x: torch.cat([x[:, 20:], x[:, :20]], 1), "moves tokens to other places"),
+        (lambda x: torch.cat([x[:, :1], x[:, 1:] - x[:, :-1]], 1), "combines tokens of different places"),
+        (lambda x: x.repeat_interleave(2, 1)[:, ::2], "aten::repeat_interleave works along"),
+        (lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1), "takes some of the tokens in steps"),
+    ],
+)  # fmt: skip
+def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) -> None:
+    model, batch = mixing(between)
+    with pytest.raises(InputError) as caught:
+        csc.compile(model, example=batch, mesh="cp=2")
+    text = str(caught.value)
+    assert why in text and "cp=2" in text and "test_context.py" in text and "leave cp at 1" in text
+    assert verify(csc.compile(model, example=batch)).grad_rel_max <= FLOAT32  # without cp it is fine
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: torch.cat([x[:, :7] * 2, x[:, 7:30].tanh(), x[:, 30:]], 1),
+        lambda x: x.reshape(-1, 16).softmax(-1).reshape(2, -1, 16),
+        lambda x: F.layer_norm(x, (16,)) * x.mean(-1, keepdim=True),
+    ],
+)
+def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:
+    model, batch = mixing(between)
+    check(model, batch, 7, mesh="cp=2")
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
+    class Summed(Mixing):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers[1](self.layers[0](self.embed(ids)))).sum()
+
+    batch = mixing(lambda x: x)[1]
+    with pytest.raises(InputError, match="the loss must be a mean over labels"):
+        csc.compile(Summed(lambda x: x), example=batch, mesh="cp=2")
+
+
+def test_an_attention_that_cannot_be_read_is_named() -> None:
+    class Odd(plain_layer):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            place = torch.arange(hidden.shape[1])
+            mask = (place[:, None] + place[None]) % 2 == 0
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+            return hidden + F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    model, batch = mixing(lambda x: x)
+    model.layers = nn.ModuleList([plain_layer(), Odd()])
+    with pytest.raises(InputError, match=r"scaled_dot_product_attention .* keeps PyTorch's attention, .*remainder"):
+        csc.compile(model, example=batch, mesh="cp=2")
+    model.layers = nn.ModuleList([Odd(), Odd()])
+    with pytest.raises(InputError, match=r"no attention along the labels' tokens.*remainder"):
+        csc.compile(model, example=batch, mesh="cp=2")
+
+
+def test_layers_before_the_first_that_is_spread_see_the_whole_sequence() -> None:
+    model, batch = mixing(lambda x: x - x.mean(1, keepdim=True))
+    model.layers = nn.ModuleList([nn.Linear(16, 16), plain_layer()])
+    check(model, batch, 7, mesh="cp=2")
+
+
+def test_too_short_a_sequence_is_refused() -> None:
+    model, batch = mixing(lambda x: x)
+    short = {name: tensor[:, :3] for name, tensor in batch.items()}
+    with pytest.raises(InputError, match="3 tokens cannot be spread over cp=4"):
+        csc.compile(model, example=short, mesh="cp=4")
