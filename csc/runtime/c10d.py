@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from csc.ir.schedule import Action, Message
 from csc.runtime.agreement import agree, agree_on_weights
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import Manifest, MessageSpec
+from csc.runtime.spread import Recent
 from csc.runtime.transport import in_layout, laid_out, summed
 
 
@@ -67,11 +69,11 @@ class _Summing:
 
 @dataclass
 class _Exchanging:
-    """Tensors on their way between the ranks of a context-parallel group."""
+    """Rows on their way between the ranks of a context-parallel group. works: with the peer, if it is one."""
 
-    works: list[tuple[int, dist.Work]]
-    arriving: dict[int, torch.Tensor]
-    leaving: dict[int, torch.Tensor]
+    works: list[tuple[int | None, dist.Work]]
+    arriving: torch.Tensor
+    leaving: list[torch.Tensor]
     why: str
 
 
@@ -101,10 +103,11 @@ class Distributed:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
         everyone = list(range(size))
         wait = timedelta(seconds=timeout)
-        kinds = ("F", "B", "context") if manifest.context is not None else ("F", "B")
-        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in kinds}
+        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in ("F", "B")}
         self._sets = {ranks: dist.new_group(list(ranks), timeout=wait) for ranks in rank_sets(manifest)}
         self._at = manifest.mesh.coordinates(self.rank)
+        self._context = self._context_group(wait)
+        self.recent = Recent()
         self.begin_step()
 
     def endpoint(self, rank: int) -> Distributed:
@@ -181,24 +184,43 @@ class Distributed:
 
     # exchanges
 
-    def start_exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str
-    ) -> _Exchanging:
-        group = self._groups["context"]
-        buffers = {peer: torch.empty_like(tensor, device=self._wire) for peer, tensor in receives.items()}
-        works = [
-            (peer, self._guard(partial(dist.irecv, data, peer, group), why, peer)) for peer, data in buffers.items()
-        ]
-        leaving = {peer: tensor.contiguous().to(self._wire) for peer, tensor in sends.items()}
-        works += [
-            (peer, self._guard(partial(dist.isend, data, peer, group), why, peer)) for peer, data in leaving.items()
-        ]
-        return _Exchanging(works, buffers, leaving, why)
+    def _context_group(self, wait: timedelta) -> dist.ProcessGroup | None:
+        """The group of the ranks that share a sequence with this one; all ranks make all groups."""
+        mesh, own = self._manifest.mesh, None
+        if self._manifest.context is None:
+            return None
+        for d, p in product(range(mesh.dp), range(mesh.pp)):
+            ranks = [mesh.rank_of(dp=d, pp=p, cp=c) for c in range(mesh.cp)]
+            group = dist.new_group(ranks, timeout=wait)
+            own = group if self.rank in ranks else own
+        if self._pollable:  # NCCL: a first exchange among some members only would not be defined
+            met = torch.zeros(1, device=self._wire)
+            self._guard(lambda: dist.all_reduce(met, group=own), "the first meeting of a context-parallel group")
+        return own
 
-    def finish_exchange(self, ticket: _Exchanging) -> dict[int, torch.Tensor]:
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
+    ) -> _Exchanging:
+        """NCCL gets all operations at once: one after the other, two ranks could each wait in its receive."""
+        group = self._context
+        arriving = like.new_empty((sum(receives.values()), *like.shape[1:]), device=self._wire)
+        leaving = {peer: rows.contiguous().to(self._wire) for peer, rows in sends.items()}
+        pieces = zip(receives, arriving.split(list(receives.values())))
+        operations = [(dist.irecv, rows, peer) for peer, rows in pieces]
+        operations += [(dist.isend, rows, peer) for peer, rows in leaving.items()]
+        works: list[tuple[int | None, dist.Work]] = []
+        if self._pollable and operations:
+            batch = [dist.P2POp(call, rows, peer, group) for call, rows, peer in operations]
+            works = [(None, work) for work in self._guard(lambda: dist.batch_isend_irecv(batch), why)]
+        else:
+            for call, rows, peer in operations:
+                works.append((peer, self._guard(partial(call, rows, peer, group), why, peer)))
+        return _Exchanging(works, arriving, list(leaving.values()), why)
+
+    def finish_exchange(self, ticket: _Exchanging) -> torch.Tensor:
         for peer, work in ticket.works:
             self._guard(work.wait, ticket.why, peer)
-        return {peer: tensor.to(self._device) for peer, tensor in ticket.arriving.items()}
+        return ticket.arriving.to(self._device)
 
     # sums
 

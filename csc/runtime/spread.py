@@ -6,6 +6,9 @@ Terms
 
     spread(spec, masks) -> Spread              the same on every rank of the group, from the same batch
     parts(mask, spread, number, rank, share, blocks, device) -> (own, foreign): a Part each, or None
+    part(mask, keys, width, own, share, blocks, device) -> Part
+    forward(q, k, v, part, scale, softcap), backward(d_out, q, k, v, out, lse, part, scale, softcap)
+    Recent().of(spec, masks) -> Known          what was worked out for equal masks not long ago
 
 A plan is made for one mask or several (layers may differ), for all samples of the microbatch together.
 """
@@ -13,7 +16,8 @@ A plan is made for one mask or several (layers may differ), for all samples of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,42 +26,49 @@ from csc.kernels import packing
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
 from csc.kernels.tiles import counts
-from csc.planning.dispatch import EMPTY, FULL, PARTIAL, LayerMask, Rates, Workload, plan
+from csc.planning.dispatch import EMPTY, FULL, PARTIAL, Dispatch, LayerMask, Rates, Workload, plan
 from csc.runtime.specs import ContextSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spread:
     """tokens[r]: int64, the tokens of rank r, ascending. needs[m][r]: bool [blocks], the key blocks it needs of mask m.
 
-    owner: int [blocks], the rank of each block.
+    dispatch: which rank each block is on, and what that takes by the model.
     """
 
     block: int
     tokens: tuple[torch.Tensor, ...]
     needs: tuple[np.ndarray, ...]
-    owner: np.ndarray
+    dispatch: Dispatch
 
     def held(self, mask: int, rank: int, owner: int) -> torch.Tensor:
         """int64: the tokens of `owner` whose keys `rank` needs under a mask, ascending."""
-        wanted = torch.from_numpy(self.needs[mask][rank] & (self.owner == owner))
+        wanted = torch.from_numpy(self.needs[mask][rank] & (self.dispatch.ranks_of_blocks == owner))
         own = self.tokens[owner]
         return own[wanted[own // self.block]]
+
+    def collective(self, heads: int, kv_heads: int) -> str:
+        """The cheapest way by the model to bring queries and keys of so many heads together."""
+        prepared = self.dispatch.prepared
+        work = replace(prepared.workload, heads=heads, kv_heads=kv_heads)
+        return replace(self.dispatch, prepared=replace(prepared, workload=work)).collective
 
 
 def spread(spec: ContextSpec, masks: Sequence[Mask]) -> Spread:
     """Dispatch the blocks of a sequence so that the ranks' attention takes least time by the model."""
     tables = [_tiles(mask, spec) for mask in masks]
     layers = tuple(
-        LayerMask(tile, layers=float(kind.layers)) for kind, table in zip(spec.masks, tables) for tile in table
+        LayerMask(tile, layers=kind.layers / len(table)) for kind, table in zip(spec.masks, tables) for tile in table
     )
     rates = Rates(spec.tile_seconds, spec.block_seconds)
-    owner = plan(Workload(layers, spec.tokens, spec.block, spec.ranks, rates)).ranks_of_blocks
+    dispatch = plan(Workload(layers, spec.tokens, spec.block, spec.ranks, rates))
+    owner = dispatch.ranks_of_blocks
     tokens = torch.arange(spec.tokens)
     of_token = torch.from_numpy(owner)[tokens // spec.block]
     seen = [(table != EMPTY).any(0) for table in tables]
     needs = tuple(np.stack([one[owner == rank].any(0) for rank in range(spec.ranks)]) for one in seen)
-    return Spread(spec.block, tuple(tokens[of_token == rank] for rank in range(spec.ranks)), needs, owner)
+    return Spread(spec.block, tuple(tokens[of_token == rank] for rank in range(spec.ranks)), needs, dispatch)
 
 
 def _tiles(mask: Mask, spec: ContextSpec) -> np.ndarray:
@@ -70,48 +81,112 @@ def _tiles(mask: Mask, spec: ContextSpec) -> np.ndarray:
     return kinds.to(torch.int8).numpy()
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Masks, how their tokens are spread, and what each rank has planned for them (csc.runtime.context.Plan)."""
+
+    spec: ContextSpec
+    masks: tuple[Mask, ...]
+    spread: Spread
+    plans: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recent:
+    """The last few spreads: microbatches and steps often have equal masks. The ranks of a process share them."""
+
+    most: int = 8
+    known: list[Known] = field(default_factory=list)
+
+    def of(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known:
+        """How these masks' tokens are spread. Masks are compared element by element."""
+        found = next((one for one in self.known if one.spec == spec and _equal(one.masks, masks)), None)
+        if found is None:
+            kept = tuple(_copy(mask) for mask in masks)  # a caller may write the next batch into the same memory
+            found = Known(spec, kept, spread(spec, kept))
+            del self.known[: max(0, len(self.known) + 1 - self.most)]
+        else:
+            self.known.remove(found)
+        self.known.append(found)
+        return found
+
+
+def _tensors(mask: Mask) -> list[torch.Tensor]:
+    return [one for one in (mask.ranges, mask.admits, mask.kinds) if one is not None]
+
+
+def _equal(some: Sequence[Mask], others: Sequence[Mask]) -> bool:
+    pairs = [(_tensors(one), _tensors(other)) for one, other in zip(some, others, strict=True)]
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
+
+
+def _copy(mask: Mask) -> Mask:
+    admits, kinds = (None if one is None else one.clone() for one in (mask.admits, mask.kinds))
+    return Mask(mask.ranges.clone(), admits, kinds, mask.keys)
+
+
 @dataclass(frozen=True)
 class Part:
-    """One part of a rank's attention. packed: its mask over keys in ascending order; form: how it is packed."""
+    """One part of a rank's attention. keys: the tokens of its first slots of keys; packed, form: its mask."""
 
     keys: torch.Tensor
     packed: torch.Tensor
     form: Form
 
+    @property
+    def numbers(self) -> tuple[int, bool, int, int]:
+        """What csc::attention takes behind a packed mask."""
+        return self.form.rules, self.form.kinds, self.form.block_q, self.form.block_k
+
 
 def parts(
-    mask: Mask, where: Spread, number: int, rank: int, share: int, blocks: tuple[int, int], device: torch.device
-) -> tuple[Part | None, Part | None]:
-    """(own, foreign) keys of a rank's queries under the mask of this number; None for a part that none of them sees.
+    mask: Mask, where: Spread, number: int, rank: int, share: int, blocks: tuple[int, int], device: torch.device,
+    everything: bool = False,
+) -> tuple[Part | None, Part | None]:  # fmt: skip
+    """A rank's attention under the mask of this number, to its own keys as they are and to foreign ones in ascending
+    order; None for a part that none of its queries sees, unless `everything` is brought to all.
 
     mask: of the whole sequence, on the CPU. share: slots of a rank. blocks: see csc.kernels.attention.blocks.
     """
-    own = where.tokens[rank]
-    lent = [where.held(number, rank, owner) for owner in range(len(where.tokens)) if owner != rank]
+    own, others = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
+    lent = [where.tokens[owner] if everything else where.held(number, rank, owner) for owner in others]
     foreign = torch.cat(lent).sort().values
-    return tuple(  # type: ignore[return-value]
-        _part(mask, keys, own, share, blocks, device) for keys in (where.held(number, rank, rank), foreign)
+    sees_own = len(where.held(number, rank, rank)) > 0
+    return (
+        part(mask, own, share, own, share, blocks, device) if sees_own else None,
+        part(mask, foreign, len(foreign), own, share, blocks, device) if len(foreign) else None,
     )
 
 
-def _part(
-    mask: Mask, keys: torch.Tensor, own: torch.Tensor, share: int, blocks: tuple[int, int], device: torch.device
-) -> Part | None:
-    """The mask between a rank's tokens `own` (then padding up to `share`) and some keys; None if there are none.
-
-    mask: of the whole sequence, on the CPU. keys: their tokens, ascending, int64.
-    """
-    if not len(keys):
-        return None
+def part(
+    mask: Mask, keys: torch.Tensor, width: int, own: torch.Tensor, share: int, blocks: tuple[int, int],
+    device: torch.device,
+) -> Part:  # fmt: skip
+    """The mask between tokens `own`, then padding up to `share`, and tokens `keys`, then padding up to `width`."""
     rows = mask.ranges[:, :, own].long()
-    mapped = torch.searchsorted(keys, rows.contiguous()).to(torch.int32)
     ranges = torch.zeros(mask.batch, mask.rules, share, 2, dtype=torch.int32)
-    ranges[:, :, : len(own)] = mapped
+    ranges[:, :, : len(own)] = torch.searchsorted(keys, rows.contiguous())
     admits = kinds = None
     if mask.admits is not None and mask.kinds is not None:
         admits = torch.zeros(mask.batch, mask.rules, share, dtype=torch.int64)
         admits[:, :, : len(own)] = mask.admits[:, :, own]
-        kinds = mask.kinds[:, keys].contiguous()
-    local = Mask(ranges, admits, kinds, len(keys))
-    form = Form(mask.rules, kinds is not None, share, len(keys), *blocks)
+        kinds = torch.zeros(mask.batch, width, dtype=torch.int64)
+        kinds[:, : len(keys)] = mask.kinds[:, keys]
+    local = Mask(ranges, admits, kinds, width)
+    form = Form(mask.rules, kinds is not None, share, width, *blocks)
     return Part(keys, packing.pack(local, *blocks).to(device), form)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Part, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """csc::attention of a part."""
+    return torch.ops.csc.attention(q, k, v, one.packed, *one.numbers, scale, softcap)
+
+
+def backward(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    one: Part, scale: float, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """csc::attention_backward of a part; out and lse may be those of all parts together."""
+    return torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, one.packed, *one.numbers, scale, softcap)

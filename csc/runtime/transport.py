@@ -24,13 +24,18 @@ from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
+from csc.runtime.spread import Recent
 from csc.runtime.threads import Turns
 
 
 class Endpoint(Protocol):
-    """One rank's side. Everything is done in the order in which the rank asks for it."""
+    """One rank's side. Everything is done in the order in which the rank asks for it.
+
+    recent: how tokens of the last microbatches were spread over ranks.
+    """
 
     rank: int
+    recent: Recent
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         """Send a message's values. Never waits for the receiver."""
@@ -52,13 +57,17 @@ class Endpoint(Protocol):
     def finish_sum(self, ticket: Any) -> bool:
         """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
 
-    def start_exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str) -> Any:
-        """Send a tensor to each rank of `sends`, and announce one like each of `receives` from that rank. Both ends
-        know what they exchange. Returns a ticket.
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
+    ) -> Any:
+        """Send rows [n, ...] to each rank of `sends`, and announce so many rows, like those of `like`, from each of
+        `receives`; none has no rows. Both ends know what they exchange. Returns a ticket.
         """
 
-    def finish_exchange(self, ticket: Any) -> dict[int, torch.Tensor]:
-        """What came, by rank. Blocks; with all ranks in one process, lets the others run."""
+    def finish_exchange(self, ticket: Any) -> torch.Tensor:
+        """The rows that came, in the order of `receives`. Blocks; with all ranks in one process, lets the others
+        run.
+        """
 
     def drain(self) -> None:
         """End of a step: all that was sent has left."""
@@ -141,6 +150,15 @@ class _Sum:
     total: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Rows that a rank waits for. peers: from whom, in order."""
+
+    peers: tuple[int, ...]
+    like: torch.Tensor
+    why: str
+
+
 class _Hub:
     """Mailboxes and open sums that the endpoints of one process share."""
 
@@ -150,6 +168,7 @@ class _Hub:
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
         self.turns: Turns | None = None  # if the ranks are threads
+        self.recent = Recent()
 
     def changed(self) -> None:
         """Wake the ranks that wait for something."""
@@ -194,6 +213,7 @@ class _Local:
 
     def __init__(self, hub: _Hub, rank: int, mesh: Mesh) -> None:
         self.rank = rank
+        self.recent = hub.recent
         self._hub = hub
         at = mesh.coordinates(rank)
         self._beside = (at.dp, at.cp)  # it exchanges messages with the ranks of the same replica and piece
@@ -211,22 +231,21 @@ class _Local:
         return self._hub.mail.pop((self._beside, message.channel, microbatch), None)
 
     def start_exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], why: str
-    ) -> tuple[tuple[int, ...], str]:
-        for peer, tensor in sends.items():
-            self._hub.parcels.setdefault((self.rank, peer), []).append(tensor)
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
+    ) -> _Exchange:
+        for peer, rows in sends.items():
+            self._hub.parcels.setdefault((self.rank, peer), []).append(rows)
         self._hub.changed()
-        return tuple(receives), why
+        return _Exchange(tuple(receives), like, why)
 
-    def finish_exchange(self, ticket: tuple[tuple[int, ...], str]) -> dict[int, torch.Tensor]:
-        peers, why = ticket
-        arrived = {}
-        for peer in peers:
+    def finish_exchange(self, ticket: _Exchange) -> torch.Tensor:
+        arrived = []
+        for peer in ticket.peers:
             while not self._hub.parcels.get((peer, self.rank)):
                 assert self._hub.turns is not None
-                self._hub.turns.wait(f"{why} of rank {peer}")
-            arrived[peer] = self._hub.parcels[peer, self.rank].pop(0)
-        return arrived
+                self._hub.turns.wait(f"{ticket.why} of rank {peer}")
+            arrived.append(self._hub.parcels[peer, self.rank].pop(0))
+        return arrived[0] if len(arrived) == 1 else torch.cat([ticket.like[:0], *arrived])
 
     def start_sum(
         self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False

@@ -92,8 +92,10 @@ def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: 
             assert name not in found or torch.equal(found[name], gradient), f"{name} differs between its holders"
             found[name] = gradient
     assert found.keys() == expected.keys()
+    mesh = csc.Mesh.of(case["mesh"])
+    summed = 0 if mesh.dp * mesh.cp <= 2 else 1e-6  # gloo adds more than two numbers in an order of its own
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert (found[name] - gradient).abs().max() <= summed * gradient.abs().max(), name
     norm = torch.stack([g.double().norm() for g in expected.values()]).norm().item()
     assert all(abs(result["norm"] - norm) <= 1e-5 * norm for result in results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from math import ceil
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,10 +22,8 @@ from tests.kernels.masks import masks
 
 def spec_of(tokens: int, ranks: int, block: int, count: int = 1, block_seconds: float = 1e-6) -> ContextSpec:
     """Sizes as pass `context` makes them, for `count` masks."""
-    share = -(-(-(-tokens // block)) // ranks) * block
-    return ContextSpec(
-        ranks, tokens, block, share, 1e-6, block_seconds, tuple(ContextMaskSpec(2) for _ in range(count))
-    )
+    share = ceil(ceil(tokens / block) / ranks) * block
+    return ContextSpec(ranks, tokens, block, share, 1e-6, block_seconds, (ContextMaskSpec(2),) * count)
 
 
 def square(mask: Mask, tokens: int) -> Mask:
