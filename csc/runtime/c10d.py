@@ -16,7 +16,7 @@ that the receiver had them (B of a microbatch comes after its F), and the rest a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -69,11 +69,11 @@ class _Summing:
 
 @dataclass
 class _Exchanging:
-    """Rows on their way between the ranks of a context-parallel group. works: with the peer, if it is one."""
+    """Tensors on their way between the ranks of a context-parallel group. works: with the peer, if it is one."""
 
     works: list[tuple[int | None, dist.Work]]
-    arriving: torch.Tensor
-    leaving: list[torch.Tensor]
+    coming: dict[int, list[torch.Tensor]]
+    leaving: dict[int, list[torch.Tensor]]
     why: str
 
 
@@ -199,28 +199,33 @@ class Distributed:
         return own
 
     def start_exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
+        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
     ) -> _Exchanging:
         """NCCL gets all operations at once: one after the other, two ranks could each wait in its receive."""
-        group = self._context
-        arriving = like.new_empty((sum(receives.values()), *like.shape[1:]), device=self._wire)
-        leaving = {peer: rows.contiguous().to(self._wire) for peer, rows in sends.items()}
-        pieces = zip(receives, arriving.split(list(receives.values())))
-        operations = [(dist.irecv, rows, peer) for peer, rows in pieces]
-        operations += [(dist.isend, rows, peer) for peer, rows in leaving.items()]
+        coming = {peer: [self._buffer(one) for one in tensors] for peer, tensors in receives.items()}
+        leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
+        operations: list[tuple[Callable[..., Any], torch.Tensor, int]]
+        operations = [(dist.irecv, one, peer) for peer, tensors in coming.items() for one in tensors]
+        operations += [(dist.isend, one, peer) for peer, tensors in leaving.items() for one in tensors]
         works: list[tuple[int | None, dist.Work]] = []
         if self._pollable and operations:
-            batch = [dist.P2POp(call, rows, peer, group) for call, rows, peer in operations]
+            batch = [dist.P2POp(call, one, peer, self._context) for call, one, peer in operations]
             works = [(None, work) for work in self._guard(lambda: dist.batch_isend_irecv(batch), why)]
         else:
-            for call, rows, peer in operations:
-                works.append((peer, self._guard(partial(call, rows, peer, group), why, peer)))
-        return _Exchanging(works, arriving, list(leaving.values()), why)
+            for call, one, peer in operations:
+                works.append((peer, self._guard(partial(call, one, peer, self._context), why, peer)))
+        return _Exchanging(works, coming, leaving, why)
 
-    def finish_exchange(self, ticket: _Exchanging) -> torch.Tensor:
+    def finish_exchange(self, ticket: _Exchanging) -> dict[int, Sequence[torch.Tensor]]:
         for peer, work in ticket.works:
             self._guard(work.wait, ticket.why, peer)
-        return ticket.arriving.to(self._device)
+        return {peer: [one.to(self._device) for one in tensors] for peer, tensors in ticket.coming.items()}
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a receive can write to: the tensor itself if it is dense and where the wire is."""
+        if tensor.device == self._wire and tensor.is_contiguous():
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
 
     # sums
 

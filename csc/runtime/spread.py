@@ -42,11 +42,16 @@ class Spread:
     needs: tuple[np.ndarray, ...]
     dispatch: Dispatch
 
-    def held(self, mask: int, rank: int, owner: int) -> torch.Tensor:
-        """int64: the tokens of `owner` whose keys `rank` needs under a mask, ascending."""
-        wanted = torch.from_numpy(self.needs[mask][rank] & (self.dispatch.ranks_of_blocks == owner))
-        own = self.tokens[owner]
-        return own[wanted[own // self.block]]
+    def blocks(self, rank: int) -> torch.Tensor:
+        """int64: the blocks of a rank, ascending. They fill its slots from the first on, each `block` of them."""
+        return torch.from_numpy(np.flatnonzero(self.dispatch.ranks_of_blocks == rank))
+
+    def held(self, mask: int | None, rank: int, owner: int) -> torch.Tensor:
+        """int64: the blocks of `owner` whose keys `rank` needs under a mask, ascending; all of them without one."""
+        if mask is None:
+            return self.blocks(owner)
+        needed = self.needs[mask][rank] & (self.dispatch.ranks_of_blocks == owner)
+        return torch.from_numpy(np.flatnonzero(needed))
 
     def collective(self, heads: int, kv_heads: int) -> str:
         """The cheapest way by the model to bring queries and keys of so many heads together."""
@@ -143,18 +148,21 @@ def parts(
     mask: Mask, where: Spread, number: int, rank: int, share: int, blocks: tuple[int, int], device: torch.device,
     everything: bool = False,
 ) -> tuple[Part | None, Part | None]:  # fmt: skip
-    """A rank's attention under the mask of this number, to its own keys as they are and to foreign ones in ascending
-    order; None for a part that none of its queries sees, unless `everything` is brought to all.
+    """A rank's attention under the mask of this number, to its own keys as they are and to whole foreign blocks in
+    ascending order; None for a part that none of its queries sees, unless `everything` is brought to all.
 
     mask: of the whole sequence, on the CPU. share: slots of a rank. blocks: see csc.kernels.attention.blocks.
     """
     own, others = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
-    lent = [where.tokens[owner] if everything else where.held(number, rank, owner) for owner in others]
-    foreign = torch.cat(lent).sort().values
+    lent = [where.held(None if everything else number, rank, owner) for owner in others]
+    blocks_of = torch.cat(lent).sort().values
+    foreign = (blocks_of[:, None] * where.block + torch.arange(where.block)).flatten()
+    width = len(foreign)
+    foreign = foreign[foreign < mask.keys]
     sees_own = len(where.held(number, rank, rank)) > 0
     return (
         part(mask, own, share, own, share, blocks, device) if sees_own else None,
-        part(mask, foreign, len(foreign), own, share, blocks, device) if len(foreign) else None,
+        part(mask, foreign, width, own, share, blocks, device) if width else None,
     )
 
 

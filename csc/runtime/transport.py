@@ -58,15 +58,15 @@ class Endpoint(Protocol):
         """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
 
     def start_exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
+        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
     ) -> Any:
-        """Send rows [n, ...] to each rank of `sends`, and announce so many rows, like those of `like`, from each of
-        `receives`; none has no rows. Both ends know what they exchange. Returns a ticket.
+        """Send tensors to each rank of `sends`, and announce some like those of `receives` from each of its ranks.
+        Both ends know what they exchange. Returns a ticket.
         """
 
-    def finish_exchange(self, ticket: Any) -> torch.Tensor:
-        """The rows that came, in the order of `receives`. Blocks; with all ranks in one process, lets the others
-        run.
+    def finish_exchange(self, ticket: Any) -> dict[int, Sequence[torch.Tensor]]:
+        """What came, by rank: in the tensors of `receives`, or in others. Blocks; with all ranks in one process, lets
+        the others run.
         """
 
     def drain(self) -> None:
@@ -150,21 +150,12 @@ class _Sum:
     total: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Exchange:
-    """Rows that a rank waits for. peers: from whom, in order."""
-
-    peers: tuple[int, ...]
-    like: torch.Tensor
-    why: str
-
-
 class _Hub:
     """Mailboxes and open sums that the endpoints of one process share."""
 
     def __init__(self) -> None:
         self.mail: dict[tuple[tuple[int, int], Message, int], dict[str, torch.Tensor]] = {}  # ((dp, cp), channel, mb)
-        self.parcels: dict[tuple[int, int], list[torch.Tensor]] = {}  # of exchanges, by (from, to)
+        self.parcels: dict[tuple[int, int], list[Sequence[torch.Tensor]]] = {}  # of exchanges, by (from, to)
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
         self.turns: Turns | None = None  # if the ranks are threads
@@ -231,21 +222,23 @@ class _Local:
         return self._hub.mail.pop((self._beside, message.channel, microbatch), None)
 
     def start_exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, int], like: torch.Tensor, why: str
-    ) -> _Exchange:
-        for peer, rows in sends.items():
-            self._hub.parcels.setdefault((self.rank, peer), []).append(rows)
-        self._hub.changed()
-        return _Exchange(tuple(receives), like, why)
+        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
+    ) -> tuple[tuple[int, ...], str]:
+        for peer, tensors in sends.items():
+            self._hub.parcels.setdefault((self.rank, peer), []).append(tensors)
+        if sends:
+            self._hub.changed()
+        return tuple(receives), why
 
-    def finish_exchange(self, ticket: _Exchange) -> torch.Tensor:
-        arrived = []
-        for peer in ticket.peers:
+    def finish_exchange(self, ticket: tuple[tuple[int, ...], str]) -> dict[int, Sequence[torch.Tensor]]:
+        peers, why = ticket
+        arrived = {}
+        for peer in peers:
             while not self._hub.parcels.get((peer, self.rank)):
                 assert self._hub.turns is not None
-                self._hub.turns.wait(f"{ticket.why} of rank {peer}")
-            arrived.append(self._hub.parcels[peer, self.rank].pop(0))
-        return arrived[0] if len(arrived) == 1 else torch.cat([ticket.like[:0], *arrived])
+                self._hub.turns.wait(f"{why} of rank {peer}")
+            arrived[peer] = self._hub.parcels[peer, self.rank].pop(0)
+        return arrived
 
     def start_sum(
         self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False

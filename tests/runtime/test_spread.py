@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
     """int [B, tokens, tokens]: 1 where the part computes a pair; slots without a token see nothing."""
     local, _ = packing.unpack(one.packed, one.form)
-    assert local.queries == spec.share and local.keys == len(one.keys)
-    seen = local.dense()
-    assert not seen[:, len(own) :].any()
+    assert local.queries == spec.share
+    seen, count = local.dense(), len(one.keys)
+    assert not seen[:, len(own) :].any() and not seen[:, :, count:].any()
     table = torch.zeros(len(seen), spec.tokens, spec.tokens, dtype=torch.int64)
-    table[:, own[:, None], one.keys[None, :]] = seen[:, : len(own)].long()
+    table[:, own[:, None], one.keys[None, :]] = seen[:, : len(own), :count].long()
     return table
 
 
@@ -54,11 +54,12 @@ def test_a_rank_gets_the_blocks_that_it_sees_and_no_other(drawn: tuple[ContextSp
     for number, mask in enumerate(masks):
         seen = mask.dense().any(0)
         for rank, own in enumerate(where.tokens):
+            assert torch.equal(where.blocks(rank), (own // spec.block).unique())
             held = [where.held(number, rank, owner) for owner in range(spec.ranks)]
-            for owner, keys in enumerate(held):
-                assert torch.isin(keys, where.tokens[owner]).all() and bool((keys.diff() > 0).all())
-            blocks = (seen[own].any(0).nonzero().flatten() // spec.block).unique()
-            assert torch.equal((torch.cat(held) // spec.block).unique(), blocks)
+            for owner, blocks in enumerate(held):
+                assert torch.isin(blocks, where.blocks(owner)).all() and bool((blocks.diff() > 0).all())
+            wanted = (seen[own].any(0).nonzero().flatten() // spec.block).unique()
+            assert torch.equal(torch.cat(held).sort().values, wanted)
 
 
 def test_ranks_without_foreign_keys() -> None:
