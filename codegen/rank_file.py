@@ -61,7 +61,7 @@ def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Write
     lines = [
         f'"""Rank {rank} of {mesh.size}: {held} of {len(program.stages)}, '
         f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, "
-        f"{comment(program.name)}.",
+        f"{_piece(program, mesh, rank)}{comment(program.name)}.",
         "",
     ]
     for writer in writers:
@@ -70,6 +70,14 @@ def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Write
         lines += _contents(program, writer.stage, writer.segments)
     lines += _order(program, mesh.coordinates(rank).pp)
     return "\n".join([*lines, '"""', "", ""])
+
+
+def _piece(program: Program, mesh: Mesh, rank: int) -> str:
+    """Which part of the tokens the rank has, if they are spread."""
+    if program.context is None:
+        return ""
+    spread = program.context
+    return f"piece {mesh.coordinates(rank).cp} of {mesh.cp} ({spread.share} slots for {spread.tokens} tokens), "
 
 
 def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[str]:

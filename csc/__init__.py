@@ -12,17 +12,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["CompiledModel", "CscError", "InputError", "Mesh", "compile"]
+__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile"]
 
 if TYPE_CHECKING:
     from csc.api import CompiledModel, compile
     from csc.errors import CscError, InputError
     from csc.ir.mesh import Mesh
+    from csc.kernels.attention import attention
+    from csc.kernels.mask import Mask
 
 _HOMES = {
     "compile": "csc.api",
     "CompiledModel": "csc.api",
     "Mesh": "csc.ir.mesh",
+    "attention": "csc.kernels.attention",
+    "Mask": "csc.kernels.mask",
     "CscError": "csc.errors",
     "InputError": "csc.errors",
 }

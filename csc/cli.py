@@ -153,10 +153,13 @@ def explain(
     with opening as compiled:
         components, regions = rows_of(compiled.program)
     if json_output:
-        _json({"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]})
+        rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
+        _json({**rows, "notes": list(compiled.program.notes)})
         return
-    for title, rows in (("components", components), ("regions", regions)):
-        console.print(explain_table(title, rows))
+    for title, rows_ in (("components", components), ("regions", regions)):
+        console.print(explain_table(title, rows_))
+    for note in compiled.program.notes:
+        console.print(escape(note))
 
 
 def explain_table(title: str, rows: list[Any]) -> Table:
@@ -188,7 +191,10 @@ def explain_table(title: str, rows: list[Any]) -> Table:
 @on_target
 def verify(
     opening: Opening,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative difference that passes")] = 1e-6,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="largest relative difference that passes; default 1e-6, with cp > 1 1e-5"),
+    ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -197,6 +203,8 @@ def verify(
 
     with opening as compiled:
         result = compare(compiled)
+    if tolerance is None:  # attention over several ranks adds up its parts
+        tolerance = 1e-6 if compiled.options.mesh.cp == 1 else 1e-5
     good = result.grad_rel_max <= tolerance and result.loss_rel <= tolerance
     if json_output:
         _json(

@@ -254,6 +254,8 @@ def _last_by_origin(graph: fx.Graph) -> set[fx.Node]:
 RESULTS = {
     "attention": "results",
     "attention_backward": "gradients",
+    "context_attention": "results",
+    "context_attention_backward": "gradients",
     "scaled_dot_product_flash_attention_for_cpu": "results",
     "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
 }

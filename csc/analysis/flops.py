@@ -40,6 +40,8 @@ def call_flops(node: fx.Node) -> int:
         arguments = fx.map_arg(node.args, _value)
         keywords = fx.map_arg(node.kwargs, _value)
         return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+    if name.removesuffix("_backward") == CONTEXT_ATTENTION:
+        return _context_attention(node, backward=name != CONTEXT_ATTENTION)
     if name in ATTENTION:
         return _attention(*fx.map_arg(node.args[:3], _value))
     if name.removesuffix("_backward") in ATTENTION:
@@ -49,6 +51,19 @@ def call_flops(node: fx.Node) -> int:
 
 # What the mask hides is counted too, as PyTorch's own formulas do: how much that is depends on the batch.
 ATTENTION = frozenset({"csc::attention", "aten::_scaled_dot_product_flash_attention_for_cpu"})
+
+
+CONTEXT_ATTENTION = "csc::context_attention"
+
+
+def _context_attention(node: fx.Node, backward: bool) -> int:
+    """A rank's queries over the keys of all ranks: the dispatch gives every rank an equal part of what is seen."""
+    first = 1 if backward else 0
+    query, key, value = (_value(argument) for argument in node.args[first : first + 3])  # type: ignore[arg-type]
+    keys = node.args[8 if backward else 5]
+    assert isinstance(keys, int)
+    work = _attention(query, key, value) * keys // key.shape[-2]
+    return 5 * work // 2 if backward else work
 
 
 def _value(node: fx.Node) -> Any:

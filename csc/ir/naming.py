@@ -22,7 +22,9 @@ CARRIES_NAME = g.VIEWS | {
     "aten::constant_pad_nd",
     "aten::index_select",
 }
-SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "loss"}
+SHORTER = {
+    "scaled_dot_product_attention": "attention", "context_attention": "attention", "cross_entropy_loss": "loss",
+}  # fmt: skip
 # What emitted files call by these names themselves: their modules, arguments, local variables and functions.
 RESERVED = frozenset(
     {"torch", "aten", "layers", "tables", "under", "layer", "w", "STAGE"}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc import masks
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.verification import verify
@@ -207,3 +208,28 @@ def test_too_short_a_sequence_is_refused() -> None:
     short = {name: tensor[:, :3] for name, tensor in batch.items()}
     with pytest.raises(InputError, match="3 tokens cannot be spread over cp=4"):
         csc.compile(model, example=short, mesh="cp=4")
+
+
+def test_a_model_that_says_its_mask_itself() -> None:
+    """csc.attention in the user's own code, its mask made by the data loader."""
+
+    class Layer(plain_layer):
+        def forward(self, hidden: torch.Tensor, mask: csc.Mask) -> torch.Tensor:
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+            return hidden + csc.attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    class Packed(Mixing):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(ids)
+            for layer in self.layers:
+                hidden = layer(hidden, csc.Mask(ranges, None, None, ids.shape[1]))
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model = Packed(lambda x: x)
+    model.layers = nn.ModuleList(Layer() for _ in range(2))
+    batch = mixing(lambda x: x)[1]
+    documents = masks.documents(masks.ids_of_lengths([20, 3, 17]))
+    batch["ranges"] = documents.ranges.expand(2, -1, -1, -1).contiguous()
+    for mesh in ("cp=1", "cp=2"):
+        check(model, batch, 7, mesh=mesh)

@@ -94,8 +94,10 @@ def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: 
     assert found.keys() == expected.keys()
     mesh = csc.Mesh.of(case["mesh"])
     summed = 0 if mesh.dp * mesh.cp <= 2 else 1e-6  # gloo adds more than two numbers in an order of its own
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= summed * gradient.abs().max(), name
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():  # some gradients are zero but for rounding: a key's bias
+        error, size = float((found[name] - gradient).abs().max()), float(gradient.abs().max())
+        assert error <= summed * max(size, 1e-2 * largest), name
     norm = torch.stack([g.double().norm() for g in expected.values()]).norm().item()
     assert all(abs(result["norm"] - norm) <= 1e-5 * norm for result in results)
 

