@@ -6,8 +6,9 @@
     Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
-rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.exchange_keys). Plans
-hold nothing of a microbatch but its masks: those with equal masks share one.
+rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.exchange_keys), or
+ranks divide the heads (csc.runtime.exchange_heads). Plans hold nothing of a microbatch but its masks: those with equal
+masks share one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 
 from csc.kernels import attention as kernels
 from csc.kernels.mask import Mask
+from csc.planning.dispatch.collectives import ALL_GATHER, HEADS
 from csc.runtime.exchange import Group
+from csc.runtime.exchange_heads import Heads
 from csc.runtime.exchange_keys import Keys
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextSpec
@@ -54,7 +57,8 @@ def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
 class Plan:
     """One rank's view of how microbatches with certain masks are spread.
 
-    collective: "exact" or "all-gather"; None takes what is cheapest by the model.
+    collective: "exact", "all-gather" or "heads" (csc.planning.dispatch.collectives); None takes the cheapest by
+        the model.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Plan:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
         self._group = Group(rank.endpoint, rank.piece, rank.context_group)
-        self._ways: dict[Any, Keys] = {}
+        self._ways: dict[Any, Keys | Heads] = {}
         own = where.tokens[rank.piece]
         padded = torch.zeros(spec.share, dtype=torch.int64)
         padded[: len(own)] = own
@@ -83,14 +87,18 @@ class Plan:
         """The gradients of this rank's q, k and v."""
         return self._way(mask, q, k).backward(d_out, q, k, v, out, lse, scale, softcap)
 
-    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> Keys:
+    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> Keys | Heads:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""
         key = (mask, q.shape[1], k.shape[1], q.shape[3], q.dtype)
         if key not in self._ways:
             chosen = self._collective or self._spread.collective(q.shape[1], k.shape[1])
             blocks = kernels.blocks(self._device, q.shape[3], q.dtype)
-            self._ways[key] = Keys(
-                self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
-                everything=chosen == "all-gather",
-            )  # fmt: skip
+            if chosen == HEADS:
+                way: Keys | Heads = Heads(self._group, self._spread, self._masks[mask], blocks, self._device)
+            else:
+                way = Keys(
+                    self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
+                    everything=chosen == ALL_GATHER,
+                )  # fmt: skip
+            self._ways[key] = way
         return self._ways[key]

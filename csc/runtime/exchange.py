@@ -6,7 +6,7 @@ Terms
   places   which blocks: a slice where they follow each other, else int64 [n]
 
     Group(endpoint, piece, members)          .start(sends, receives, why) -> ticket, .finish(ticket) -> what came
-    places(indices, device) -> Places        count(places), taken(blocks, places), put(..), added(..)
+    places(indices, device) -> Places        count(places), taken(blocks, places), put(..), added(..), room(..)
     in_blocks(x, block)                      [B, H, t, D] as blocks: a view
     in_heads(empty_blocks(..))               and back
 """
@@ -101,3 +101,10 @@ def empty_blocks(like: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
 def in_heads(blocks: torch.Tensor) -> torch.Tensor:
     """Blocks of `empty_blocks` as [B, H, t, D]: a view."""
     return blocks.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+
+
+def room(into: torch.Tensor, chosen: Places) -> torch.Tensor:
+    """Where blocks for these places may be received: there, if that is one stretch of memory."""
+    if isinstance(chosen, slice) and into.shape[1] == 1:
+        return into[chosen]
+    return into.new_empty((count(chosen), *into.shape[1:]))

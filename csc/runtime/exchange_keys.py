@@ -30,6 +30,7 @@ from csc.runtime.exchange import (
     in_heads,
     places,
     put,
+    room,
     taken,
 )
 from csc.runtime.spread import Spread, backward, forward, parts
@@ -102,7 +103,7 @@ class Keys:
             else:
                 sends = self._split([one.index_select(0, self._lent_together) for one in sources], self._lent)
         into = [empty_blocks(k, count(self._back), self._block) for _ in range(2)]
-        receives = {r: [_room(one, chosen) for one in into] for r, chosen in self._borrowed.items()}
+        receives = {r: [room(one, chosen) for one in into] for r, chosen in self._borrowed.items()}
         return into, self._group.start(sends, receives, "keys and values")
 
     def _arrived(self, coming: tuple[Tensors, Any]) -> Tensors:
@@ -130,13 +131,6 @@ class Keys:
         """Blocks that were taken for several ranks at once, by rank."""
         cut = [one.split([count(some) for some in chosen.values()]) for one in tensors]
         return dict(zip(chosen, zip(*cut)))
-
-
-def _room(into: torch.Tensor, chosen: Any) -> torch.Tensor:
-    """Where blocks may be received: at their place if that is one stretch of memory."""
-    if isinstance(chosen, slice) and into.shape[1] == 1:
-        return into[chosen]
-    return into.new_empty((count(chosen), *into.shape[1:]))
 
 
 def _joined(results: list[Pair], q: torch.Tensor) -> Pair:

@@ -12,6 +12,7 @@ from csc.kernels.mask import Mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from csc.errors import InputError
 from csc.runtime.context import Plan
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread
@@ -46,11 +47,14 @@ def shares(plan: Plan, whole: torch.Tensor) -> torch.Tensor:
     return share
 
 
-def check(spec: ContextSpec, masks: Sequence[Mask], heads: tuple[int, int], batch: int, softcap: float) -> None:
+def check(
+    spec: ContextSpec, masks: Sequence[Mask], heads: tuple[int, int], batch: int, softcap: float,
+    collective: str | None = None,
+) -> None:  # fmt: skip
     """Both passes of every mask, on all ranks; a second layer of the same mask finds what the first has planned."""
     ranks, transport = ranks_of(spec)
     where = spread(spec, masks)
-    plans = [Plan(spec, masks, where, rank) for rank in ranks]
+    plans = [Plan(spec, masks, where, rank, collective) for rank in ranks]
     layers = [(number, seed) for seed in range(2) for number in range(len(masks))]
     wholes = {layer: inputs(batch, heads, spec.tokens, seed=layer[1]) for layer in layers}
 
@@ -84,12 +88,38 @@ def check(spec: ContextSpec, masks: Sequence[Mask], heads: tuple[int, int], batc
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(spreads(), st.sampled_from([(2, 2), (4, 2), (4, 1)]), st.sampled_from([0.0, 5.0]), st.integers(1, 2))
+@given(spreads(), st.sampled_from([(2, 2), (4, 2), (4, 1)]), st.sampled_from([0.0, 5.0]), st.integers(1, 2), st.data())
 def test_any_mask_on_any_ranks(
-    drawn: tuple[ContextSpec, list[Mask]], heads: tuple[int, int], softcap: float, samples: int
+    drawn: tuple[ContextSpec, list[Mask]], heads: tuple[int, int], softcap: float, samples: int, data: st.DataObject
 ) -> None:
     spec, masks = drawn
-    check(spec, masks, heads, max(samples, *(mask.batch for mask in masks)), softcap)
+    collective = data.draw(st.sampled_from([None, "exact", "all-gather"]))
+    check(spec, masks, heads, max(samples, *(mask.batch for mask in masks)), softcap, collective)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spreads(), st.sampled_from(["each", "two", "one", "shared"]), st.sampled_from([0.0, 5.0]), st.integers(1, 2))
+def test_heads_are_divided(drawn: tuple[ContextSpec, list[Mask]], keys: str, softcap: float, samples: int) -> None:
+    """With as many key heads as ranks, twice as many, one for all, or one for some of the ranks."""
+    spec, masks = drawn
+    ranks = spec.ranks
+    kv_heads = {"each": ranks, "two": 2 * ranks, "one": 1, "shared": ranks // 2 if ranks % 2 == 0 else 1}[keys]
+    check(spec, masks, (2 * ranks, kv_heads), max(samples, *(mask.batch for mask in masks)), softcap, "heads")
+
+
+def test_the_model_chooses() -> None:
+    """Heads where links are slow and everybody needs everything; what is needed where that is little."""
+    slow = spec_of(64, 4, 4, block_seconds=1.0)
+    everything = spread(slow, [causal(64)])
+    assert everything.collective(8, 8) == "heads"
+    assert everything.collective(6, 2) in ("exact", "all-gather")  # six heads cannot be divided by four
+    start = torch.arange(64) // 4 * 4
+    documents = Mask(torch.stack([start, start + 4], -1).to(torch.int32)[None, None], None, None, 64)
+    assert spread(slow, [documents]).collective(8, 8) == "exact"
+    ranks, _ = ranks_of(slow)
+    with pytest.raises(InputError, match="6 heads cannot be divided over 4 ranks"):
+        q, k, v, _ = inputs(1, (6, 6), slow.share)
+        Plan(slow, [causal(64)], everything, ranks[0], "heads").attention(q, k, v, 0, SCALE, 0.0)
 
 
 def causal(tokens: int) -> Mask:

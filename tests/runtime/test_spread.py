@@ -9,7 +9,7 @@ from csc.kernels.mask import Mask
 from hypothesis import given, settings
 
 from csc.runtime.specs import ContextSpec
-from csc.runtime.spread import Part, parts, spread
+from csc.runtime.spread import Part, Recent, parts, spread
 
 BLOCKS = (8, 4)
 CPU = torch.device("cpu")
@@ -71,3 +71,40 @@ def test_ranks_without_foreign_keys() -> None:
     where = spread(spec, [mask])
     assert len(where.held(0, 0, 1)) == len(where.held(0, 1, 0)) == 0
     assert all(parts(mask, where, 0, rank, spec.share, BLOCKS, CPU)[1] is None for rank in range(2))
+
+
+def windows(tokens: int, width: int) -> Mask:
+    hi = torch.arange(1, tokens + 1)
+    return Mask(torch.stack([(hi - width).clamp(min=0), hi], -1).to(torch.int32)[None, None], None, None, tokens)
+
+
+def test_equal_masks_are_spread_once() -> None:
+    spec, recent = spec_of(32, 2, 4), Recent()
+    first = recent.of(spec, [windows(32, 5)])
+    assert recent.of(spec, [windows(32, 5)]) is first
+    assert recent.of(spec, [windows(32, 6)]) is not first
+    assert recent.of(spec_of(32, 2, 2), [windows(32, 5)]) is not first
+    kinds = Mask(
+        windows(32, 5).ranges, torch.ones(1, 1, 32, dtype=torch.int64), torch.ones(1, 32, dtype=torch.int64), 32
+    )
+    assert recent.of(spec, [kinds]) is not first
+    hidden = Mask(kinds.ranges, kinds.admits, kinds.all_kinds().clone().index_fill_(1, torch.tensor([3]), 0), 32)
+    assert recent.of(spec, [hidden]) is not recent.of(spec, [kinds])
+    assert recent.of(spec, [windows(32, 5)]) is first
+
+
+def test_a_batch_written_into_the_memory_of_the_last_one_is_seen() -> None:
+    spec, recent, mask = spec_of(32, 2, 4), Recent(), windows(32, 5)
+    first = recent.of(spec, [mask])
+    mask.ranges.copy_(windows(32, 9).ranges)
+    second = recent.of(spec, [mask])
+    assert second is not first and torch.equal(first.masks[0].ranges, windows(32, 5).ranges)
+    assert torch.equal(second.masks[0].ranges, windows(32, 9).ranges)
+
+
+def test_only_the_last_spreads_are_kept() -> None:
+    spec, recent = spec_of(32, 2, 4), Recent(most=2)
+    first, second = (recent.of(spec, [windows(32, width)]) for width in (1, 2))
+    assert recent.of(spec, [windows(32, 1)]) is first
+    third = recent.of(spec, [windows(32, 3)])  # the second one was used least lately
+    assert recent.known == [first, third] and recent.of(spec, [windows(32, 2)]) is not second
