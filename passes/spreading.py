@@ -243,6 +243,8 @@ class Spreading:
             return
         if place != (0, self.sizes.tokens):
             raise self._mixed(node, "attends within a part of the sequence")
+        if self.dims(key) and not self.dims(query):  # type: ignore[arg-type]
+            raise self._mixed(node, "lets queries that are not of the sequence see its tokens")
         q, k, v = (self._given(one, place) for one in (query, key, value))
         if self.dims(key):  # type: ignore[arg-type]
             number = self._mask_number(packed if isinstance(packed, fx.Node) else None)

@@ -233,3 +233,30 @@ def test_a_model_that_says_its_mask_itself() -> None:
     batch["ranges"] = documents.ranges.expand(2, -1, -1, -1).contiguous()
     for mesh in ("cp=1", "cp=2"):
         check(model, batch, 7, mesh=mesh)
+
+
+def test_latents_that_look_at_the_tokens_are_refused() -> None:
+    """A resampler between the layers: few queries of its own over all tokens of the sequence."""
+
+    class Resampling(Mixing):
+        def __init__(self) -> None:
+            super().__init__(lambda x: x)
+            self.latents = nn.Parameter(torch.randn(1, 2, 4, 8))
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            hidden = self.layers[0](self.embed(ids))
+            keys = hidden.unflatten(-1, (2, 8)).transpose(1, 2)
+            seen = F.scaled_dot_product_attention(self.latents.expand(len(ids), -1, -1, -1), keys, keys)
+            hidden = self.layers[1](hidden + seen.mean(2).flatten(1)[:, None])
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    with pytest.raises(InputError, match="lets queries that are not of the sequence see its tokens"):
+        csc.compile(Resampling(), example=mixing(lambda x: x)[1], mesh="cp=2")
+
+
+def test_ranks_without_a_label_add_nothing() -> None:
+    """All labels on the first tokens: other ranks' own mean is over nothing."""
+    model, batch = mixing(lambda x: x)
+    labels = batch["labels"].clone()
+    labels[:, 3:] = -100
+    check(model, {**batch, "labels": labels}, 7, mesh="cp=4")
