@@ -35,6 +35,8 @@ from csc.runtime.specs import Manifest, MessageSpec
 from csc.runtime.spread import Recent
 from csc.runtime.transport import in_layout, laid_out, summed
 
+UNDER_WAY = 2  # exchanges whose sends need not be done yet
+
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
     """Sets of two or more ranks, each ascending: those that share a position's parameters, holders of a tied parameter,
@@ -69,12 +71,13 @@ class _Summing:
 
 @dataclass
 class _Exchanging:
-    """Tensors on their way between the ranks of a context-parallel group. works: with the peer, if it is one."""
+    """Tensors on their way between the ranks of a context-parallel group. Works: with the peer, if it is one."""
 
-    works: list[tuple[int | None, dist.Work]]
     coming: dict[int, list[torch.Tensor]]
     leaving: dict[int, list[torch.Tensor]]
     why: str
+    receiving: list[tuple[int | None, dist.Work]] = field(default_factory=list)
+    sending: list[tuple[int | None, dist.Work]] = field(default_factory=list)
 
 
 class Distributed:
@@ -117,6 +120,7 @@ class Distributed:
     def begin_step(self) -> None:
         self._posted: dict[tuple[Message, int], list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]]] = {}
         self._sending: dict[Message, list[_Sending]] = {}
+        self._left: list[_Exchanging] = []
 
     # messages
 
@@ -171,6 +175,8 @@ class Distributed:
         return values
 
     def drain(self) -> None:
+        while self._left:
+            self._await_sends(self._left.pop(0))
         for channel in self._sending:
             self._release(channel, self._manifest.microbatches)
 
@@ -201,25 +207,40 @@ class Distributed:
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
     ) -> _Exchanging:
-        """NCCL gets all operations at once: one after the other, two ranks could each wait in its receive."""
+        """NCCL gets all operations at once: one after the other, two ranks could each wait in its receive.
+
+        Without NCCL only receives are waited for: a peer that is behind takes what it is sent when it gets there. The
+        buffers of the last exchanges live until then.
+        """
+        while len(self._left) > UNDER_WAY:
+            self._await_sends(self._left.pop(0))
         coming = {peer: [self._buffer(one) for one in tensors] for peer, tensors in receives.items()}
         leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
-        operations: list[tuple[Callable[..., Any], torch.Tensor, int]]
-        operations = [(dist.irecv, one, peer) for peer, tensors in coming.items() for one in tensors]
-        operations += [(dist.isend, one, peer) for peer, tensors in leaving.items() for one in tensors]
-        works: list[tuple[int | None, dist.Work]] = []
-        if self._pollable and operations:
-            batch = [dist.P2POp(call, one, peer, self._context) for call, one, peer in operations]
-            works = [(None, work) for work in self._guard(lambda: dist.batch_isend_irecv(batch), why)]
-        else:
-            for call, one, peer in operations:
-                works.append((peer, self._guard(partial(call, one, peer, self._context), why, peer)))
-        return _Exchanging(works, coming, leaving, why)
+        arriving = [(peer, one) for peer, tensors in coming.items() for one in tensors]
+        departing = [(peer, one) for peer, tensors in leaving.items() for one in tensors]
+        group, exchange = self._context, _Exchanging(coming, leaving, why)
+        if self._pollable and arriving + departing:
+            batch = [dist.P2POp(dist.irecv, one, peer, group) for peer, one in arriving]
+            batch += [dist.P2POp(dist.isend, one, peer, group) for peer, one in departing]
+            works = self._guard(lambda: dist.batch_isend_irecv(batch), why)
+            exchange.receiving = [(None, work) for work in works]
+            return exchange
+        for peer, one in arriving:
+            exchange.receiving.append((peer, self._guard(partial(dist.irecv, one, peer, group), why, peer)))
+        for peer, one in departing:
+            exchange.sending.append((peer, self._guard(partial(dist.isend, one, peer, group), why, peer)))
+        return exchange
 
     def finish_exchange(self, ticket: _Exchanging) -> dict[int, Sequence[torch.Tensor]]:
-        for peer, work in ticket.works:
+        for peer, work in ticket.receiving:
             self._guard(work.wait, ticket.why, peer)
+        if ticket.sending:
+            self._left.append(ticket)
         return {peer: [one.to(self._device) for one in tensors] for peer, tensors in ticket.coming.items()}
+
+    def _await_sends(self, exchange: _Exchanging) -> None:
+        for peer, work in exchange.sending:
+            self._guard(work.wait, exchange.why, peer)
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a receive can write to: the tensor itself if it is dense and where the wire is."""
