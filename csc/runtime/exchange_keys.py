@@ -9,7 +9,8 @@ Terms
     .backward(d_out, q, k, v, out, lse, scale, softcap) -> (dq, dk, dv)
 
 Who lends what is worked out once and serves all layers of a mask. Foreign keys travel while the own part runs, in both
-passes; a rank adds the gradients that come back in ascending order of ranks, so the bits do not depend on timing.
+passes; in the backward, half of it waits until gradients of foreign keys travel back, where they take long enough by
+the model. A rank adds the gradients that come back in ascending order of ranks: the bits do not depend on timing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from csc.kernels import packing
 from csc.kernels.layout import exact, heads_last
 from csc.kernels.mask import Mask
 from csc.runtime.exchange import (
@@ -33,9 +35,10 @@ from csc.runtime.exchange import (
     room,
     taken,
 )
-from csc.runtime.spread import Spread, backward, forward, parts
+from csc.runtime.spread import Part, Spread, backward, forward, part, parts
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+SPLITTING = 1e-4  # seconds that must be hidden to run a part as two: some launches and one more sum
 
 
 class Keys:
@@ -48,6 +51,8 @@ class Keys:
         me = group.piece
         self._group, self._block = group, where.block
         self._own, self._foreign = parts(mask, where, number, me, share, blocks, device, everything)
+        self._early = [] if self._own is None else [(slice(0, share), self._own)]
+        self._late: list[tuple[slice, Part]] = []
         held = {(to, of): where.held(None if everything else number, to, of)
                 for r in group.others for to, of in ((r, me), (me, r))}  # fmt: skip
         lent = {r: torch.searchsorted(where.blocks(me), held[r, me]) for r in group.others if len(held[r, me])}
@@ -59,6 +64,15 @@ class Keys:
         back = {r: torch.searchsorted(ordered, one) for r, one in borrowed.items()}
         self._borrowed = {r: places(one, device) for r, one in back.items()}
         self._back = places(torch.cat([*back.values(), torch.empty(0, dtype=torch.int64)]), device)
+        own, half = where.tokens[me], share // where.block // 2 * where.block
+        if (
+            self._own is not None
+            and 0 < half < len(own)
+            and _worth_splitting(self._own, where, sum(map(len, lent.values())))
+        ):
+            cuts = (slice(0, half), slice(half, share))
+            self._early, self._late = ([(cut, part(mask, own[cut], cut.stop - cut.start, own, share, blocks, device))]
+                                       for cut in cuts)  # fmt: skip
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> Pair:
         """q: [B, H, share, D]; k, v: [B, Hkv, share, D]."""
@@ -75,21 +89,26 @@ class Keys:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The gradients of this rank's q, k and v. Each part is given the whole output and log-sum-exp."""
         coming = self._ask(k, v)
-        dq: torch.Tensor | None = None
-        own: list[torch.Tensor] = []
-        if self._own is not None:
-            dq, *own = backward(d_out, q, k, v, out, lse, self._own, scale, softcap)
+        dqs, own = list[torch.Tensor](), list[Tensors]()
+
+        def attend(pieces: list[tuple[slice, Part]]) -> None:
+            for slots, one in pieces:
+                dq, *shares = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
+                dqs.append(dq)
+                own.append(shares)
+
+        attend(self._early)
         foreign_k, foreign_v = self._arrived(coming)
         given: list[torch.Tensor] = []
         if self._foreign is not None:
-            more, *given = backward(d_out, q, foreign_k, foreign_v, out, lse, self._foreign, scale, softcap)
+            dq, *given = backward(d_out, q, foreign_k, foreign_v, out, lse, self._foreign, scale, softcap)
+            dqs.append(dq)
         returning = self._give_back(given, k)
-        if self._foreign is not None:  # while the gradients of keys travel
-            dq = more if dq is None else dq.to(exact(q.dtype)).add_(more).to(q.dtype)
-        dq = heads_last(q).zero_() if dq is None else dq
-        totals = [one.to(exact(k.dtype)) for one in own or (heads_last(k).zero_(), heads_last(v).zero_())]
-        for piece, shares in self._group.finish(returning).items():
-            for total, share in zip(totals, shares):
+        attend(self._late)
+        totals = [_side_by_side([shares[i] for shares in own], like) for i, like in enumerate((k, v))]
+        dq = _summed(dqs, q)
+        for piece, arrived in self._group.finish(returning).items():
+            for total, share in zip(totals, arrived):
                 added(in_blocks(total, self._block), self._lent[piece], share)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype)
 
@@ -133,6 +152,39 @@ class Keys:
         return dict(zip(chosen, zip(*cut)))
 
 
+def _worth_splitting(own: Part, where: Spread, lent: int) -> bool:
+    """Whether half of the own part, run while gradients of lent keys come back, hides more than it costs."""
+    rates = where.dispatch.prepared.workload.rates
+    _, tiles = packing.unpack(own.packed, own.form)
+    size = own.form.block_q * own.form.block_k / where.block**2
+    load = float(tiles.of_queries.counts[..., 1].sum()) / len(own.packed) * size
+    compute = load * rates.tile_seconds * rates.backward_compute / 2
+    return min(compute, lent * rates.block_seconds * rates.backward_communication / 2) > SPLITTING
+
+
+def _side_by_side(shares: Tensors, like: torch.Tensor) -> torch.Tensor:
+    """What the parts of the own keys got, one after the other, in the dtype that sums are taken in."""
+    if not shares:
+        return heads_last(like, exact(like.dtype)).zero_()
+    if len(shares) == 1:
+        return shares[0].to(exact(like.dtype))
+    joined = heads_last(like, exact(like.dtype))
+    for place, share in zip(joined.split([one.shape[2] for one in shares], 2), shares):
+        place.copy_(share)
+    return joined
+
+
+def _summed(dqs: Tensors, q: torch.Tensor) -> torch.Tensor:
+    if not dqs:
+        return heads_last(q).zero_()
+    total = dqs[0]
+    if len(dqs) > 1:
+        total = total.to(exact(q.dtype))
+        for more in dqs[1:]:
+            total.add_(more)
+    return total.to(q.dtype)
+
+
 def _joined(results: list[Pair], q: torch.Tensor) -> Pair:
     """One softmax over all parts: each part's output weighed by its share of the exponentials."""
     if not results:
@@ -141,6 +193,9 @@ def _joined(results: list[Pair], q: torch.Tensor) -> Pair:
         return results[0]
     (first, first_lse), (second, second_lse) = results
     weight = torch.sigmoid(first_lse - second_lse).nan_to_num_(0.0)[..., None]  # rows that see nothing: inf - inf
-    wide, joined = weight.dtype, heads_last(q)
+    wide = weight.dtype
+    if q.dtype == wide:
+        return second.lerp_(first, weight), torch.logaddexp(first_lse, second_lse)
+    joined = heads_last(q)
     joined.copy_(torch.lerp(second.to(wide), first.to(wide), weight))
     return joined, torch.logaddexp(first_lse, second_lse)

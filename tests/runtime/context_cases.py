@@ -20,10 +20,12 @@ from csc.runtime.transport import InProcess
 from tests.kernels.masks import masks
 
 
-def spec_of(tokens: int, ranks: int, block: int, count: int = 1, block_seconds: float = 1e-6) -> ContextSpec:
+def spec_of(
+    tokens: int, ranks: int, block: int, count: int = 1, block_seconds: float = 1e-6, tile_seconds: float = 1e-6
+) -> ContextSpec:
     """Sizes as pass `context` makes them, for `count` masks."""
     share = ceil(ceil(tokens / block) / ranks) * block
-    return ContextSpec(ranks, tokens, block, share, 1e-6, block_seconds, (ContextMaskSpec(2),) * count)
+    return ContextSpec(ranks, tokens, block, share, tile_seconds, block_seconds, (ContextMaskSpec(2),) * count)
 
 
 def square(mask: Mask, tokens: int) -> Mask:
@@ -42,7 +44,8 @@ def spreads(draw: st.DrawFn, most: int = 48) -> tuple[ContextSpec, list[Mask]]:
     drawn = [_longer(mask, tokens) for mask in drawn]
     ranks = draw(st.integers(2, min(5, tokens)))
     block = draw(st.integers(1, max(1, tokens // ranks)).filter(lambda size: -(-tokens // size) >= ranks))
-    return spec_of(tokens, ranks, block, len(drawn), draw(st.sampled_from([1e-9, 1e-4]))), drawn
+    seconds = draw(st.sampled_from([(1e-9, 1e-6), (1e-4, 1e-6), (1.0, 1.0)]))  # with the last, backwards are split
+    return spec_of(tokens, ranks, block, len(drawn), *seconds), drawn
 
 
 def _longer(mask: Mask, tokens: int) -> Mask:
