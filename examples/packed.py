@@ -2,11 +2,12 @@
 
 csc verify examples/packed.py:llama                    every gradient against eager PyTorch
 csc mask causal:300+80+500+144 --ranks 4 --block 32    which rank computes which tile of one such row
-csc compile examples/packed.py:llama -o build/packed   look for plan.attention in build/packed/layers/llama_decoder_layer.py
+csc compile examples/packed.py:llama -o build/packed   look for plan.attention in layers/llama_decoder_layer.py
 python examples/packed.py                              ten steps, all ranks in this process
 torchrun --nproc-per-node 4 examples/packed.py         the same steps, one rank a process
 
-Every step packs other documents. The program stays as it is: masks, and which rank gets which tokens, are data of the batch.
+Every step packs other documents. The program stays as it is: masks, and which rank gets which tokens, are data of the
+batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How attention lays out what it returns, on every device and in fake kernels alike.
 
-    heads_last(x) -> empty [B, H, T, D], in memory (B, T, H, D)       out, and the gradients of q, k and v
-    statistics(q) -> empty [B, H, T]                                  log-sum-exp, in `exact(q.dtype)`
+heads_last(x) -> empty [B, H, T, D], in memory (B, T, H, D)       out, and the gradients of q, k and v
+statistics(q) -> empty [B, H, T]                                  log-sum-exp, in `exact(q.dtype)`
 """
 
 from __future__ import annotations
