@@ -59,10 +59,17 @@ def _longer(mask: Mask, tokens: int) -> Mask:
 
 def ranks_of(spec: ContextSpec) -> tuple[list[Rank], InProcess]:
     """The ranks of a context-parallel group in this process, as far as attention needs them."""
-    program = cast(LoadedProgram, SimpleNamespace(manifest=SimpleNamespace(mesh=Mesh(cp=spec.ranks), context=spec)))
+    stage = SimpleNamespace(context=True)
+    manifest = SimpleNamespace(mesh=Mesh(cp=spec.ranks), context=spec, stages_of=lambda position: (stage,))
+    program = cast(LoadedProgram, SimpleNamespace(manifest=manifest))
     transport = InProcess(program)
+
+    def visibility(batch: Mapping[str, torch.Tensor], constants: object) -> list[tuple[torch.Tensor | None, ...]]:
+        return [(batch.get("ranges"), None, None)]
+
     cpu = torch.device("cpu")
-    return [Rank(program, r, {}, transport.endpoint(r), {}, cpu) for r in range(spec.ranks)], transport
+    ranks = [Rank(program, r, {}, transport.endpoint(r), {}, cpu, visibility) for r in range(spec.ranks)]
+    return ranks, transport
 
 
 def on_ranks(transport: InProcess, work: Callable[[int], Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.runtime.context import Plan
+from csc.runtime.context import Plan, attach
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread
 from tests.kernels import dense
@@ -144,3 +144,15 @@ def test_ranks_that_need_nothing_from_others() -> None:
 
 def test_a_mask_that_hides_everything() -> None:
     check(spec_of(12, 2, 1), [Mask(torch.zeros(1, 1, 12, 2, dtype=torch.int32), None, None, 12)], (2, 2), 1, 0.0)
+
+
+def test_microbatches_and_steps_with_equal_masks_share_a_plan() -> None:
+    spec = spec_of(24, 2, 3)
+    ranks, transport = ranks_of(spec)
+    whole, narrow = ({"ranges": ranges} for ranges in (causal(24).ranges, causal(24).ranges.clamp(max=9)))
+    batches = [whole, narrow, {**whole}, {}]
+    first, second = ([[one["context"] for one in attach(rank, batches)] for rank in ranks] for _ in range(2))
+    assert first == second
+    assert all(mine[0] is mine[2] and len(set(map(id, mine))) == 3 for mine in first)
+    assert len(transport.endpoint(0).recent.known) == 3  # planned once for all ranks
+    assert torch.cat([mine[0].tokens[mine[0].real] for mine in first]).sort().values.tolist() == list(range(24))
