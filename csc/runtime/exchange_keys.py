@@ -38,7 +38,7 @@ from csc.runtime.exchange import (
 from csc.runtime.spread import Part, Spread, backward, forward, part, parts
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-SPLITTING = 1e-4  # seconds that must be hidden to run a part as two (some launches, one more sum): assumed, not measured
+SPLITTING = 1e-4  # seconds that must be hidden to run a part as two: launches and one more sum; assumed, not measured
 
 
 class Keys:
