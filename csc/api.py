@@ -63,8 +63,8 @@ def compile(
     cuts: names of the regions that open the second, third, ... stage, in order of execution.
     stages: for each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
     placement: the pipeline rank that runs each stage; None: as the schedule wants it.
-    schedule: "auto", or one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or the path of a schedule
-    file.  chunks: stages that each rank runs, for schedules that allow several.
+    schedule: "auto", or one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or the
+    path of a schedule file.  chunks: stages that each rank runs, for schedules that allow several.
     hardware: the profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
     memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
     microbatches: how many a step divides each replica's share of the batch into.

@@ -38,7 +38,9 @@ def _options(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help="auto, gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, or a schedule file"),
+        typer.Option(
+            help="auto, gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or your own file"
+        ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="stages that each rank runs")] = None,
     hardware: Annotated[

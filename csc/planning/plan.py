@@ -26,6 +26,7 @@ from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bou
 from csc.planning.branches import Stages, branches
 from csc.planning.contiguous import contiguous
 from csc.planning.moves import homes, moved, moves
+from csc.planning.paired import paired
 from csc.planning.partition import MIDDLE, InFlight, balance, candidates, describe
 from csc.planning.problem import Problem, Unit, pipeline
 from csc.planning.schedules import SCHEDULES, auto, stages_per_rank
@@ -188,7 +189,7 @@ def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight
         with suppress(InputError):
             share = replace(every, memory=problem.memory * problem.ranks / count)
             found += candidates(share, _one, (0.0,), layouts=False)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *paired(problem, home)]))
 
 
 def _even(problem: Problem, count: int, seconds: Callable[[Unit], float]) -> Stages:

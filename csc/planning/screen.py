@@ -32,7 +32,7 @@ from csc.planning.schedules.work import Work
 # depth (None: as memory allows); patience and fused as in csc.planning.schedules.greedy.
 Rules = tuple[tuple[int, int, int], float | None, float, bool]
 Style = str | Rules
-NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "zb-v")
+NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "interleaved-zb", "zb-v")
 FEW: tuple[Style, ...] = (
     *NAMED,
     ((0, 1, 2), None, 0.0, False),

@@ -57,6 +57,7 @@ def step(model: csc.CompiledModel) -> tuple[torch.Tensor, dict[str, torch.Tensor
         (None, None, "auto"),
         (None, None, "zb-v"),
         (None, None, "interleaved-1f1b"),
+        (None, None, "interleaved-zb"),
     ],
 )
 def test_every_layout_has_the_gradients_of_eager(

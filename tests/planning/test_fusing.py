@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.planning.problem import pipeline
+from csc.planning.schedules import stages_per_rank
 from csc.planning.schedules.fusing import joined, settled, settled_all, spared
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import least, room
@@ -75,7 +76,7 @@ def test_what_is_spared_costs_nothing_and_holds_no_more(case: Case, spare: float
 
 
 @settings(deadline=None)
-@given(cases(), st.sampled_from([name for name in ORDERS if name not in ("zb-v", "interleaved-1f1b")]))
+@given(cases(), st.sampled_from([name for name in ORDERS if stages_per_rank(name) == 1]))
 def test_joined_orders_hold_no_more_and_do_the_same(case: Case, name: str) -> None:
     work = Work.of(case.pipeline, case.placement, case.microbatches)
     orders = apart(work, ORDERS[name](work, None))

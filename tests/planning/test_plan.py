@@ -112,7 +112,7 @@ def test_models_of_the_usual_shapes_are_near_the_bound(problem: Problem, tight: 
 
 def test_several_stages_on_a_rank_are_not_held_against_the_other_bound() -> None:
     problem = mllm([], (16, 1.0), 4, (), recompute=False, microbatches=8)
-    for name in ("interleaved-1f1b", "zb-v"):
+    for name in ("interleaved-1f1b", "interleaved-zb", "zb-v"):
         found = plan(problem, name)
         check(problem, found)
         assert found.placement == tuple(placement(name, 4))

@@ -44,6 +44,7 @@ def test_published_bubbles_of_equal_stages(ranks: int, rounds: int) -> None:
     assert measured("gpipe") == (3 * ramp, 3 * ramp, m)
     assert measured("1f1b") == (3 * ramp, 3 * ramp, p)
     assert measured("interleaved-1f1b") == (3 * ramp / 2, 3 * ramp / 2, p + ramp / 2)
+    assert measured("interleaved-zb") == (ramp / 2, ramp / 2, p)
     assert measured("zb-h1") == (ramp, ramp, p)
     assert measured("zb-h2") == (0, ramp, 2 * p - 1)
     assert measured("zb-v") == (0, ramp / 2, p)
@@ -76,6 +77,30 @@ def test_1f1b_is_the_classical_order() -> None:
         "F0 BW0 F1 BW1 F2 BW2 F3 BW3",
     ]
     assert peak_in_flight(schedule) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_interleaved_zero_bubble_divides_the_ramp_of_zb_h1(ranks: int, chunks: int) -> None:
+    """(p - 1) (F + B - W) / v in the memory of 1F1B, whatever the number of stages on a rank."""
+    pipeline = chain(ranks * chunks, Stage(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
+    schedule = SCHEDULES["interleaved-zb"](pipeline, placement("interleaved-zb", ranks, chunks), 3 * ranks)
+    assert bubbles(pipeline, schedule) == (ranks - 1, ranks - 1)
+    assert peak_memory(pipeline, schedule) == [ranks * chunks] * ranks
+    if chunks == 1:
+        assert schedule.ranks == SCHEDULES["zb-h1"](pipeline, range(ranks), 3 * ranks).ranks
+
+
+def test_interleaved_zero_bubble_is_the_published_order() -> None:
+    """One forward of lead from rank to rank, and one W of lag; groups of two microbatches go through both stages."""
+    pipeline = chain(4, Stage(1.0, 1.0, 1.0))
+    schedule = SCHEDULES["interleaved-zb"](pipeline, placement("interleaved-zb", 2), 4)
+    assert [" ".join(f"{a.kind}{a.stage}.{a.microbatch}" for a in rank if a.computes) for rank in schedule.ranks] == [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 W2.0 F0.2 B2.1 W2.1 F0.3 B0.0 W0.0 F2.2 B0.1 W0.1 F2.3 B2.2 W2.2 B2.3 W2.3 "
+        "B0.2 W0.2 B0.3 W0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 W3.0 F1.2 B1.0 W3.1 F1.3 B1.1 W1.0 F3.2 B3.2 W1.1 F3.3 B3.3 W3.2 B1.2 W3.3 "
+        "B1.3 W1.2 W1.3",
+    ]
 
 
 def test_a_fused_backward_holds_what_one_region_keeps() -> None:
@@ -134,7 +159,7 @@ def test_named_schedules_are_valid_for_any_stages(case: Case, name: str) -> None
 
 
 @settings(deadline=None)
-@given(cases(), st.sampled_from(["interleaved-1f1b", "zb-v"]), st.data())
+@given(cases(), st.sampled_from(["interleaved-1f1b", "interleaved-zb", "zb-v"]), st.data())
 def test_schedules_of_several_stages_a_rank_are_valid(case: Case, name: str, data: st.DataObject) -> None:
     count = len(case.pipeline.stages)
     chunks = 2 if name == "zb-v" else data.draw(st.sampled_from([v for v in (1, 2, 3, 6) if count % v == 0]))
@@ -158,9 +183,11 @@ def test_placements() -> None:
     assert placement("1f1b", 3) == [0, 1, 2]
     assert placement("interleaved-1f1b", 3) == [0, 1, 2, 0, 1, 2]
     assert placement("interleaved-1f1b", 2, 3) == [0, 1, 0, 1, 0, 1]
+    assert placement("interleaved-zb", 2, 3) == [0, 1, 0, 1, 0, 1]
     assert placement("zb-v", 3) == [0, 1, 2, 2, 1, 0]
     assert {name: stages_per_rank(name) for name in SCHEDULES} == dict.fromkeys(SCHEDULES, 1) | {
         "interleaved-1f1b": 2,
+        "interleaved-zb": 2,
         "zb-v": 2,
     }
 
@@ -169,8 +196,9 @@ def test_what_does_not_fit_is_said() -> None:
     pipeline = chain(4, Stage(1.0, 1.0, 1.0, saved=2.0, kept=1.0, state=100.0))
     with pytest.raises(InputError, match="zb-v does not run 4 stages on the ranks"):
         SCHEDULES["zb-v"](pipeline, range(4), 4)
-    with pytest.raises(InputError, match="interleaved-1f1b does not run 4 stages"):
-        SCHEDULES["interleaved-1f1b"](pipeline, [0, 0, 1, 1], 4)
+    for name in ("interleaved-1f1b", "interleaved-zb"):
+        with pytest.raises(InputError, match=f"{name} does not run 4 stages"):
+            SCHEDULES[name](pipeline, [0, 0, 1, 1], 4)
     with pytest.raises(InputError, match="zb-v cannot have 3 stages on a rank"):
         placement("zb-v", 2, 3)
     with pytest.raises(InputError, match=r"there is no schedule 'zb'.*Choose one of gpipe, 1f1b"):

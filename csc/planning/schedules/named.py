@@ -90,19 +90,40 @@ def interleaved(work: Work, room: Sequence[float] | None = None) -> Orders:
     """
     p, stages = work.ranks, len(work.placement)
     _expect("interleaved-1f1b", work, [s % p for s in range(stages)] if stages % p == 0 else None)
+    return [joined(work, order) for order in _in_groups(work, lead=2, lag=0)]
+
+
+def interleaved_zb(work: Work, room: Sequence[float] | None = None) -> Orders:
+    """Interleaved 1F1B with B and W apart, half the lead of a rank over the next, and W's that lag behind, so that
+    every rank holds as much as the first (Qi et al. 2023). With one stage on each rank of a chain it is zb_h1.
+    """
+    p, stages = work.ranks, len(work.placement)
+    _expect("interleaved-zb", work, [s % p for s in range(stages)] if stages % p == 0 else None)
+    return _in_groups(work, lead=1, lag=1)
+
+
+def _in_groups(work: Work, lead: int, lag: int) -> Orders:
+    """lead: forwards that a rank is ahead of the next; lag: W's that it is behind the one before."""
+    p = work.ranks
     count = -(-work.microbatches // p) * p
-    return [joined(work, _fitting(work, _interleaved_rank(rank, p, stages // p, count))) for rank in range(p)]
+    chunks = len(work.placement) // p
+    return [
+        _fitting(work, _in_groups_rank(rank, p, chunks, count, lead * (p - rank - 1), lag * rank)) for rank in range(p)
+    ]
 
 
-def _interleaved_rank(rank: int, p: int, chunks: int, count: int) -> list[int]:
-    """The order of one rank for a multiple of p microbatches: 2 (p - rank - 1) + (v - 1) p forwards, then in turn."""
+def _in_groups_rank(rank: int, p: int, chunks: int, count: int, lead: int, lag: int) -> list[int]:
+    """The order of one rank for a multiple of p microbatches: lead + (v - 1) p forwards, then in turn; W k after B k +
+    lag, the rest at the end.
+    """
     forwards = [3 * (chunk * p + rank) for _ in range(count // p) for chunk in range(chunks) for _ in range(p)]
     backwards = [lane + 1 for _ in range(count // p) for lane in reversed(forwards[: chunks * p])]
-    ahead = min(2 * (p - rank - 1) + (chunks - 1) * p, len(forwards))
+    ahead = min(lead + (chunks - 1) * p, len(forwards))
     order = forwards[:ahead]
     for i, lane in enumerate(backwards):
-        order += [*forwards[ahead + i : ahead + i + 1], lane, lane + 1]
-    return order
+        order += [*forwards[ahead + i : ahead + i + 1], lane]
+        order += [backwards[i - lag] + 1] * (i >= lag)
+    return order + [lane + 1 for lane in backwards[max(0, len(backwards) - lag) :]]
 
 
 def zb_v(work: Work, room: Sequence[float] | None = None) -> Orders:
@@ -156,6 +177,7 @@ ORDERS: dict[str, Callable[[Work, Sequence[float] | None], Orders]] = {
     "1f1b": one_f_one_b,
     "eager-1f1b": eager,
     "interleaved-1f1b": interleaved,
+    "interleaved-zb": interleaved_zb,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,

@@ -19,7 +19,7 @@ from csc.planning.schedules.named import ORDERS
 from csc.planning.schedules.work import Work
 from csc.simulation.pipeline import Pipeline
 
-CHUNKS = {"interleaved-1f1b": 2, "zb-v": 2}
+CHUNKS = {"interleaved-1f1b": 2, "interleaved-zb": 2, "zb-v": 2}
 
 
 class Planner(Protocol):

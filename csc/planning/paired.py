@@ -1,0 +1,78 @@
+"""Partitions for two stages on each rank, balanced by what the two take together.
+
+Terms: the *first* stages are those of which each rank runs one before any rank runs a second; the *cut* is the unit
+with which the second ones begin. Units are taken in order of execution. A *load* is the time of both stages of a rank
+for one microbatch. It has to be as long as that of its neighbours, the two stages do not: much of a frozen encoder may
+share a rank with little of what is trained.
+
+    paired(problem, placement) -> [Stages], the best first; [] if not every rank has one of each,
+                                           or there are fewer units than stages
+    filled(work, loads) -> the ends of stages that even out the loads which are there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from csc.planning.branches import Stages
+from csc.planning.problem import Problem
+from csc.planning.screen import Style, screen
+
+CLOSE = 1.01  # how much larger than the least the largest load of a partition may be
+TRIED = 12  # partitions of which a few orders are simulated
+KEPT = 2
+STYLES: tuple[Style, ...] = ("interleaved-zb", "zb-v", ((0, 1, 2), 1.0, 0.5, False))
+
+
+def paired(problem: Problem, placement: Sequence[int]) -> list[Stages]:
+    """Of the partitions whose largest load is near the least, the fastest under a few orders that keep to the memory of
+    the problem.
+    """
+    ranks = problem.ranks
+    if not sorted(placement[:ranks]) == sorted(placement[ranks:]) == list(range(ranks)):
+        return []
+    found = list(_balanced(problem, placement))
+    if not found:
+        return []
+    least = min(load for load, _ in found)
+    close = [stages for load, stages in found if load <= CLOSE * least]
+    trials = [screen(problem, stages, placement, STYLES) for stages in close[:: -(-len(close) // TRIED)]]
+    ranked = sorted((trial for trial in trials if trial is not None), key=lambda trial: trial.seconds)
+    return [trial.stages for trial in ranked[:KEPT]]
+
+
+def _balanced(problem: Problem, placement: Sequence[int]) -> Iterator[tuple[float, Stages]]:
+    """(largest load, partition) for every cut: the first stages even, then the second ones beside them."""
+    work = [unit.work for unit in problem.units]
+    ranks = problem.ranks
+    for cut in range(ranks, len(work) - ranks + 1):
+        loads = [0.0] * ranks
+        ends: list[int] = []
+        for part, (a, b) in enumerate(((0, cut), (cut, len(work)))):
+            homes = placement[part * ranks : (part + 1) * ranks]
+            ends += [a + end for end in filled(work[a:b], [loads[rank] for rank in homes])]
+            for rank, start, end in zip(homes, [a, *ends[-ranks:]], ends[-ranks:]):
+                loads[rank] += sum(work[start:end])
+        yield max(loads), tuple(tuple(range(a, b)) for a, b in zip([0, *ends], ends))
+
+
+def filled(work: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """The end of each of as many non-empty stages as there are loads, in which the largest load with the stage's work
+    added is least. There are as many units of work as stages, or more. Of equals, those whose early stages
+    are the longest.
+    """
+    count = len(work)
+    before = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=np.float64))])
+    spans = np.where(np.tri(count + 1, dtype=bool), np.inf, before - before[:, None])  # [start, end]
+    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)  # [end]: the least of the largest loads so far
+    starts = []
+    for load in loads:
+        each = np.maximum(best[:, None], load + spans)
+        starts.append(count - each[::-1].argmin(axis=0))
+        best = each.min(axis=0)
+    ends = [count]
+    for row in reversed(starts[1:]):
+        ends.append(int(row[ends[-1]]))
+    return ends[::-1]
