@@ -126,11 +126,11 @@ def baselines(whole: Problem, layers: Sequence[bool]) -> list[Baseline]:
 
 def _one_f_one_b(name: str, whole: Problem, stages: Split, note: str = "") -> Baseline:
     numbers = pipeline(whole, stages)
-    schedule = _apart(SCHEDULES["1f1b"](numbers, tuple(range(len(stages))), whole.microbatches), numbers)
+    schedule = apart(SCHEDULES["1f1b"](numbers, tuple(range(len(stages))), whole.microbatches), numbers)
     return Baseline(name, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, (), note)
 
 
-def _apart(schedule: Schedule, numbers: Pipeline) -> Schedule:
+def apart(schedule: Schedule, numbers: Pipeline) -> Schedule:
     """The schedule with every BW as a B and, right behind it, a W."""
     orders = [[part for action in rank if action.computes for part in action.parts] for rank in schedule.ranks]
     return with_messages(schedule.name, orders, numbers.messages)

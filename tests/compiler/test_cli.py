@@ -72,7 +72,8 @@ def process(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
-        "shapes", "loss", "regions", "differentiate", "freeze", "prune", "split", "partition", "schedule",
+        "shapes", "attention", "context", "loss", "regions", "differentiate", "freeze", "prune", "split", "partition",
+        "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]

@@ -33,7 +33,6 @@ from csc.analysis.costs import (
     variant_cost,
     variant_key,
 )
-from csc.analysis.flops import FLASH_CPU
 from csc.analysis.hardware import hardware
 from csc.api import CompiledModel
 from csc.capture import loss_of
@@ -97,8 +96,8 @@ def _flash_backward(gradient: tuple, query: tuple, key: tuple, value: tuple, *_:
     return sdpa_backward_flop_count(gradient, query, key, value)
 
 
-FLASH = getattr(torch.ops.aten, FLASH_CPU.removeprefix("aten::"))
-FLASH_BACKWARD = getattr(torch.ops.aten, f"{FLASH_CPU.removeprefix('aten::')}_backward")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @pytest.mark.parametrize(
