@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (about 4 minutes after installation)"
 	@echo "make test       everything: linter, types, all tests"
-	@echo "make test-fast  the tests of the inner loop, about 6 minutes"
+	@echo "make test-fast  the tests of the inner loop: no slow ones, no processes"
 	@echo "make lint       ruff and mypy"
 
 install: $(STAMP)
