@@ -142,7 +142,10 @@ class Spreading:
         tags = node.target.tags if isinstance(node.target, OpOverload) else ()
         if torch.Tag.pointwise not in tags and g.op_name(node) not in ("aten::clone", "aten::_to_copy"):
             raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
-        (along,) = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
+        dims = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
+        if len(dims) > 1:
+            raise self._mixed(node, "combines every token with every other")
+        along = dims.pop()
         self.fixed[node], self.places[node] = along, place
 
         def given(operand: fx.Node) -> fx.Node:
@@ -222,9 +225,8 @@ class Spreading:
         edge = first = starts[0] if starts else 0
         result: fx.Node | None = None
         for one, length in zip(bound["tensors"], lengths):
-            share = self._given(one, (edge, edge + length))
-            if not self.dims(one) and one not in self.places:
-                share = self._dispatch(one, (edge, edge + length), dim)
+            entering = one not in self.places
+            share = self._dispatch(one, (edge, edge + length), dim) if entering else self.mapping[one]
             if result is None:
                 result = share
             else:
