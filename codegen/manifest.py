@@ -45,6 +45,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         "inputs": [
             {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype)} for item in program.inputs
         ],
+        **({"fixed": {name: tensor.tolist() for name, tensor in program.fixed.items()}} if program.fixed else {}),
         "parameters": [
             {
                 "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,

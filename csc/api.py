@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.capture import device_of, split_batch
-from csc.capture import microbatch as one_of
+from csc.capture import device_of, pieces, split_batch
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -115,7 +114,8 @@ class CompiledModel:
         self._directory = directory
         self._compiler = compiler
         self._histories: dict[Any, list[Program]] = {}
-        self._trainers: dict[Any, Trainer] = {}
+        self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
+        self._served: dict[int, set[Any]] = {}  # the signatures that each has a program for
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         self._last: Trainer | None = None
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
@@ -170,22 +170,37 @@ class CompiledModel:
         other._before = self._last or self._before
         return other
 
-    def history(self, batch: Mapping[str, Any] | None = None, microbatches: int | None = None) -> list[Program]:
-        """The Program after capture and each pass, for a batch's signature (the example's by default)."""
-        options = replace(self.options, microbatches=microbatches or self.options.microbatches)
-        first = self._microbatch(self.example if batch is None else batch, options)
-        key = (_signature(first), options.microbatches)
+    def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
+        """The Program after capture and each pass, for a batch's first microbatch (the example's by default)."""
+        options = self._options(microbatches)
+        return self._history(self._ready(self.example if batch is None else batch, options)[0], options)
+
+    def _options(self, microbatches: int | None) -> Options:
+        return replace(self.options, microbatches=microbatches or self.options.microbatches)
+
+    def _history(self, microbatch: Mapping[str, Any], options: Options) -> list[Program]:
+        """The same for a microbatch. The first program decides how all others are cut and placed, and in which order
+        they run.
+        """
+        key = (self._signature(microbatch), options.microbatches)
         if key not in self._histories:
-            if self._histories:  # the first program decides which rank holds what
+            if self._histories:
                 earlier = next(iter(self._histories.values()))[-1]
+                alike = (h[-1] for (_, count), h in self._histories.items() if count == options.microbatches)
                 options = replace(
                     options,
                     cuts=None,
                     stages=tuple(stage.regions for stage in earlier.stages),
                     placement=tuple(stage.rank for stage in earlier.stages),
+                    schedule=next((program.schedule or options.schedule for program in alike), options.schedule),
                 )
-            self._histories[key] = self.compiler.compile(first, options, self.progress)
+            history = self.compiler.compile(microbatch, options, self.progress)
+            key = (self._signature(microbatch), options.microbatches)  # the capture may have shown what else decides
+            self._histories[key] = history
         return self._histories[key]
+
+    def _signature(self, microbatch: Mapping[str, Any]) -> Any:
+        return self.compiler.signature(self.compiler.complete(microbatch))
 
     @property
     def program(self) -> Program:
@@ -194,33 +209,44 @@ class CompiledModel:
 
     def write(self, directory: str | Path, with_weights: bool = False) -> Path:
         """Write the program directory for the example batch. InputError if something else is there."""
-        first = self._microbatch(self.example, self.options)
-        return self.compiler.emit(self.program, self.options, Path(directory), first, with_weights)
+        program = self.program
+        first = self.compiler.complete(self._ready(self.example, self.options)[0])
+        return self.compiler.emit(program, self.options, Path(directory), first, with_weights)
 
-    def _microbatch(self, batch: Any, options: Options) -> dict[str, Any]:
+    def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
+        """The microbatches of a global batch, replica after replica; a list of them as it is."""
         if isinstance(batch, (list, tuple)):
-            tensors, extra = split_batch(batch[0] if batch else None)
-            return {**tensors, **extra}
+            return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
         tensors, extra = split_batch(batch)
-        return {**one_of(tensors, options.microbatches * options.mesh.dp), **extra}
+        return [piece | extra for piece in pieces(tensors, options.microbatches * options.mesh.dp)]
 
     # --- training ------------------------------------------------------------------------------------------------
 
     def trainer(self, batch: Any = None, microbatches: int | None = None) -> Trainer:
-        """The runtime for a batch's signature (the example's by default); its program is emitted and loaded."""
-        count = microbatches or self.options.microbatches
-        options = replace(self.options, microbatches=count)
-        first = self._microbatch(self.example if batch is None else batch, options)
-        key = (_signature(first), count)
-        if key not in self._trainers:
+        """The runtime for a batch (the example by default); the programs of its microbatches are emitted and loaded."""
+        options = self._options(microbatches)
+        self._last = self._serving(self._ready(self.example if batch is None else batch, options), options)
+        return self._last
+
+    def _serving(self, ready: Sequence[Mapping[str, Any]], options: Options) -> Trainer:
+        """The runtime with a program for each of these microbatches; missing ones are compiled."""
+        count = options.microbatches
+        served = self._served.setdefault(count, set())
+        for microbatch in ready:
+            if self._signature(microbatch) in served:
+                continue
             self._join_group()
             self._gather_weights()
-            program = self.history(batch, count)[-1]
-            directory = self._program_directory(len(self._trainers))
-            self.compiler.emit(program, options, directory, first)
-            self._trainers[key] = Trainer(load(directory), weights=dict(self.model.named_parameters()))
-        self._last = self._trainers[key]
-        return self._last
+            program = self._history(microbatch, options)[-1]
+            directory = self._program_directory(sum(map(len, self._served.values())))
+            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch))
+            loaded = load(directory)
+            if count in self._trainers:
+                self._trainers[count].add(loaded)
+            else:
+                self._trainers[count] = Trainer(loaded, weights=dict(self.model.named_parameters()))
+            served.add(self._signature(microbatch))
+        return self._trainers[count]
 
     def _program_directory(self, index: int) -> Path:
         """Where the program of the index-th signature goes; every process of a group writes its own."""
@@ -258,14 +284,19 @@ class CompiledModel:
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
 
-        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica). Another
-        length is compiled once, from the same trace; other keys or dtypes than the example's are an InputError.
+        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica), which may
+        differ in length. Another length is compiled once, from the same trace; other keys or dtypes than the example's
+        are an InputError.
         Returns the loss of the whole batch (0-d tensor, the same on every rank).
         """
         self._check_batch(batch)
-        trainer = self.trainer(batch, microbatches)
-        used = {item.name for item in trainer.program.manifest.inputs}
-        return trainer.train_step(_only(batch, used))
+        options = self._options(microbatches)
+        ready = self._ready(batch, options)
+        self._last = trainer = self._serving(ready, options)
+        manifest = trainer.program.manifest
+        used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
+        complete = map(self.compiler.complete, ready)
+        return trainer.train_step([{n: v for n, v in one.items() if n in used} for one in complete])
 
     def timeline(self, batch: Any, microbatches: int | None = None) -> Timeline:
         """One `train_step` that also records when every rank ran what; see `csc timeline`. All ranks call it.
@@ -341,19 +372,6 @@ class CompiledModel:
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors under the model's names; each rank writes what it owns."""
         self._current().save(directory)
-
-
-def _only(batch: Any, names: set[str]) -> Any:
-    if isinstance(batch, (list, tuple)):
-        return [_only(microbatch, names) for microbatch in batch]
-    return {name: value for name, value in batch.items() if name in names}
-
-
-def _signature(microbatch: Mapping[str, Any]) -> Any:
-    return tuple(
-        (name, tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (name, repr(v))
-        for name, v in sorted(microbatch.items(), key=lambda item: item[0])
-    )
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The way through, for one model: capture, passes, emission; what was done once is not done again.
 
 Terms
-  signature   names, shapes and dtypes of one microbatch, and how many of them make a step
-  capture     the traced model; serves every sequence length, one batch size
+  signature   names, shapes and dtypes of one microbatch, and the values of those entries that the model decides by
+  capture     the traced model; serves every sequence length
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture import capture, dynamic_dimensions, split_batch
+from csc.capture import Learned, capture, serves, split_batch
 from csc.codegen.write import write
 from csc.ir.program import Options, Program
 from csc.passes.loss import loss
@@ -32,26 +32,35 @@ def quiet(_: str) -> None:
 class Compiler:
     """Compiles one model for many signatures and frozen sets.
 
-    Captured graphs are kept per model, batch size and plain batch values; the traced templates of a signature are kept
+    Captured graphs are kept, and serve every microbatch that fits them; the traced templates of a signature are kept
     too, so a change of the frozen set, the mesh or the schedule compiles again without tracing.
     """
 
     model: nn.Module
-    captures: dict[Any, Program] = field(default_factory=dict)
+    captures: dict[Any, list[Program]] = field(default_factory=dict)
     traced: dict[Any, list[Program]] = field(default_factory=dict)
+    learned: Learned = field(default_factory=Learned)
+
+    def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        """The microbatch with what functions of the model that run on the host make of it (see csc.capture.host)."""
+        return self.learned.completed(self.model, microbatch)
+
+    def signature(self, microbatch: Mapping[str, Any]) -> Any:
+        """What decides which program a completed microbatch needs. It may say more once more has been captured."""
+        tensors, extra = split_batch(microbatch)
+        shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(tensors.items()))
+        values = tuple((n, repr(tensors[n].tolist())) for n in sorted(self.learned.consulted) if n in tensors)
+        return shapes, values, repr(sorted(extra.items(), key=lambda item: item[0]))
 
     def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
-        tensors, extra = split_batch(microbatch)
-        capture_key, shapes_key = _keys(tensors, extra)
-        key = (shapes_key, options.loss_weight, options.mesh.cp)
+        captured = self._captured(microbatch, progress)
+        microbatch = self.complete(microbatch)
+        key = (self.signature(microbatch), options.loss_weight, options.mesh.cp)
         if key not in self.traced:
-            if capture_key not in self.captures:
-                progress(CAPTURE)
-                self.captures[capture_key] = capture(self.model, microbatch)
-            captured = _with_shapes(self.captures[capture_key], tensors)
+            tensors, _ = split_batch(microbatch)
             self.traced[key] = run(
-                [captured],
+                [_with_shapes(captured, tensors)],
                 TRACING,
                 replace(options, microbatches=1, mesh=replace(options.mesh, dp=1)),
                 progress,
@@ -59,6 +68,17 @@ class Compiler:
         self._check_loss(self.traced[key], options)
         history = [self._as_the_model_says(program) for program in self.traced[key]]
         return run(history, PLANNING, options, progress)
+
+    def _captured(self, microbatch: Mapping[str, Any], progress: Progress) -> Program:
+        """A capture that serves the microbatch, an earlier one if there is any."""
+        tensors, extra = split_batch(self.complete(microbatch))
+        known = self.captures.setdefault(repr(sorted(extra.items(), key=lambda item: item[0])), [])
+        for program in known:
+            if serves(program, tensors):
+                return program
+        progress(CAPTURE)
+        known.append(capture(self.model, microbatch, self.learned))
+        return known[-1]
 
     def _check_loss(self, history: list[Program], options: Options) -> None:
         """The loss pass again, with the real number of microbatches: it may have to refuse (see passes/loss.py)."""
@@ -81,21 +101,6 @@ class Compiler:
         tensors, _ = split_batch(microbatch)
         weights = dict(self.model.named_parameters()) if with_weights else None
         return write(program, options, directory, tensors, weights)
-
-
-def _keys(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(what a capture depends on, what the traced templates depend on)."""
-    plain = repr(sorted(extra.items(), key=lambda item: item[0]))
-    shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(tensors.items()))
-    fixed = tuple(
-        (
-            name,
-            str(t.dtype),
-            tuple(-1 if dim in dynamic_dimensions(t) else size for dim, size in enumerate(t.shape)),
-        )
-        for name, t in sorted(tensors.items())
-    )
-    return (fixed, plain), (shapes, plain)
 
 
 def _with_shapes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:

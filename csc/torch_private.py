@@ -6,14 +6,18 @@ name, and not somewhere inside a pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
@@ -21,9 +25,11 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "fx_traceback",
+    "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
     "make_fx",
+    "outside_tracing",
 ]
 
 
@@ -35,3 +41,15 @@ def is_no_grad_region(target: Any) -> bool:
 def is_autocast_region(target: Any) -> bool:
     """True for the higher-order op that export writes for `with torch.autocast(...)`."""
     return getattr(target, "__name__", "") == "wrap_with_autocast"
+
+
+def in_functorch_transform() -> bool:
+    """True inside vmap, grad and the like, where tensors are wrapped."""
+    return peek_interpreter_stack() is not None
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield

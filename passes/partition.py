@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from csc.passes import problem as numbers
-from csc.passes.schedule_file import from_file, is_file
+from csc.passes.schedule_file import given_schedule
 
 from csc.analysis.costs import basis
 from csc.errors import InputError
@@ -40,7 +40,7 @@ def partition(program: Program, options: Options) -> Program:
     program = replace(program, context=_priced(program, options))
     given = _given(program, options)
     ranks, placement = options.mesh.pp, options.placement
-    written = from_file(options) if is_file(options.schedule) else None
+    written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())
     decided = plan(

@@ -9,14 +9,17 @@ from csc.ir.program import Options
 from csc.ir.schedule import Schedule, parse
 
 
-def is_file(name: str) -> bool:
-    """Is this option the path of a schedule file, and not the name of a schedule?"""
-    return name.endswith(".txt") or "/" in name
+def given_schedule(options: Options) -> Schedule | None:
+    """The schedule that the options hold, or name the file of; None if they name a kind of schedule."""
+    if isinstance(options.schedule, Schedule):
+        return options.schedule
+    if options.schedule.endswith(".txt") or "/" in options.schedule:
+        return from_file(Path(options.schedule), options)
+    return None
 
 
-def from_file(options: Options) -> Schedule:
+def from_file(path: Path, options: Options) -> Schedule:
     """The schedule of a file. InputError if it cannot be read; ScheduleError, with the line, for text that is none."""
-    path = Path(options.schedule)
     try:
         found = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from csc.capture.batch import device_of, dynamic_dimensions, microbatch, placed, split_batch
-from csc.capture.export import export, loss_of, training, untraceable, without_kv_cache
+from csc.capture.batch import device_of, dynamic_dimensions, microbatch, pieces, placed, split_batch
+from csc.capture.export import HostFunctionFound, export, loss_of, training, untraceable, without_kv_cache
+from csc.capture.host import HostCall
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
 from csc.errors import CscError
@@ -15,28 +19,82 @@ from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
 
 __all__ = [
+    "Learned",
     "capture",
     "device_of",
     "dynamic_dimensions",
     "loss_of",
     "microbatch",
+    "pieces",
     "placed",
+    "serves",
     "split_batch",
     "training",
     "without_kv_cache",
 ]
 
 
-def capture(model: nn.Module, example: Any) -> Program:
+@dataclass
+class Learned:
+    """What traces of a model have shown about its batches. It only grows.
+
+    calls: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
+    what the graph is; a capture holds for the values it was made with.
+    """
+
+    calls: list[HostCall] = field(default_factory=list)
+    consulted: set[str] = field(default_factory=set)
+
+    def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        """The microbatch with what the host functions make of it."""
+        tensors, extra = split_batch(microbatch)
+        for call in self.calls:
+            if all(entry in tensors for _, entry in call.arguments):
+                tensors |= call.entries(model, tensors)
+        return {**tensors, **extra}
+
+
+def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a captured Program is the model for a microbatch: same entries, sizes that it allows, values that it was
+    made for.
+    """
+    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(program.graph) if n.meta["role"][0] == "input"}
+    if given.keys() != tensors.keys():
+        return False
+    sizes: dict[str, int] = {}
+    for name, traced in given.items():
+        tensor = tensors[name]
+        if traced.dtype != tensor.dtype or traced.dim() != tensor.dim():
+            return False
+        for expected, size in zip(traced.shape, tensor.shape):
+            fits = (
+                expected == size
+                if isinstance(expected, int)
+                else size > 1 and sizes.setdefault(str(expected), size) == size
+            )
+            if not fits:
+                return False
+    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+
+
+def capture(model: nn.Module, example: Any, learned: Learned | None = None) -> Program:
     """Trace `loss = model(**example)` in training mode, sequence dimensions symbolic.
 
     model: any module whose forward takes the batch's entries as keyword arguments and returns a loss.
     example: one microbatch, a mapping; its tensors are traced, other values are baked in.
+    learned: what is known from earlier captures of the model; this one adds to it.
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
-    tensors, extra = split_batch(example)
+    learned = Learned() if learned is None else learned
     device = device_of(model)
-    exported = export(model, placed(tensors, device), extra)
+    while True:
+        tensors, extra = split_batch(learned.completed(model, example))
+        try:
+            exported, consulted = export(model, placed(tensors, device), extra, learned.calls)
+            break
+        except HostFunctionFound as found:
+            learned.calls.append(found.call)
+    learned.consulted |= consulted
     try:
         graph, constants = flatten(exported, model)
     except CscError:
@@ -66,4 +124,5 @@ def capture(model: nn.Module, example: Any) -> Program:
         device=device.type,
         graph=graph,
         fake_mode=loss.meta["val"].fake_mode,
+        fixed={name: tensors[name] for name in sorted(consulted)},
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,18 +61,34 @@ def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] > 1)
 
 
+def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an entry describes others (image sizes, grids, lengths): whole numbers, and not one for each token."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return False
+    tokens = next((batch[name] for name in ("input_ids", "labels", "decoder_input_ids") if name in batch), None)
+    if tokens is None:
+        return tensor.dim() < 2
+    return tensor.shape[:2] != tokens.shape[:2] and tensor.shape[-2:] != tokens.shape[:2]
+
+
 def microbatch(tensors: Mapping[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
     """The first of `parts` equal slices along dimension 0, as an example of one microbatch."""
-    first: dict[str, torch.Tensor] = {}
+    return pieces(tensors, parts)[0]
+
+
+def pieces(tensors: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
+    """`parts` equal slices along dimension 0. InputError for an entry whose rows do not divide."""
+    sliced: dict[str, Sequence[torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
-            first[name] = tensor
-            continue
-        if tensor.shape[0] % parts:
+            sliced[name] = [tensor] * parts
+        elif tensor.shape[0] % parts:
             raise InputError(
                 f"the batch entry {name!r} has {tensor.shape[0]} rows; {parts} microbatches x replicas do not fit",
-                "example batch",
-                f"make its first dimension a multiple of {parts}, or change microbatches or the mesh's dp",
+                "batch",
+                f"make its first dimension a multiple of {parts}, give a list of {parts} ready microbatches, or change "
+                "microbatches or the mesh's dp",
             )
-        first[name] = tensor[: tensor.shape[0] // parts]
-    return first
+        else:
+            sliced[name] = tensor.chunk(parts) if tensor.shape[0] else [tensor] * parts
+    return [{name: parts_of[i] for name, parts_of in sliced.items()} for i in range(parts)]

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from itertools import chain
 from typing import Any
@@ -22,21 +22,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.batch import dynamic_dimensions
+from csc.capture import host
+from csc.capture.batch import dynamic_dimensions, is_metadata
+from csc.capture.host import HostCall
+from csc.capture.known import Watching
 from csc.errors import CscError, InputError
 from csc.torch_private import GuardOnDataDependentSymNode
 
 
 class LossOnly(nn.Module):
-    """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in."""
+    """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
 
-    def __init__(self, model: nn.Module, extra: Mapping[str, Any]) -> None:
+    calls: host functions of the model; what they return comes with the batch, beside the model's own arguments.
+    """
+
+    def __init__(
+        self, model: nn.Module, extra: Mapping[str, Any], calls: Sequence[HostCall], values: Mapping[str, torch.Tensor]
+    ) -> None:
         super().__init__()
         self.model = model
-        self._extra = dict(extra)
+        self._extra, self._calls, self._example = dict(extra), calls, values
+        known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
+        self.watching = Watching(known, self._asked)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return loss_of(self.model(**batch, **self._extra))
+        made = {name for call in self._calls for name in call.entries(self.model, self._example)}
+        self._names = {id(tensor): name for name, tensor in batch.items()}
+        with self.watching.entries(batch), host.patched(self.model, self._calls, self._example, batch):
+            own = {name: tensor for name, tensor in batch.items() if name not in made}
+            return loss_of(self.model(**own, **self._extra))
+
+    def _asked(self, sources: frozenset[str]) -> None:
+        """The model asks for values that only the batch has: is a function around it that can be run before?"""
+        call = host.find(self.model, self._names, host.caller()) if sources else None
+        if call is not None and call.gives_tensors(self.model, self._example):
+            raise HostFunctionFound(call)
+
+
+class HostFunctionFound(Exception):
+    """Ends a trace: it has to start again with this function outside the graph."""
+
+    def __init__(self, call: HostCall) -> None:
+        super().__init__(call.name)
+        self.call = call
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -102,19 +130,30 @@ def _check_names(model: nn.Module, entries: Iterable[str]) -> None:
 
 
 def export(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]
-) -> torch.export.ExportedProgram:
-    """Export the training step of the model on an example microbatch. Raises CscError with the user's source line."""
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], calls: Sequence[HostCall] = ()
+) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
+    """Export the training step of the model on an example microbatch, with these functions run on the host.
+
+    Returns the program and the batch entries whose values it was traced for. Raises CscError with the user's source
+    line, or HostFunctionFound.
+    """
     _check_names(model, tensors)
     automatic = torch.export.Dim.AUTO
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
-    wrapped = LossOnly(model, extra)
+    wrapped = LossOnly(model, extra, calls, tensors)
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     try:
-        with training(model), without_kv_cache(model), warnings.catch_warnings(), redirect_stderr(said):
+        with (
+            training(model),
+            without_kv_cache(model),
+            attributes_kept(model),
+            warnings.catch_warnings(),
+            redirect_stderr(said),
+        ):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
             exported = torch.export.export(
                 wrapped,
                 (dict(tensors),),
@@ -122,12 +161,26 @@ def export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except CscError:
+    except (CscError, HostFunctionFound):
         raise
     except Exception as error:
         raise untraceable(error) from error
     sys.stderr.write(said.getvalue())
-    return exported
+    return exported, frozenset(wrapped.watching.consulted)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Models remember tensors in attributes (Qwen-VL its position offsets); those of a trace must not stay behind."""
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name, value in list(module.__dict__.items()):
+                if isinstance(value, torch.Tensor) and attributes.get(name) is not value:
+                    del module.__dict__[name]
+                    module.__dict__.update({name: attributes[name]} if name in attributes else {})
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.torch_private import is_autocast_region, is_no_grad_region
@@ -148,6 +149,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
                 "control flow operators inside a model are not supported; write the block with tensor operations",
             )  # fmt: skip
     g.erase_dead(graph)
+    without_selections(graph, loss.meta["val"].fake_mode)
     return graph, constants
 
 

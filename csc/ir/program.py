@@ -204,7 +204,7 @@ class Options:
     cuts: names of the regions that open a stage, in order of execution.
     stages: for each stage the names or glob patterns of its regions; neither this nor cuts: csc plans the stages.
     placement: the pipeline rank of each stage; None: as the schedule wants it.
-    schedule: a name of csc.planning.schedules, or the path of a schedule file.
+    schedule: a name of csc.planning.schedules, the path of a schedule file, or a schedule as it is.
     chunks: stages a rank runs; None: as many as the schedule wants.
     hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
     memory: bytes that one rank may hold; None: what the hardware has.
@@ -215,7 +215,7 @@ class Options:
     cuts: tuple[str, ...] | None = None
     stages: tuple[tuple[str, ...], ...] | None = None
     placement: tuple[int, ...] | None = None
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
     chunks: int | None = None
     hardware: str | None = None
     memory: int | None = None
@@ -266,6 +266,7 @@ class Program:
     device: str
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     context: Context | None = None  # if cp > 1
     shared: fx.Graph | None = None

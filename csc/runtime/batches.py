@@ -3,9 +3,9 @@
 Terms: the *global batch* is the same on every rank. Along dim 0 it is split over dp replicas first, then over
 microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb + 1) * b) of m microbatches of
 b rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count
-samples, as with packed image patches).
+samples, as with packed image patches, and when microbatches differ in length).
 
-    split(manifest, batch) -> [replica][microbatch] -> {name: tensor}   InputError before anything happens
+    split(manifests, batch) -> [replica][microbatch] -> Piece           InputError before anything happens
     from_file(program, file) -> global batch                            None: the program's example, repeated
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,23 @@ from csc.runtime.specs import InputSpec, Manifest
 GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
-def split(manifest: Manifest, batch: GlobalBatch) -> list[list[dict[str, torch.Tensor]]]:
+@dataclass(frozen=True)
+class Piece:
+    """One microbatch: what it holds, and which of the programs is for its sizes."""
+
+    tensors: Mapping[str, torch.Tensor]
+    program: int
+
+
+def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]]:
     """Microbatches of every replica. InputError names the key, what was expected, what was found and the
     remedy.
 
-    Entries that are None count as absent. Other values than tensors are refused: they were fixed when the
-    model was compiled.
+    manifests: of the programs of one model for several sizes; microbatches may be of any of them. Entries that are None
+    count as absent. Other values than tensors are refused: they were fixed when the model was compiled.
     """
-    replicas, count = manifest.mesh.dp, manifest.microbatches
+    first = manifests[0]
+    replicas, count = first.mesh.dp, first.microbatches
     pieces = replicas * count
     if isinstance(batch, Sequence):
         if len(batch) != pieces:
@@ -42,10 +52,10 @@ def split(manifest: Manifest, batch: GlobalBatch) -> list[list[dict[str, torch.T
                 "batch",
                 f"Give {pieces}, or compile for another number",
             )
-        ready = [_tensors(manifest, mb, f"batch[{i}]") for i, mb in enumerate(batch)]
+        ready = [_tensors(first, mb, f"batch[{i}]") for i, mb in enumerate(batch)]
     elif hasattr(batch, "items"):  # a dict, or an HF BatchEncoding, which is a UserDict
-        tensors = _tensors(manifest, batch, "batch")
-        parts = {name: _pieces(manifest, name, tensor, pieces) for name, tensor in tensors.items()}
+        tensors = _tensors(first, batch, "batch")
+        parts = {name: _pieces(first, name, tensor, pieces) for name, tensor in tensors.items()}
         ready = [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
     else:
         raise InputError(
@@ -53,10 +63,24 @@ def split(manifest: Manifest, batch: GlobalBatch) -> list[list[dict[str, torch.T
             "batch",
             "Give a dict of tensors, or a list of microbatches",
         )
-    for i, microbatch in enumerate(ready):
-        for spec in manifest.inputs:
-            _check(spec, microbatch[spec.name], f"microbatch {i}", pieces)
-    return [ready[d * count : (d + 1) * count] for d in range(replicas)]
+    placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
+    return [placed[d * count : (d + 1) * count] for d in range(replicas)]
+
+
+def _placed(manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, pieces: int) -> Piece:
+    """The microbatch with the first program that takes it; the complaint is that of the first one."""
+    complaints = []
+    for index, manifest in enumerate(manifests):
+        try:
+            for spec in manifest.inputs:
+                _check(spec, microbatch[spec.name], where, pieces)
+            for name, values in manifest.fixed.items():
+                _check_fixed(name, values, microbatch.get(name), where)
+        except InputError as error:
+            complaints.append(error)
+        else:
+            return Piece(microbatch, index)
+    raise complaints[0]
 
 
 def from_file(program: LoadedProgram, file: Path | None) -> GlobalBatch:
@@ -75,7 +99,7 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
     specs = {spec.name: spec for spec in manifest.inputs}
     given = {name: value for name, value in batch.items() if value is not None}
     for name in given:
-        if name not in specs:
+        if name not in specs and name not in manifest.fixed:
             close = difflib.get_close_matches(name, specs, 1)
             raise InputError(
                 f"key {name!r} is not an input of the program; inputs: {', '.join(specs)}",
@@ -96,7 +120,7 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
                 f"key {name!r}: expected a tensor, found {type(value).__name__}", where, "Convert it first"
             )
         found[name] = value
-    return found
+    return found | {name: given[name] for name in manifest.fixed if isinstance(given.get(name), torch.Tensor)}
 
 
 def _pieces(manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
@@ -126,6 +150,15 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> No
             f"key {spec.name!r}: expected shape {list(spec.shape)}, found {list(tensor.shape)}",
             where,
             f"The program has this size in each of {pieces} microbatches: pad, crop, or compile again",
+        )
+
+
+def _check_fixed(name: str, values: list, tensor: torch.Tensor | None, where: str) -> None:
+    if tensor is not None and tensor.tolist() != values:
+        raise InputError(
+            f"key {name!r}: expected the values {values}, found {tensor.tolist()}",
+            where,
+            "The model takes decisions from these values, so a program holds for one of them: compile again",
         )
 
 

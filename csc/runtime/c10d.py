@@ -103,7 +103,7 @@ class Distributed:
         direct = device.type == "cpu" or "nccl" in str(dist.get_backend_config())
         self._wire = device if direct else torch.device("cpu")
         self._pollable = self._wire.type == "cuda"
-        self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
+        self.compare_programs(program)
         everyone = list(range(size))
         wait = timedelta(seconds=timeout)
         self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in ("F", "B")}
@@ -275,6 +275,9 @@ class Distributed:
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         self.finish_sum(self.start_sum(tensor, tuple(range(self._manifest.mesh.size)), why))
+
+    def compare_programs(self, program: LoadedProgram) -> None:
+        self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
 
     def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         compare = partial(agree_on_weights, self._manifest, weights, self.rank, self._wire)

@@ -1,6 +1,6 @@
 """Attention over the tokens of a context-parallel group: what an emitted program calls as `plan.attention(...)`.
 
-    attach(rank, microbatches) -> microbatches with "context": a Plan each      nothing to do with cp = 1
+    attach(rank, microbatch) -> the microbatch with "context": its Plan         nothing to do with cp = 1
     Plan.tokens, .real          int64 [share], bool [share]: the rank's tokens by slot; which slots hold one
     Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
     Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
@@ -31,19 +31,16 @@ from csc.runtime.spread import Spread
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def attach(rank: Rank, microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The microbatches with the plan of each under the key "context"."""
+def attach(rank: Rank, microbatch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The microbatch with its plan under the key "context"."""
     spec = rank.program.manifest.context
     if spec is None or rank.visibility is None or not any(stage.context for stage in rank.stages):
-        return list(microbatches)
-    planned: list[Mapping[str, Any]] = []
-    for batch in microbatches:
-        masks = [_mask(spec, given) for given in rank.visibility(batch, rank.constants)]
-        known = rank.endpoint.recent.of(spec, masks)
-        if rank.rank not in known.plans:
-            known.plans[rank.rank] = Plan(spec, known.masks, known.spread, rank)
-        planned.append({**batch, "context": known.plans[rank.rank]})
-    return planned
+        return microbatch
+    masks = [_mask(spec, given) for given in rank.visibility(microbatch, rank.constants)]
+    known = rank.endpoint.recent.of(spec, masks)
+    if rank.rank not in known.plans:
+        known.plans[rank.rank] = Plan(spec, known.masks, known.spread, rank)
+    return {**microbatch, "context": known.plans[rank.rank]}
 
 
 def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:

@@ -4,7 +4,7 @@ Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; 
 and opaque here. A rank that cannot go on *waits*; its generator then yields a text that says for what. With a
 transport that blocks it never yields.
 
-    step(rank, microbatches, weights, trace) -> generator -> StepResult
+    step(ranks, microbatches, weights, trace) -> generator -> StepResult
     interleave({rank: generator}) -> {rank: StepResult}     the ranks of a process in turns, in a fixed order
 """
 
@@ -68,21 +68,34 @@ class _Inbox:
         return taken
 
 
-class _Step:
-    """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
+class _Routes:
+    """Where the values of one program's microbatches go, seen from one rank."""
 
-    def __init__(self, rank: Rank, microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, rank: Rank) -> None:
         manifest = rank.program.manifest
-        self.rank = rank
-        self.batches = microbatches
-        self.weights = weights
-        self.stages = {stage.stage: stage for stage in rank.stages}
+        own = {stage.stage for stage in rank.stages}
         self.messages: dict[Message, MessageSpec] = {m.channel: m for m in manifest.messages}
         self.leaving: dict[tuple[str, int], list[MessageSpec]] = {}
         self.staying: dict[tuple[str, int], list[MessageSpec]] = {}
         for message in manifest.messages:
-            kept = message.destination in self.stages
+            kept = message.destination in own
             (self.staying if kept else self.leaving).setdefault((message.kind, message.source), []).append(message)
+
+
+class _Step:
+    """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
+
+    def __init__(
+        self, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        rank, manifest = ranks[0], ranks[0].program.manifest
+        self.rank = rank  # for all that is the same in every program
+        self.ranks = ranks
+        self.batches = microbatches
+        self.weights = weights
+        self.stages = {stage.stage: stage for stage in rank.stages}
+        of_rank = {id(one): _Routes(one) for one in ranks}
+        self.routes = [of_rank[id(one)] for one in ranks]
         self.inbox = _Inbox()
         self.outbox: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
         self.pending: dict[tuple[str, int, int], int] = {}  # messages that still have to be sent from an outbox
@@ -95,9 +108,9 @@ class _Step:
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch."""
-        stage, mb, constants = self.stages[action.stage], action.microbatch, self.rank.constants
+        stage, mb = self.stages[action.stage], action.microbatch
+        constants, functions = self.ranks[mb].constants, self.ranks[mb].functions[stage.stage]
         item = (stage.stage, mb)
-        functions = self.rank.functions[stage.stage]
         loss_here = self.rank.program.manifest.loss.stage == stage.stage
         if action.kind == "F":
             received = self.inbox.take("F", *item)
@@ -134,30 +147,35 @@ class _Step:
         """BW as it goes: the gradients of a region are taken before the next region runs."""
         assert functions.backward is not None
         received = self._gradients_for(stage, mb)
-        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights, self.rank.constants)
+        constants = self.ranks[mb].constants
+        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights, constants)
         self._hand_on("B", stage, mb, sent)
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""
-        for message in self.staying.get((kind, stage), ()):
+        for message in self.routes[mb].staying.get((kind, stage), ()):
             names = [spec.name for spec in message.values]
             values = laid_out(message, sent, self.rank.rank)
             self.inbox.put(message, mb, dict(zip(names, values, strict=True)))
-        count = len(self.leaving.get((kind, stage), ()))
+        count = len(self.routes[mb].leaving.get((kind, stage), ()))
         if count:
             self.outbox[kind, stage, mb] = dict(sent)
             self.pending[kind, stage, mb] = count
 
+    def message(self, action: Action) -> MessageSpec:
+        """What a SEND or RECV carries, in the sizes of its microbatch."""
+        return self.routes[action.microbatch].messages[action.channel]
+
     def send(self, action: Action) -> None:
         key = (action.message, action.source, action.microbatch)
-        self.rank.endpoint.send(self.messages[action.channel], action.microbatch, self.outbox[key])
+        self.rank.endpoint.send(self.message(action), action.microbatch, self.outbox[key])
         self.pending[key] -= 1
         if not self.pending[key]:
             del self.pending[key], self.outbox[key]
 
 
 def step(
-    rank: Rank,
+    ranks: Sequence[Rank],
     microbatches: Sequence[Batch],
     weights: Mapping[str, torch.Tensor],
     trace: bool = False,
@@ -165,15 +183,16 @@ def step(
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
     name.
 
+    ranks: for each microbatch the rank in the program of the microbatch's sizes; the same one where sizes are equal.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
-    manifest = rank.program.manifest
+    rank, manifest = ranks[0], ranks[0].program.manifest
     actions = rank.program.schedule.ranks[rank.position]
-    microbatches = context.attach(rank, microbatches)
-    state = _Step(rank, microbatches, weights)
+    microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    state = _Step(ranks, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
-        state.loss_weights = yield from losses.weights(rank, microbatches)
+        state.loss_weights = yield from losses.weights(ranks, microbatches)
     try:
         for i, action in enumerate(actions):
             if i == 0 or action.computes:
@@ -184,7 +203,7 @@ def step(
             elif action.kind == "SEND":
                 state.send(action)
             elif action.kind == "RECV":
-                message = state.messages[action.channel]
+                message = state.message(action)
                 while (values := rank.endpoint.receive(message, action.microbatch)) is None:
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
@@ -208,7 +227,7 @@ def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
         if action.computes:
             return
         if action.kind == "RECV":
-            state.rank.endpoint.post(state.messages[action.channel], action.microbatch)
+            state.rank.endpoint.post(state.message(action), action.microbatch)
 
 
 def interleave(runs: Mapping[int, Generator[str, None, StepResult]]) -> dict[int, StepResult]:

@@ -4,7 +4,7 @@ Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it 
 over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
 process would compute it. With `mean` it is 1 / (microbatches * dp), with `sum` it is 1.
 
-    weights(rank, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
+    weights(ranks, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
     combine(rank, losses, weights) -> generator -> Losses               every rank, after the last action
 
 Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches:
@@ -53,17 +53,26 @@ class Losses:
         return torch.tensor(sum(self.parts), dtype=torch.float64).to(self.dtype)
 
 
-def weights(rank: Rank, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> Generator[str, None, dict[int, float]]:
-    """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0."""
+def weights(
+    ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]
+) -> Generator[str, None, dict[int, float]]:
+    """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0.
+
+    ranks: this rank in the program of each microbatch.
+    """
+    rank = ranks[0]
     manifest = rank.program.manifest
     mesh, count = manifest.mesh, len(microbatches)
     if manifest.loss.weight == "sum":
         return dict.fromkeys(range(count), 1.0)
     if manifest.loss.weight == "mean":
         return dict.fromkeys(range(count), 1.0 / (count * mesh.dp))
-    counted = rank.functions[manifest.loss.stage].loss_tokens
-    assert counted is not None
-    tokens = torch.stack([counted(batch, rank.constants).reshape(()) for batch in microbatches])
+    counts = []
+    for one, batch in zip(ranks, microbatches, strict=True):
+        counted = one.functions[manifest.loss.stage].loss_tokens
+        assert counted is not None
+        counts.append(counted(batch, one.constants).reshape(()))
+    tokens = torch.stack(counts)
     total = tokens.sum().reshape(1)
     yield from wait_sum(rank.endpoint, total, mesh.sharing(manifest.loss_rank), "count of labels over dp and cp")
     whole = int(total)

@@ -71,6 +71,7 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         device="cpu",
         microbatches=schedule.microbatches,
         inputs=(),
+        fixed={},
         parameters=(),
         constants=(),
         messages=messages,
@@ -119,7 +120,7 @@ def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.
     for _ in range(steps):
         transport.begin_step()
         transport.sum_over_processes(torch.zeros(1), "start of a paced step")
-        results = interleave({rank.rank: step(rank, factors, {}, trace=True) for rank in ranks})
+        results = interleave({rank.rank: step([rank] * len(factors), factors, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
 

@@ -143,6 +143,7 @@ class Manifest:
     device: str
     microbatches: int
     inputs: tuple[InputSpec, ...]
+    fixed: Mapping[str, list]  # batch entries, by name, that the program takes with these values only
     parameters: tuple[ParameterSpec, ...]
     constants: tuple[ConstantSpec, ...]
     messages: tuple[MessageSpec, ...]
@@ -241,6 +242,7 @@ def manifest(table: Any, where: str) -> Manifest:
         device=top.get("device", str),
         microbatches=microbatches,
         inputs=tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs")),
+        fixed=top.get("fixed", dict, {}),
         parameters=tuple(_parameter(row, stages) for row in top.rows("parameters")),
         constants=tuple(
             ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants")

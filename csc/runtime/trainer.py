@@ -5,6 +5,7 @@ parameters are those that these ranks hold; ranks of one process share one nn.Pa
 several of them hold.
 
     Trainer(program, weights=None, transport=None, device=None, trace=False)
+    .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
     .named_parameters()             .parameters()                           .state_dict()    .save(directory)
 
@@ -24,6 +25,7 @@ from csc.errors import InputError
 from csc.runtime import batches, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
+from csc.runtime.family import check_member
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
@@ -59,8 +61,26 @@ class Trainer:
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._weights = _parameters(program, self._specs, weights, self.device)
         self.transport.compare_weights(self._weights)
+        self._manifests = [program.manifest]
+        self._members = [self._loaded(program)]
+        self.trace = trace
+        self.timeline: dict[int, list[Timed]] = {}
+
+    def add(self, program: LoadedProgram) -> None:
+        """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
+        the same way. All ranks call it.
+        """
+        check_member(self.program, program)
+        self.transport.compare_programs(program)
+        self._members.append(self._loaded(program))
+        self._manifests.append(program.manifest)
+
+    def _loaded(self, program: LoadedProgram) -> list[Rank]:
+        """This process' ranks in a program."""
+        mesh = program.manifest.mesh
+        held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         constants = {position: program.constants(position, self.device) for position in sorted(held)}
-        self._ranks = [
+        return [
             Rank(
                 program,
                 rank,
@@ -72,8 +92,11 @@ class Trainer:
             )
             for rank in self.transport.ranks
         ]
-        self.trace = trace
-        self.timeline: dict[int, list[Timed]] = {}
+
+    @property
+    def _ranks(self) -> list[Rank]:
+        """For what is the same in every program."""
+        return self._members[0]
 
     @torch.no_grad()
     def train_step(self, batch: batches.GlobalBatch, microbatches: int | None = None) -> torch.Tensor:
@@ -91,14 +114,14 @@ class Trainer:
                 "train_step",
                 f"Compile with microbatches={microbatches}",
             )
-        pieces = batches.split(manifest, batch)
+        pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
         runs = {}
-        for rank in self._ranks:
-            names = dict.fromkeys(name for stage in rank.stages for name in stage.inputs)
-            own = [{n: mb[n].to(self.device) for n in names} for mb in pieces[rank.replica]]
+        for index, rank in enumerate(self._ranks):
+            ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
+            own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
             held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.position in p.ranks}
-            runs[rank.rank] = step(rank, own, held, self.trace)
+            runs[rank.rank] = step(ranks, own, held, self.trace)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         results = interleave(runs) if turns is None else together(runs, turns)
         if self.trace:
@@ -106,6 +129,11 @@ class Trainer:
         loss = results[self._ranks[0].rank].losses.total(manifest.microbatches)
         self._set_gradients(results)
         return loss
+
+    def _read(self, rank: Rank, microbatch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a rank's stages read of a microbatch, on the device."""
+        names = dict.fromkeys(name for stage in rank.stages for name in stage.inputs)
+        return {name: microbatch[name].to(self.device) for name in names}
 
     def _set_gradients(self, results: Mapping[int, StepResult]) -> None:
         done: set[str] = set()

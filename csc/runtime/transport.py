@@ -89,6 +89,9 @@ class Transport(Protocol):
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Sum a tensor over all processes, in place."""
 
+    def compare_programs(self, program: LoadedProgram) -> None:
+        """ProgramError unless all processes have this program."""
+
     def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """InputError unless all processes that hold a parameter hold the same values."""
 
@@ -194,6 +197,9 @@ class InProcess:
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Nothing to do: there is one process."""
+
+    def compare_programs(self, program: LoadedProgram) -> None:
+        """Nothing to do: the ranks share it."""
 
     def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Nothing to do: the ranks share their weights."""

@@ -1,0 +1,189 @@
+"""Values that are known while a model is traced, so that Python decisions can be taken from them.
+
+Terms
+  known      a tensor of whole numbers whose values are there beside the traced one: batch entries that are no tokens
+             (image sizes, grids), and what is computed from them and from plain numbers alone
+  consulted  a batch entry whose values decided something: `.tolist()`, an `if`, a size. The capture holds for these
+             values; others are another capture.
+  sources    the batch entries that a tensor was computed from
+
+    watch = Watching({"image_grid_thw": tensor})
+    with watch.entries(batch): model(**batch)          under torch.export, batch holds traced tensors
+    watch.consulted -> {"image_grid_thw"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from csc.torch_private import in_functorch_transform, outside_tracing
+
+LARGEST = 1 << 16  # elements; beyond, values are not kept
+ASKS = frozenset(
+    {"tolist", "item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "is_nonzero", "numpy", "equal",
+     "nonzero", "argwhere", "unique", "unique_consecutive", "_unique2", "masked_select", "bincount", "allclose",
+     "histc", "__array__"}
+)  # fmt: skip
+FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
+SIZED = FACTORIES | {
+    "view",
+    "reshape",
+    "expand",
+    "repeat",
+    "split",
+    "narrow",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "pad",
+}
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What is known of a traced tensor, kept alive as long as the fact."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor | None
+    sources: frozenset[str]
+
+
+class Watching(TorchFunctionMode):
+    """Runs operations on known values for real, beside the trace of them."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], asked: Callable[[frozenset[str]], None]) -> None:
+        """values: the real values of the entries that may be consulted. asked(sources): called before values that are
+        not known are asked for; it may raise.
+        """
+        super().__init__()
+        self._values = values
+        self._asked = asked
+        self._facts: dict[int, _Fact] = {}
+        self._unknown: set[int] = set()  # storages of real values that something unknown was written to
+        self.consulted: set[str] = set()
+
+    @contextmanager
+    def entries(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Watch what is computed from these tensors."""
+        self._facts.clear()
+        for name, tensor in batch.items():
+            self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if in_functorch_transform():
+            return func(*args, **kwargs)
+        args, kwargs = self._sizes_as_numbers(getattr(func, "__name__", ""), args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sources = frozenset[str]().union(*(self._sources(tensor) for tensor in tensors))
+        name = getattr(func, "__name__", "")
+        known = self._all_known(name, tensors, leaves)
+        if _asks(name, args, kwargs):
+            if known:
+                self.consulted |= sources
+                return self._remembered(self._really(func, args, kwargs), None, sources)
+            if tensors:
+                self._asked(sources)
+        if not known and _writes(name) and tensors and (value := self._value(tensors[0])) is not None:
+            self._unknown.add(value.untyped_storage().data_ptr())
+        result = func(*args, **kwargs)
+        if name == "__getitem__" and isinstance(result, torch.Tensor) and result.dim():
+            _some_rows(result.shape[0])
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            return result
+        real = self._really(func, args, kwargs) if known else None
+        return self._remembered(result, real, sources)
+
+    def _sizes_as_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Arguments in which known tensors that stand for a size or a bound are numbers."""
+
+        def number(leaf: Any) -> Any:
+            value = self._value(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 else None
+            if value is None or value.is_floating_point():
+                return leaf
+            self.consulted |= self._sources(leaf)
+            with outside_tracing():
+                return value.item()
+
+        if name == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if not any(isinstance(one, slice) for one in index):
+                return args, kwargs
+            bounds = tuple(
+                slice(number(one.start), number(one.stop), number(one.step)) if isinstance(one, slice) else one
+                for one in index
+            )
+            return (args[0], bounds), kwargs
+        if name not in SIZED or name in ("tensor", "as_tensor"):
+            return args, kwargs
+        first = 0 if name in FACTORIES else 1
+        return (*args[:first], *pytree.tree_map(number, args[first:])), pytree.tree_map(number, kwargs)
+
+    def _sources(self, tensor: torch.Tensor) -> frozenset[str]:
+        fact = self._facts.get(id(tensor))
+        return fact.sources if fact is not None else frozenset()
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        fact = self._facts.get(id(tensor))
+        if fact is None or fact.value is None or fact.value.untyped_storage().data_ptr() in self._unknown:
+            return None
+        return fact.value
+
+    def _all_known(self, name: str, tensors: list[torch.Tensor], leaves: list[Any]) -> bool:
+        if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
+            return False
+        if not tensors:
+            return name in FACTORIES
+        return all(self._value(tensor) is not None for tensor in tensors)
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        with outside_tracing():
+            return func(*real_args, **real_kwargs)
+
+    def _remembered(self, result: Any, real: Any, sources: frozenset[str]) -> Any:
+        """The result; its tensors with their values. real: None if the result is real itself, or nothing is known."""
+        leaves, values = pytree.tree_leaves(result), pytree.tree_leaves(real)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            value = values[place] if len(values) == len(leaves) else None
+            if value is None and real is None and type(leaf) is torch.Tensor and not leaf.is_floating_point():
+                value = leaf
+            if value is not None and (not isinstance(value, torch.Tensor) or value.numel() > LARGEST):
+                value = None
+            self._facts[id(leaf)] = _Fact(leaf, value, sources)
+        return result
+
+
+def _some_rows(rows: Any) -> None:
+    """A selection by a mask has a size that nobody knows; say that it is no special case."""
+    if isinstance(rows, torch.SymInt) and not rows.node.has_hint():
+        torch._check(rows >= 2)
+
+
+def _asks(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's result depends on values in its kind or size."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index)
+    if name == "repeat_interleave":
+        counts = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        return isinstance(counts, torch.Tensor) and kwargs.get("output_size") is None
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    return name in ASKS
+
+
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
