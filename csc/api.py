@@ -34,13 +34,14 @@ from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
 
 Factory = Callable[[], nn.Module]
+Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def compile(
     model: nn.Module | Factory | None = None,
     *,
     mesh: Mesh | Mapping[str, int] | str | Any = None,
-    example: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    example: Example | Callable[[], Example] | None = None,
     freeze: Sequence[str] | None = None,
     cuts: Sequence[str] | None = None,
     stages: Sequence[str | Sequence[str]] | None = None,
@@ -57,7 +58,8 @@ def compile(
 
     model: an nn.Module whose forward takes the batch's entries as keyword arguments and returns a loss; or a factory.
     mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
-    example: one global batch (or a function that makes it): names, dtypes and shapes are taken from it.
+    example: one global batch, or a list of ready microbatches (or a function that makes it): names, dtypes and shapes
+    are taken from it.
     freeze: component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
     cuts: names of the regions that open the second, third, ... stage, in order of execution.
     stages: for each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
@@ -105,7 +107,7 @@ class CompiledModel:
         self,
         model: nn.Module | Factory,
         options: Options,
-        example: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        example: Example | Callable[[], Example] | None,
         directory: Path | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -145,7 +147,7 @@ class CompiledModel:
         return self.compiler.model
 
     @property
-    def example(self) -> Mapping[str, Any]:
+    def example(self) -> Example:
         """The example batch. InputError if none was given."""
         if callable(self._example):
             self._example = self._example()
@@ -207,10 +209,15 @@ class CompiledModel:
         """The finished Program for the example batch."""
         return self.history()[-1]
 
+    @property
+    def microbatch(self) -> dict[str, Any]:
+        """The example's first microbatch."""
+        return self._ready(self.example, self.options)[0]
+
     def write(self, directory: str | Path, with_weights: bool = False) -> Path:
         """Write the program directory for the example batch. InputError if something else is there."""
         program = self.program
-        first = self.compiler.complete(self._ready(self.example, self.options)[0])
+        first = self.compiler.complete(self.microbatch)
         return self.compiler.emit(program, self.options, Path(directory), first, with_weights)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
@@ -314,8 +321,9 @@ class CompiledModel:
 
     def _check_batch(self, batch: Any) -> None:
         if self._example is None:
-            self._example = batch if not isinstance(batch, (list, tuple)) else batch[0]
-        expected, extra = split_batch(self.example)
+            self._example = batch
+        example = self.example
+        expected, extra = split_batch(example[0] if isinstance(example, (list, tuple)) else example)
         for microbatch in batch if isinstance(batch, (list, tuple)) else [batch]:
             found, other = split_batch(microbatch)
             for name in expected.keys() | found.keys():

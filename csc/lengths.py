@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from csc.api import CompiledModel
-from csc.capture import capture, microbatch, split_batch
+from csc.capture import capture, split_batch
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -103,10 +103,7 @@ class Sampler:
 
 def sampler(compiled: CompiledModel) -> Sampler:
     """Lowers the model of a CompiledModel at sizes of choice; starts from one microbatch of its example."""
-    tensors, extra = split_batch(compiled.example)
-    options = compiled.options
-    first = microbatch(tensors, options.microbatches * options.mesh.dp)
-    return Sampler(compiled.model, {**first, **extra}, options, compiled.progress)
+    return Sampler(compiled.model, compiled.microbatch, compiled.options, compiled.progress)
 
 
 def _key(copies: int, grown: Mapping[Length, int]) -> Any:

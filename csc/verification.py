@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from csc.api import CompiledModel
 from csc.capture import device_of, loss_of, placed, split_batch, training, without_kv_cache
@@ -55,10 +58,9 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
         for name, p in model.named_parameters():
             p.requires_grad_(name in trainable)
             p.grad = None
-        tensors, extra = split_batch(batch)
         torch.manual_seed(0)
         with training(model), without_kv_cache(model):
-            eager_loss = loss_of(model(**placed(tensors, device_of(model)), **extra))
+            eager_loss = _eager_loss(model, batch, compiled.program.loss_weight)
         eager_loss.backward()
         eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for p in model.parameters():
@@ -71,6 +73,34 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
             p.requires_grad_(kept[name][0])
             p.grad = kept[name][1]
     return _compare(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
+
+
+def _eager_loss(model: nn.Module, batch: Any, loss_weight: str) -> torch.Tensor:
+    """The loss of a batch; of a list of microbatches their losses combined as csc.runtime.losses says."""
+    microbatches = batch if isinstance(batch, (list, tuple)) else [batch]
+    losses, weights = [], []
+    for microbatch in microbatches:
+        tensors, extra = split_batch(microbatch)
+        with _CountingTargets() as targets:
+            losses.append(loss_of(model(**placed(tensors, device_of(model)), **extra)))
+        weights.append({"tokens": targets.count, "mean": 1 / len(microbatches), "sum": 1}[loss_weight])
+    if len(microbatches) == 1:
+        return losses[0]
+    whole = sum(weights) if loss_weight == "tokens" else 1
+    return torch.stack([loss * (weight / whole) for loss, weight in zip(losses, weights)]).sum()
+
+
+class _CountingTargets(TorchFunctionMode):
+    """Counts what the last cross entropy is a mean over."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.cross_entropy, functional.nll_loss):
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            self.count = int((target != kwargs.get("ignore_index", -100)).sum())
+        return func(*args, **kwargs)
 
 
 def _compare(

@@ -362,6 +362,7 @@ def _what_moves(node: fx.Node | None) -> set[fx.Node]:
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
-        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in ("aten::clone", "aten::_to_copy"))
+        copies = RESHAPES | {"aten::clone", "aten::_to_copy"}
+        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in copies)
         node = node.args[0] if moves else None  # type: ignore[assignment]
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.batch import device_of, dynamic_dimensions, microbatch, pieces, placed, split_batch
+from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
 from csc.capture.export import HostFunctionFound, export, loss_of, training, untraceable, without_kv_cache
 from csc.capture.host import HostCall
 from csc.capture.modules import describe
@@ -24,7 +24,6 @@ __all__ = [
     "device_of",
     "dynamic_dimensions",
     "loss_of",
-    "microbatch",
     "pieces",
     "placed",
     "serves",

@@ -71,11 +71,6 @@ def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool
     return tensor.shape[:2] != tokens.shape[:2] and tensor.shape[-2:] != tokens.shape[:2]
 
 
-def microbatch(tensors: Mapping[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
-    """The first of `parts` equal slices along dimension 0, as an example of one microbatch."""
-    return pieces(tensors, parts)[0]
-
-
 def pieces(tensors: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
     """`parts` equal slices along dimension 0. InputError for an entry whose rows do not divide."""
     sliced: dict[str, Sequence[torch.Tensor]] = {}

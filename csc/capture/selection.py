@@ -2,9 +2,9 @@
 
 Terms
   selection  `x[mask]`: the rows of x where a mask is true, one after the other
-  padded     a selection with as many rows as the mask has elements: the chosen rows first, in order, then the others.
-             What is computed row by row from it is padded too. Only the chosen rows may count in the end: where they
-             are scattered to as many places, added to a value that has just their number, or are a loss' targets.
+  in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is in
+             place too. Rows that the mask leaves out must not count in the end: where rows are written back through
+             the mask, scattered to other places, or are the targets of a loss.
 
     without_selections(graph, mode)      changes a captured graph, in place
 """
@@ -22,16 +22,17 @@ from csc.ir import graph as g
 from csc.torch_private import FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
+ALONG_ROWS = {"aten::linear", "aten::layer_norm", "aten::rms_norm", "aten::embedding", "aten::_to_copy", "aten::clone"}
 RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
 
 
 def without_selections(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Rewrite selections by masks, and writes to them.
 
-    Before    %rows : f32[u0, 32] = aten.index(%x, [%mask]);  aten.masked_scatter(%text, %where, %rows)
-    After     %order = aten.argsort(aten.logical_not(%mask), stable=True);  %rows : f32[20, 32] = x[%order]; the same
+    Before    %rows : f32[u0, 8] = aten.index(%x, [%mask]);  %y = aten.add(%rows, 1);  aten.index_put(%x, [%mask], %y)
+    After     %rows : f32[2, 10, 8] = aten.alias(%x);  %y = aten.add(%rows, 1);  aten.where(%mask, %y, %x)
 
-    Raises InputError, with the source line, where rows that were not chosen would count.
+    Raises InputError, with the source line, where rows that were not selected would count.
     """
     _Rewriting(graph, mode).run()
 
@@ -39,7 +40,7 @@ def without_selections(graph: fx.Graph, mode: FakeTensorMode) -> None:
 class _Rewriting:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.mode = graph, mode
-        self.padded: dict[fx.Node, fx.Node] = {}  # to the mask that chose its rows
+        self.in_place: dict[fx.Node, fx.Node] = {}  # to the mask of the rows that were selected
 
     def run(self) -> None:
         for node in g.calls(self.graph):
@@ -48,27 +49,15 @@ class _Rewriting:
                 self._select(node, mask)
             elif mask is not None:
                 self._write(node, mask)
-            elif any(used in self.padded for used in node.all_input_nodes):
+            elif any(used in self.in_place for used in node.all_input_nodes):
                 self._carry_on(node)
 
     def _select(self, node: fx.Node, mask: fx.Node) -> None:
         whole: Any = node.args[0]
-        first = mask.meta["val"].dim()
-        rest = list(whole.meta["val"].shape[first:])
-        if any(not isinstance(size, int) for size in rest):
-            raise _refused(node, "selects rows whose own size varies")
-        order = self._order(node, mask)
-        flat = self._call(node, aten.reshape.default, whole, [-1, *rest])
-        rows = self._call(node, aten.index_select.default, flat, 0, order)
-        node.replace_all_uses_with(rows)
-        self.graph.erase_node(node)
-        self.padded[rows] = mask
-
-    def _order(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Places of the mask's elements, the true ones first."""
-        others = self._call(node, aten.logical_not.default, mask)
-        flat = self._call(node, aten.reshape.default, others, [-1])
-        return self._call(node, aten.argsort.stable, flat, stable=True)
+        # A call of its own: rows that were selected are one value, the whole another.
+        rows = self._made(node, aten.alias.default, (whole,), {}, whole.meta["val"])
+        self._replace(node, rows)
+        self.in_place[rows] = mask
 
     def _write(self, node: fx.Node, mask: fx.Node) -> None:
         """`x[mask] = values`."""
@@ -76,23 +65,24 @@ class _Rewriting:
         if accumulate and accumulate[0]:
             raise _refused(node, "adds to the rows that a mask selects")
         assert isinstance(whole, fx.Node) and isinstance(values, fx.Node)
-        missing = whole.meta["val"].dim() - mask.meta["val"].dim()
-        for _ in range(missing):
-            mask = self._call(node, aten.unsqueeze.default, mask, -1)
-        if values.meta["val"].dim() <= missing and values not in self.padded:
-            new = self._made(node, aten.where.self, (mask, values, whole), {}, whole.meta["val"])
+        rest = whole.meta["val"].dim() - mask.meta["val"].dim()
+        chosen = self._column(node, mask, rest)
+        its_own = values in self.in_place and _same(self.in_place[values], mask)
+        if its_own or (values.meta["val"].dim() <= rest and values not in self.in_place):
+            new = self._made(node, aten.where.self, (chosen, values, whole), {}, whole.meta["val"])
         else:
-            new = self._made(node, aten.masked_scatter.default, (whole, mask, values), {}, whole.meta["val"])
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+            source = self._together(node, values) if values in self.in_place else values
+            new = self._made(node, aten.masked_scatter.default, (whole, chosen, source), {}, whole.meta["val"])
+        self._replace(node, new)
 
     def _carry_on(self, node: fx.Node) -> None:
-        """A call that reads padded values."""
+        """A call that reads rows in place."""
         name = g.op_name(node)
-        given = [used for used in node.all_input_nodes if used in self.padded]
+        given = [used for used in node.all_input_nodes if used in self.in_place]
         if name == "aten::masked_scatter" and given == [node.args[2]]:
+            node.replace_input_with(given[0], self._together(node, given[0]))
             return
-        if name == "aten::cross_entropy_loss" and node.args[1] in self.padded:
+        if name == "aten::cross_entropy_loss" and node.args[1] in self.in_place:
             self._leave_out(node)
             return
         if name == "aten::sym_size":
@@ -102,62 +92,112 @@ class _Rewriting:
         if name in RESHAPES:
             self._reshape(node)
             return
-        number = next((used for used in node.all_input_nodes if self._has_their_number(used, node, given)), None)
-        if number is not None and _is_pointwise(node):
-            self._cut(node, given, number)
+        self._check_rows(node, given)
+        node.meta["val"] = self._value(node.target, node.args, node.kwargs)
+        self.in_place[node] = self.in_place[next(used for used in node.all_input_nodes if used in self.in_place)]
+
+    def _check_rows(self, node: fx.Node, given: list[fx.Node]) -> None:
+        """A call that is no reshape: it must compute row by row. Operands with the rows of the selection alone are
+        brought in place.
+        """
+        pointwise = _is_pointwise(node)
+        for used in node.all_input_nodes if pointwise else ():
+            if self._has_their_number(used, node):
+                rows = self._spread(node, used, given[0])
+                node.replace_input_with(used, rows)
+                self.in_place[rows] = self.in_place[given[0]]
+        if pointwise or g.op_name(node) in ALONG_ROWS:
             return
-        why = mixes(node, lambda one: (0,) if one in self.padded or one is node else ())
+        for used in given:  # it counts its dimensions: one for the rows, as it had
+            node.replace_input_with(used, self._flat(node, used))
+        why = mixes(node, lambda one: (0,) if one in self.in_place or one is node else ())
         if why is not None:
             raise _refused(node, f"{why}, of which a mask has selected some")
-        self.padded[node] = self.padded[given[0]]
 
     def _reshape(self, node: fx.Node) -> None:
-        """One that keeps rows, or that only a scatter reads: it takes values in their order."""
+        """One that leaves rows as they are, or cuts each; or that only a scatter reads: it takes values in order."""
         before: Any = node.args[0]
         shape: Any = node.args[1]
-        widths = [list(one.meta["val"].shape[1:]) for one in (before, node)]
-        keeps = torch.Size(widths[0]).numel() == torch.Size(widths[1]).numel()
-        if not keeps and any(g.op_name(user) != "aten::masked_scatter" for user in node.users):
+        one_row = list(before.meta["val"].shape[self.in_place[before].meta["val"].dim() :])
+        new_row = list(node.meta["val"].shape[1:])
+        if new_row == one_row or all(g.op_name(user) == "aten::masked_scatter" for user in node.users):
+            self._replace(node, before)
+        elif torch.Size(one_row).numel() != torch.Size(new_row).numel():
             raise _refused(node, "joins or cuts rows that a mask has selected")
-        if keeps:
-            node.args = (before, [-1, *shape[1:]])
-        self.padded[node] = self.padded[before]
+        else:
+            flat = self._flat(node, before)
+            node.args = (flat, [-1, *shape[1:]])
+            node.meta["val"] = self._value(node.target, node.args, node.kwargs)
+            self.in_place[node] = self.in_place[flat]
 
-    @staticmethod
-    def _has_their_number(used: fx.Node, node: fx.Node, given: list[fx.Node]) -> bool:
+    def _flat(self, like: fx.Node, rows: fx.Node) -> fx.Node:
+        """Rows in place with one dimension for the rows, and so is their mask."""
+        mask = self.in_place[rows]
+        if mask.meta["val"].dim() == 1:
+            return rows
+        rest = list(rows.meta["val"].shape[mask.meta["val"].dim() :]) if rows.meta["val"].dim() else []
+        if any(not isinstance(size, int) for size in rest):
+            raise _refused(like, "selects rows whose own size varies")
+        flat = self._call(like, aten.reshape.default, rows, [-1, *rest])
+        self.in_place[flat] = self._call(like, aten.reshape.default, mask, [-1])
+        return flat
+
+    def _has_their_number(self, used: fx.Node, node: fx.Node) -> bool:
+        """Whether an operand has a row for each row that was selected."""
         value = g.tensor_value(used)
-        if used in given or value is None or value.dim() != node.meta["val"].dim() or not value.dim():
+        if used in self.in_place or value is None or value.dim() != node.meta["val"].dim() or not value.dim():
             return False
         return not isinstance(value.shape[0], int) or value.shape[0] != 1
 
-    def _cut(self, node: fx.Node, given: list[fx.Node], number: fx.Node) -> None:
-        """The operands that are padded, without their last rows: the other operand has just the chosen ones."""
-        size: Any = number.meta["val"].shape[0]
-        if not isinstance(size, int):
-            size = self._call(node, aten.sym_size.int, number, 0)
-        for used in given:
-            node.replace_input_with(used, self._call(node, aten.slice.Tensor, used, 0, 0, size))
+    def _spread(self, like: fx.Node, rows: fx.Node, selected: fx.Node) -> fx.Node:
+        """Rows, as many as a mask selects, in the places of those that it does; zeros elsewhere."""
+        rest = list(rows.meta["val"].shape[1:])
+        rows_dims = self.in_place[selected].meta["val"].dim()
+        mask = self._column(like, self.in_place[selected], len(rest))
+        nothing = self._call(like, aten.zeros_like.default, mask, dtype=rows.meta["val"].dtype)
+        nothing = self._call(like, aten.expand.default, nothing, [*[-1] * rows_dims, *rest])
+        return self._made(like, aten.masked_scatter.default, (nothing, mask, rows), {}, nothing.meta["val"])
+
+    def _together(self, like: fx.Node, rows: fx.Node) -> fx.Node:
+        """The selected rows first, in order, then the others; who reads only the first ones reads the selection."""
+        rows = self._flat(like, rows)
+        others = self._call(like, aten.logical_not.default, self.in_place[rows])
+        order = self._call(like, aten.argsort.stable, others, stable=True)
+        return self._call(like, aten.index_select.default, rows, 0, order)
 
     def _leave_out(self, loss: fx.Node) -> None:
-        """Targets that no mask chose are ignored, and their logits with them."""
+        """Targets that were not selected are ignored, and their logits with them."""
         bound = g.bind(loss)
         targets: fx.Node = bound["target"]
-        mask = self.padded[targets]
-        if bound["reduction"] not in (1, 2) or bound["label_smoothing"] or bound["self"] not in self.padded:
+        if bound["reduction"] not in (1, 2) or bound["self"] not in self.in_place:
             raise _refused(loss, "gives one loss for each row that a mask selects")
-        flat = self._call(loss, aten.reshape.default, mask, [-1])
-        chosen = self._call(loss, aten.sum.default, flat)
-        rows = self._call(
-            loss, aten.cumsum.default, self._call(loss, aten.ones_like.default, flat, dtype=torch.int64), 0
-        )
-        counts = self._call(loss, aten.le.Tensor, rows, chosen)
         none = self._call(loss, aten.full_like.default, targets, bound["ignore_index"])
-        loss.replace_input_with(targets, self._call(loss, aten.where.self, counts, targets, none))
+        counted = self._call(loss, aten.where.self, self.in_place[targets], targets, none)
+        self.in_place[counted] = self.in_place[targets]
+        loss.replace_input_with(targets, self._flat(loss, counted))
+        loss.replace_input_with(bound["self"], self._flat(loss, bound["self"]))
+
+    def _column(self, like: fx.Node, mask: fx.Node, rest: int) -> fx.Node:
+        """The mask with dimensions of 1 behind, to be broadcast over a row."""
+        for _ in range(rest):
+            mask = self._call(like, aten.unsqueeze.default, mask, -1)
+        return mask
+
+    def _size(self, like: fx.Node, node: fx.Node, dim: int) -> Any:
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self._made(like, aten.sym_size.int, (node, dim), {}, size)
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
 
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        return self._made(like, target, arguments, keywords, self._value(target, arguments, keywords))
+
+    def _value(self, target: Any, arguments: Any, keywords: Any) -> Any:
+        args, kwargs = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
         with self.mode:
-            args, kwargs = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
-            return self._made(like, target, arguments, keywords, target(*args, **kwargs))
+            return target(*args, **kwargs)
 
     def _made(self, like: fx.Node, target: Any, arguments: Any, keywords: Any, value: Any) -> fx.Node:
         with self.graph.inserting_before(like):
@@ -176,6 +216,17 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(first, fx.Node) or any(one is not None for one in indices[1:]):
         return None
     return first if first.meta["val"].dtype in (torch.bool, torch.uint8) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are computed the same way."""
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return one == other
+    if one is other:
+        return True
+    if one.op != "call_function" or one.target != other.target or len(one.args) != len(other.args):
+        return False
+    return one.kwargs == other.kwargs and all(map(_same, one.args, other.args))
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -1,0 +1,223 @@
+"""Models that take decisions from values: sizes of images, tokens, masks; each compared with itself in eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.verification import verify
+
+WIDTH, WORDS, IMAGE = 8, 40, 39
+
+Batch = dict[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.linear(self.norm(hidden)))
+
+
+class Reader(nn.Module):
+    """Patches of all images in one row, pooled image by image, merged into text whose positions depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.embed, self.position = nn.Linear(3, WIDTH), nn.Embedding(WORDS, WIDTH), nn.Embedding(99, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def positions(self, ids: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """An image's tokens count as many positions as the image is wide."""
+        found = []
+        for row in ids.tolist():
+            places, at = [], 0
+            for word in row:
+                places.append(at)
+                at += int(grids[0, 1]) if word == IMAGE else 1
+            found.append(places)
+        return torch.tensor(found, device=ids.device)
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.patch(patches)
+        images = [part.mean(0) for part in hidden.split(grids.prod(1).tolist())]
+        merged = self.embed(ids).masked_scatter((ids == IMAGE)[..., None], torch.stack(images))
+        merged = merged + self.position(self.positions(ids, grids))
+        for layer in self.layers:
+            merged = layer(merged)
+        return F.cross_entropy(self.head(merged).flatten(0, 1), labels.flatten())
+
+
+def reader_batch(grids: list[list[int]], length: int = 7, first: int = 1) -> Batch:
+    """One image token a sample, two samples."""
+    ids = first + (torch.arange(2)[:, None] * 5 + torch.arange(length)) % 30
+    ids[0, 1], ids[1, 3] = IMAGE, IMAGE
+    count = sum(h * w for h, w in grids)
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    patches = torch.sin(torch.arange(count * 3.0)).view(count, 3)
+    return {"ids": ids, "labels": labels, "patches": patches, "grids": torch.tensor(grids)}
+
+
+def equal(compiled: csc.CompiledModel, batch: Batch | None = None) -> None:
+    result = verify(compiled, batch)
+    assert result.params_missing == () and result.params_unexpected == ()
+    assert result.loss_rel == 0 and result.grad_rel_max == 0
+
+
+@pytest.fixture(scope="module")
+def reader() -> csc.CompiledModel:
+    torch.manual_seed(0)
+    return csc.compile(Reader(), mesh="pp=2", example=reader_batch([[2, 3], [1, 4]]))
+
+
+def test_sizes_of_images_and_positions(reader: csc.CompiledModel) -> None:
+    equal(reader)
+    program = reader.program
+    assert set(program.fixed) == {"grids"}
+    assert [call.name for call in reader.compiler.learned.calls] == ["positions"]
+    assert "positions_0" in {item.name for item in program.inputs}
+
+
+def test_other_tokens_and_lengths_need_no_other_capture(reader: csc.CompiledModel) -> None:
+    """The placeholder moves, so positions differ: they are counted again for every batch."""
+    before = _captures(reader)
+    for batch in (reader_batch([[2, 3], [1, 4]], first=9), reader_batch([[2, 3], [1, 4]], length=11)):
+        batch["ids"] = batch["ids"].flip(1)
+        batch["labels"] = batch["labels"].flip(1)
+        equal(reader, batch)
+    assert _captures(reader) == before
+
+
+def test_other_sizes_of_images_are_another_program(reader: csc.CompiledModel) -> None:
+    """As many patches as before, in other images."""
+    equal(reader, reader_batch([[1, 4], [3, 2]]))
+    equal(reader, reader_batch([[2, 2], [2, 2]]))
+    equal(reader, reader_batch([[2, 3], [1, 4]]))
+
+
+def _captures(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.captures.values()))
+
+
+def weighted(model: nn.Module, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one process: the mean over the labels of all microbatches."""
+    model.zero_grad()
+    counts = [int((one["labels"] != -100).sum()) for one in microbatches]
+    loss = sum(model(**one) * count for one, count in zip(microbatches, counts)) / sum(counts)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), found
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_microbatches_of_one_step_differ_in_size(mesh: str) -> None:
+    torch.manual_seed(0)
+    example = reader_batch([[2, 3], [1, 4]])
+    several = [
+        example, reader_batch([[2, 3], [1, 4]], length=11), reader_batch([[2, 2], [1, 1]], first=3),
+        reader_batch([[2, 3], [1, 4]], first=6),
+    ]  # fmt: skip
+    count = 4 if "dp" not in mesh else 2
+    compiled = csc.compile(Reader(), mesh=mesh, example=[example] * 4, microbatches=count)
+    for batch in (several, several[::-1]):
+        loss, expected = weighted(compiled.model, batch)
+        torch.testing.assert_close(compiled.train_step(batch), loss)
+        found = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=2e-5, atol=1e-6)
+        compiled.zero_grad()
+
+
+def test_a_batch_that_the_host_function_refuses(reader: csc.CompiledModel) -> None:
+    batch = reader_batch([[2, 3], [1, 4]])
+    batch["grids"] = torch.zeros(0, 2, dtype=torch.int64)
+    with pytest.raises(csc.CscError, match=r"positions refuses the batch"):
+        reader.train_step(batch)
+
+
+# selections by masks
+
+
+class Selecting(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.features = nn.Embedding(WORDS, WIDTH), nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, sound: torch.Tensor, heard: torch.Tensor
+    ) -> torch.Tensor:
+        features = self.features(sound)
+        hidden = self.embed(ids)
+        if self.kind == "scatter":
+            hidden = hidden.masked_scatter((ids == IMAGE)[..., None], self.layers[0](features[heard.bool()]))
+        elif self.kind == "add":
+            images = ids == IMAGE
+            hidden = hidden.clone()
+            hidden[images] = hidden[images] + features.flatten(0, 1)[: 2 * heard.shape[1] - 3]
+        elif self.kind == "write":
+            hidden = hidden.clone()
+            hidden[ids == IMAGE] = self.layers[0](hidden[ids == IMAGE])
+        elif self.kind == "fill":
+            hidden = hidden.clone()
+            hidden[ids == IMAGE] = features.mean((0, 1))
+        elif self.kind == "mean":
+            hidden = hidden + features[heard.bool()].mean(0)
+        elif self.kind == "count":
+            hidden = hidden * features[heard.bool()].shape[0]
+        logits = self.head(self.layers[1](hidden))
+        if self.kind == "loss":
+            kept = ids < 30
+            return F.cross_entropy(logits[kept], labels[kept])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def selecting_batch(lengths: tuple[int, int] = (5, 2), length: int = 12) -> Batch:
+    """As many placeholders in each sample as it has sound that is heard."""
+    ids = (torch.arange(2)[:, None] * 5 + torch.arange(length) * 3) % 36
+    heard = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    for sample, count in enumerate(lengths):
+        ids[sample, 1 : 1 + count] = IMAGE
+    sound = torch.cos(torch.arange(30.0)).view(2, 5, 3)
+    return {"ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "sound": sound, "heard": heard}
+
+
+@pytest.mark.parametrize("kind", ["scatter", "add", "write", "fill", "loss"])
+def test_selections_by_a_mask(kind: str) -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Selecting(kind), mesh="pp=2", example=selecting_batch())
+    close(compiled, selecting_batch())
+    before = _captures(compiled)
+    if kind != "add":  # whose number of placeholders is that of its features
+        close(compiled, selecting_batch((1, 4)))
+        close(compiled, selecting_batch((3, 3), length=15))
+    assert _captures(compiled) == before
+
+
+def close(compiled: csc.CompiledModel, batch: Mapping[str, Any]) -> None:
+    """Rows that were not chosen add exact zeros to a sum of gradients, in another order."""
+    result = verify(compiled, batch)
+    assert result.params_missing == () and result.params_unexpected == ()
+    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 1e-6
+
+
+@pytest.mark.parametrize(("kind", "what"), [("mean", "works along the tokens|mean"), ("count", "number of rows")])
+def test_rows_that_were_not_chosen_never_count(kind: str, what: str) -> None:
+    with pytest.raises(csc.CscError, match=what) as caught:
+        csc.compile(Selecting(kind), mesh="pp=2", example=selecting_batch())
+    assert "test_values.py" in caught.value.where
