@@ -6,10 +6,11 @@ name, and not somewhere inside a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
@@ -30,6 +31,7 @@ __all__ = [
     "is_no_grad_region",
     "make_fx",
     "outside_tracing",
+    "sizes_allowed",
 ]
 
 
@@ -53,3 +55,26 @@ def outside_tracing() -> Iterator[None]:
     """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+def sizes_allowed(mode: FakeTensorMode, sizes: Mapping[str, int]) -> bool:
+    """Whether a graph that export traced in this mode holds for these values of its symbols.
+
+    Export specialises in silence where a model counts with a size in Python (`list(images)`); what it then assumed is
+    in the ranges of symbols, in symbols replaced by others, and in conditions that it would have checked at run time.
+    """
+    environment = mode.shape_env
+    if environment is None:
+        return True
+
+    def value(expression: Any) -> Any:
+        known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
+        return expression.subs(known)
+
+    ranges = {str(symbol): found for symbol, found in environment.var_to_range.items()}
+    if any(name in ranges and not ranges[name].lower <= size <= ranges[name].upper for name, size in sizes.items()):
+        return False
+    relations = [guard.expr for guard in environment.guards]
+    relations += [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
+    relations += [sympy.Eq(symbol, other) for symbol, other in environment.replacements.items()]
+    return all(value(relation) is not sympy.false for relation in relations)

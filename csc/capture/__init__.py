@@ -17,6 +17,7 @@ from csc.capture.normalise import flatten
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
+from csc.torch_private import sizes_allowed
 
 __all__ = [
     "Learned",
@@ -73,7 +74,8 @@ def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
             )
             if not fits:
                 return False
-    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+    fixed = all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+    return fixed and sizes_allowed(program.fake_mode, sizes)
 
 
 def capture(model: nn.Module, example: Any, learned: Learned | None = None) -> Program:

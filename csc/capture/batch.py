@@ -51,14 +51,19 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions captured symbolically: those of token-like tensors after the first (the batch).
-
-    A size of 0 or 1 cannot be symbolic (export specialises on them). The batch stays concrete because models iterate
-    over it (LLaVA makes a list of its image features); another batch size is another, cached, capture.
-    """
+    """The dimensions that are lengths: those of token-like tensors after the first (the batch)."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return ()
     return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] > 1)
+
+
+def symbolic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions captured symbolically: lengths, and the first one (samples, images, patches).
+
+    A size of 0 or 1 cannot be symbolic (export specialises on them), nor can one that the model counts with in Python.
+    """
+    first = (0,) if tensor.dim() and tensor.shape[0] > 1 else ()
+    return (*first, *dynamic_dimensions(tensor))
 
 
 def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from csc.capture import host
-from csc.capture.batch import dynamic_dimensions, is_metadata
+from csc.capture.batch import is_metadata, symbolic_dimensions
 from csc.capture.host import HostCall
 from csc.capture.known import Watching
 from csc.errors import CscError, InputError
@@ -141,7 +141,7 @@ def export(
     automatic = torch.export.Dim.AUTO
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    shapes = {name: dict.fromkeys(dynamic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
+    shapes = {name: dict.fromkeys(symbolic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
     wrapped = LossOnly(model, extra, calls, tensors)
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     try:

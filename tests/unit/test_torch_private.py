@@ -136,3 +136,45 @@ def test_is_autocast_region() -> None:
     assert node.args[0] == "cpu"
     assert node.args[2] is False
     assert hasattr(exported.graph_module, node.args[4].target)
+
+
+def test_in_functorch_transform() -> None:
+    seen = []
+    torch.vmap(lambda x: seen.append(private.in_functorch_transform()) or x)(torch.zeros(2))
+    assert seen == [True]
+    assert not private.in_functorch_transform()
+
+
+def test_outside_tracing() -> None:
+    """Inside an export, real tensors are computed with for real, and nothing of it is in the graph."""
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with private.outside_tracing():
+                seen.append((torch.arange(4) * 2).tolist())
+            return x + 1
+
+    exported = torch.export.export(Asks(), (torch.zeros(3),), strict=False)
+    assert seen == [[0, 2, 4, 6]]
+    assert sum(node.op == "call_function" for node in exported.graph.nodes) == 1
+
+
+def test_sizes_allowed() -> None:
+    """`list(x)` specialises x to its rows; equal lengths of two inputs are a condition."""
+
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return torch.cat(list(x)).sum() + (y + z).sum()
+
+    auto = {0: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        Counts(), (torch.zeros(3, 2), torch.zeros(5), torch.zeros(5)), dynamic_shapes=(auto, auto, auto),
+        strict=False, prefer_deferred_runtime_asserts_over_guards=True,
+    )  # fmt: skip
+    values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
+    rows, one, other = (str(value.shape[0]) for value in values)
+    mode = values[0].fake_mode
+    assert private.sizes_allowed(mode, {rows: 3, one: 7, other: 7})
+    assert not private.sizes_allowed(mode, {rows: 4, one: 5, other: 5})
+    assert one == other or not private.sizes_allowed(mode, {rows: 3, one: 7, other: 6})
