@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from csc.api import CompiledModel, compile
-from csc.capture.export import user_line
+from csc.capture.failures import user_line
 from csc.errors import CscError, InputError
 
 

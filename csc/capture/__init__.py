@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
-from csc.capture.export import HostFunctionFound, export, loss_of, training, untraceable, without_kv_cache
+from csc.capture.export import HostFunctionFound, export, loss_of, training, without_kv_cache
+from csc.capture.failures import untraceable
 from csc.capture.host import HostCall
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten

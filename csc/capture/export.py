@@ -1,4 +1,4 @@
-"""torch.export of the whole model, returning only the loss, and its failures as sentences.
+"""torch.export of the whole model, returning only the loss.
 
 The step traced is `loss = model(**batch).loss` in training mode, with the sequence dimensions symbolic.
 """
@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import io
 import keyword
-import linecache
-import os
 import re
 import sys
-import sysconfig
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -24,10 +20,10 @@ from torch import nn
 
 from csc.capture import host
 from csc.capture.batch import is_metadata, symbolic_dimensions
+from csc.capture.failures import untraceable
 from csc.capture.host import HostCall
 from csc.capture.known import Watching
 from csc.errors import CscError, InputError
-from csc.torch_private import GuardOnDataDependentSymNode
 
 
 class LossOnly(nn.Module):
@@ -164,7 +160,7 @@ def export(
     except (CscError, HostFunctionFound):
         raise
     except Exception as error:
-        raise untraceable(error) from error
+        raise untraceable(error, wrapped.watching.asked_last) from error
     sys.stderr.write(said.getvalue())
     return exported, frozenset(wrapped.watching.consulted)
 
@@ -196,58 +192,3 @@ def training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in before.items():
             module.training = mode
-
-
-def untraceable(error: Exception) -> CscError:
-    """The sentence for a model that export cannot trace: the cause, the user's line, the remedy."""
-    root = _root_cause(error)
-    where = _traced_line(error) or user_line(error)
-    first = str(root).strip().splitlines()[0] if str(root).strip() else type(root).__name__
-    if isinstance(root, GuardOnDataDependentSymNode) or "data-dependent" in str(root).lower():
-        return InputError(
-            f"the model takes a Python decision that depends on the values of a tensor ({first})",
-            where,
-            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as "
-            "a plain Python value in the batch",
-        )
-    return InputError(
-        f"the model cannot be traced: {type(root).__name__}: {first}",
-        where,
-        "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
-    )
-
-
-def _traced_line(error: BaseException) -> str:
-    """`file:line` out of the traceback that fx prints for a node ("Original traceback"); "" if there is none."""
-    found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
-    torch_home = os.path.dirname(torch.__file__)
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    outside = [f"{file}:{line}" for file, line in found if not file.startswith((torch_home, ours))]
-    return outside[-1] if outside else ""
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def user_line(error: BaseException) -> str:
-    """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
-    standard = sysconfig.get_paths()["stdlib"]
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    torch_home = os.path.dirname(torch.__file__)
-    innermost = ""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    for item in chain:
-        for frame in traceback.extract_tb(item.__traceback__):
-            name = frame.filename
-            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
-            if not library and not name.startswith("<"):
-                code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
-                innermost = f"{name}:{frame.lineno}: {code}"
-    return innermost

@@ -68,6 +68,7 @@ class Watching(TorchFunctionMode):
         self._facts: dict[int, _Fact] = {}
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
         self.consulted: set[str] = set()
+        self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
 
     @contextmanager
     def entries(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -93,6 +94,7 @@ class Watching(TorchFunctionMode):
                 self.consulted |= sources
                 return self._remembered(self._really(func, args, kwargs), None, sources)
             if tensors:
+                self.asked_last = sources
                 self._asked(sources)
         if not known and _writes(name) and tensors and (value := self._value(tensors[0])) is not None:
             self._unknown.add(value.untyped_storage().data_ptr())

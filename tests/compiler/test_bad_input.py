@@ -69,7 +69,7 @@ class Branches(Base):
 def test_a_branch_on_the_values_of_a_tensor() -> None:
     refused(
         lambda: csc.compile(Branches(), example=batch()),
-        "Python decision that depends on the values of a tensor",
+        "Python decision that depends on the values of a tensor, computed from x (",
         line_of(Branches.forward, "if x.sum()"),
         "torch.where",
     )

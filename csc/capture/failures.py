@@ -1,0 +1,76 @@
+"""What a model that cannot be traced did, and where, as a sentence.
+
+untraceable(error, asked) -> CscError
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+
+import torch
+
+from csc.errors import CscError, InputError
+from csc.torch_private import GuardOnDataDependentSymNode
+
+
+def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscError:
+    """The sentence for a model that export cannot trace: the cause, the user's line, the remedy.
+
+    asked: the batch entries whose values the model asked for last.
+    """
+    root = _root_cause(error)
+    where = _traced_line(error) or user_line(error)
+    first = str(root).strip().splitlines()[0] if str(root).strip() else type(root).__name__
+    if isinstance(root, GuardOnDataDependentSymNode) or "data-dependent" in str(root).lower():
+        entries = f", computed from {', '.join(sorted(asked))}" if asked else ""
+        return InputError(
+            f"the model takes a Python decision that depends on the values of a tensor{entries} ({first})",
+            where,
+            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as "
+            "a plain Python value in the batch",
+        )
+    return InputError(
+        f"the model cannot be traced: {type(root).__name__}: {first}",
+        where,
+        "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
+    )
+
+
+def _traced_line(error: BaseException) -> str:
+    """`file:line` out of the traceback that fx prints for a node ("Original traceback"); "" if there is none."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
+    torch_home = os.path.dirname(torch.__file__)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    outside = [f"{file}:{line}" for file, line in found if not file.startswith((torch_home, ours))]
+    return outside[-1] if outside else ""
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
+    standard = sysconfig.get_paths()["stdlib"]
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_home = os.path.dirname(torch.__file__)
+    innermost = ""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for item in chain:
+        for frame in traceback.extract_tb(item.__traceback__):
+            name = frame.filename
+            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
+            if not library and not name.startswith("<"):
+                code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
+                innermost = f"{name}:{frame.lineno}: {code}"
+    return innermost
