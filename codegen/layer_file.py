@@ -5,6 +5,7 @@ Terms: saved: what F keeps for B; kept: what B keeps for W; w: the parameters of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,15 @@ from csc.ir.program import Program, Region, Template, Variant
 def header(functions: Sequence[str]) -> str:
     """The imports of a file that holds these functions."""
     lines = ["import torch"]
-    if any("torch.ops.csc." in text for text in functions):
-        lines.append("import csc.kernels.attention  # the operators torch.ops.csc")
+    for module in operators(functions):
+        lines.append(f"import csc.kernels.{module}  # the operators torch.ops.csc")
     return "\n".join([*lines, "", "aten = torch.ops.aten", ""])
+
+
+def operators(functions: Sequence[str]) -> list[str]:
+    """The modules of csc.kernels that define the operators which these functions call."""
+    called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
+    return sorted({"opaque" if name.startswith("opaque") else "attention" for name in called})
 
 
 @dataclass(frozen=True)

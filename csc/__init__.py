@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile"]
+__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile", "opaque"]
 
 if TYPE_CHECKING:
     from csc.api import CompiledModel, compile
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from csc.ir.mesh import Mesh
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
+    from csc.kernels.opaque import opaque
 
 _HOMES = {
     "compile": "csc.api",
@@ -27,6 +28,7 @@ _HOMES = {
     "Mesh": "csc.ir.mesh",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
+    "opaque": "csc.kernels.opaque",
     "CscError": "csc.errors",
     "InputError": "csc.errors",
 }

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "is_no_grad_region",
     "make_fx",
     "outside_tracing",
+    "pytree",
     "sizes_allowed",
+    "under_autograd",
 ]
 
 
@@ -78,3 +81,13 @@ def sizes_allowed(mode: FakeTensorMode, sizes: Mapping[str, int]) -> bool:
     relations += [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
     relations += [sympy.Eq(symbol, other) for symbol, other in environment.replacements.items()]
     return all(value(relation) is not sympy.false for relation in relations)
+
+
+@contextmanager
+def under_autograd() -> Iterator[None]:
+    """Autograd records what runs in it, also within an operator, where it is switched off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield

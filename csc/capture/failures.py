@@ -30,8 +30,8 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscErr
         return InputError(
             f"the model takes a Python decision that depends on the values of a tensor{entries} ({first})",
             where,
-            "replace the branch by torch.where or masking, or compute its condition in the data loader and pass it as "
-            "a plain Python value in the batch",
+            "replace the branch by torch.where or masking; or compute its condition in the data loader and pass it as "
+            "a plain Python value in the batch; or keep the module out of the trace with csc.opaque(module)",
         )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from csc.errors import InputError
-from csc.torch_private import outside_tracing
+from csc.torch_private import outside_tracing, pytree
 
 
 @dataclass(frozen=True)

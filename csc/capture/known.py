@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from csc.torch_private import in_functorch_transform, outside_tracing
+from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
 LARGEST = 1 << 16  # elements; beyond, values are not kept
 ASKS = frozenset(

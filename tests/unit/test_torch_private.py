@@ -178,3 +178,24 @@ def test_sizes_allowed() -> None:
     assert private.sizes_allowed(mode, {rows: 3, one: 7, other: 7})
     assert not private.sizes_allowed(mode, {rows: 4, one: 5, other: 5})
     assert one == other or not private.sizes_allowed(mode, {rows: 3, one: 7, other: 6})
+
+
+def test_under_autograd() -> None:
+    """Within an operator's kernel, where autograd is off, gradients can be asked for."""
+
+    @torch.library.custom_op("csc_contract::squared_gradient", mutates_args=())
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        with private.under_autograd():
+            own = x.detach().requires_grad_(True)
+            (found,) = torch.autograd.grad((own * own).sum(), [own])
+        return found.clone()
+
+    assert gradient(torch.tensor([1.0, 3.0])).tolist() == [2.0, 6.0]
+
+
+def test_pytree() -> None:
+    leaves, structure = private.pytree.tree_flatten(({"a": 1, "b": [2, None]}, 3))
+    assert private.pytree.tree_unflatten([10, 20, None, 30], structure) == ({"a": 10, "b": [20, None]}, 30)
+    assert leaves == [1, 2, None, 3]
+    assert private.pytree.tree_leaves([1, (2,)]) == [1, 2]
+    assert private.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]

@@ -1,0 +1,186 @@
+"""Modules that are kept as they are: one operator of the graph, run eagerly inside its stage.
+
+    opaque(module, like=0) -> the module
+    csc::opaque(inputs, parameters, call) -> (result, state of the random generator)
+    csc::opaque_backward(d_result, inputs, parameters, state, call) -> gradients of floating inputs, then of parameters
+
+A `call` names a module and what it was called with besides tensors. It is the key of a table, the one thing that a
+graph cannot hold: an entry lives as long as its module does, in the process that made it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.torch_private import pytree, under_autograd
+
+Like = int | Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """plain: the leaves of (args, kwargs), None where a tensor stands; places: of the tensors among them."""
+
+    module: weakref.ref[nn.Module]
+    forward: Callable[..., Any]
+    structure: Any
+    plain: tuple[Any, ...]
+    places: tuple[int, ...]
+    like: Like
+
+    def arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with these tensors in them."""
+        leaves = list(self.plain)
+        for place, tensor in zip(self.places, inputs, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+_CALLS: dict[str, _Call] = {}
+
+
+def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
+    """Keep a module out of the trace: csc runs it eagerly inside its stage, and asks autograd for its gradients.
+
+    For modules that take decisions from values. It must be a function of its arguments and its parameters that returns
+    one tensor, and computes no gradient for anything else. Its backward runs its forward again, with the same random
+    numbers. In eager mode nothing changes.
+
+    like: the position of the argument (counting tensors) whose shape and dtype the result has; or a function of the
+    module's own arguments that returns a tensor of the result's shape and dtype, by shapes alone.
+    Returns the module itself, its forward replaced.
+    """
+    forward = module.forward
+    name = type(module).__name__
+    number = sum(key.startswith(f"{name}.") for key in _CALLS)
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        plain = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
+        call = _Call(weakref.ref(module), forward, structure, plain, places, like)
+        key = f"{name}.{number}"
+        while key in _CALLS and _CALLS[key] != call:
+            key += "'"
+        if key not in _CALLS:
+            _CALLS[key] = call
+            weakref.finalize(module, _CALLS.pop, key, None)
+        inputs = [leaves[i] for i in places]
+        return torch.ops.csc.opaque(inputs, list(module.parameters()), key)[0]
+
+    module.forward = kept
+    return module
+
+
+def _called(key: str) -> tuple[_Call, nn.Module]:
+    call = _CALLS.get(key)
+    module = call.module() if call is not None else None
+    if call is None or module is None:
+        raise RuntimeError(
+            f"the program holds the opaque module {key!r}, which exists only in the process that compiled it: run it "
+            "through csc.compile, not from its directory"
+        )
+    return call, module
+
+
+def _run(key: str, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    call, module = _called(key)
+    args, kwargs = call.arguments(inputs)
+    own = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
+    replaced, module.forward = module.forward, call.forward
+    try:
+        result = torch.func.functional_call(module, own, args, kwargs)
+    finally:
+        module.forward = replaced
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"the opaque module {key!r} returned a {type(result).__name__}, not one tensor")
+    return result
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device).to(device)
+    return torch.get_rng_state()
+
+
+@torch.library.custom_op("csc::opaque", mutates_args=())
+def _forward(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], call: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = _generator_state(inputs[0].device)
+    with torch.no_grad():
+        result = _run(call, inputs, parameters)
+    return result.clone(memory_format=torch.contiguous_format), state
+
+
+@_forward.register_fake
+def _(inputs: Any, parameters: Any, call: str) -> Any:
+    known, _ = _called(call)
+    if isinstance(known.like, int):
+        example = inputs[known.like]
+    else:
+        args, kwargs = known.arguments(inputs)
+        example = known.like(*args, **kwargs)
+    state = inputs[0].new_empty(len(_generator_state(torch.device("cpu"))), dtype=torch.uint8)
+    return torch.empty_like(example, memory_format=torch.contiguous_format), state
+
+
+@torch.library.custom_op("csc::opaque_backward", mutates_args=())
+def _backward(
+    d_result: torch.Tensor,
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    state: torch.Tensor,
+    call: str,
+) -> list[torch.Tensor]:
+    floating = [x.is_floating_point() for x in inputs]
+    own = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, floating)]
+    weights = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
+    device = inputs[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), under_autograd():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state.cpu(), device)
+        else:
+            torch.set_rng_state(state)
+        result = _run(call, own, weights)
+        wanted = [x for x in (*own, *weights) if x.requires_grad]
+        found = torch.autograd.grad(result, wanted, d_result, allow_unused=True)
+    return [
+        torch.zeros_like(x) if gradient is None else gradient.clone(memory_format=torch.contiguous_format)
+        for x, gradient in zip(wanted, found)
+    ]
+
+
+@_backward.register_fake
+def _(d_result: Any, inputs: Any, parameters: Any, state: Any, call: str) -> Any:
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (*inputs, *parameters)
+        if x.is_floating_point()
+    ]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    given, parameters, ctx.call = inputs
+    ctx.count = len(given)
+    ctx.save_for_backward(*given, *parameters, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, d_result: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    *saved, state = ctx.saved_tensors
+    given, parameters = saved[: ctx.count], saved[ctx.count :]
+    found = iter(torch.ops.csc.opaque_backward(d_result, given, parameters, state, ctx.call))
+    by_place = [next(found) if x.is_floating_point() else None for x in saved]
+    return by_place[: ctx.count], by_place[ctx.count :], None
+
+
+_forward.register_autograd(_gradients, setup_context=_remember)

@@ -1,0 +1,147 @@
+"""csc.opaque: a module that decides by values runs as it is, inside its stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
+from csc.verification import verify
+
+WIDTH = 8
+
+
+class Deciding(nn.Module):
+    """Turns rows whose mean is positive, row by row, and drops some."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.turn, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.5))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, *, sign: int = 1) -> torch.Tensor:
+        rows = []
+        for row, kept in zip(hidden.flatten(0, 1), mask.flatten().tolist()):
+            if kept and row.mean().item() > 0:
+                rows.append(self.dropout(torch.tanh(self.turn(row)) * self.scale * sign))
+            else:
+                rows.append(row)
+        return torch.stack(rows).view_as(hidden)
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear, self.deciding = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Deciding(dropout)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return hidden + self.deciding(self.linear(self.norm(hidden)), mask, sign=-1)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList([Layer(dropout), Layer(dropout)])
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def batch(length: int = 6) -> dict[str, torch.Tensor]:
+    x = torch.sin(torch.arange(2 * length * 3.0)).view(2, length, 3)
+    labels = torch.arange(2 * length).view(2, length) % 5
+    return {"x": x, "mask": (labels != 2).long(), "labels": labels}
+
+
+def model(dropout: float = 0.0) -> Model:
+    torch.manual_seed(0)
+    made = Model(dropout)
+    for layer in made.layers:
+        csc.opaque(layer.deciding)
+    return made
+
+
+def test_without_it_the_error_names_it() -> None:
+    with pytest.raises(csc.CscError, match=r"csc\.opaque") as caught:
+        csc.compile(Model(), example=batch())
+    assert "test_opaque.py" in caught.value.where
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
+def test_gradients_are_those_of_eager(mesh: str) -> None:
+    compiled = csc.compile(model(), mesh=mesh, example=batch())
+    result = verify(compiled)
+    assert result.params_missing == () and result.params_unexpected == () and result.params_checked == 18
+    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 1e-6
+    assert {name for name, _ in compiled.model.named_parameters()} == {name for name, _ in Model().named_parameters()}
+
+
+def test_a_frozen_one_passes_gradients_on() -> None:
+    compiled = csc.compile(model(), mesh="pp=2", example=batch(), freeze=["layers.*"])
+    result = verify(compiled)
+    assert set(result.grad_rel) == {"embed.weight", "embed.bias", "head.weight", "head.bias"}
+    assert result.params_missing == () and result.grad_rel_max <= 1e-6
+
+
+def test_backward_draws_the_numbers_of_forward() -> None:
+    """Where no row was dropped by chance the loss differs: so it is compared with itself, by finite differences."""
+    compiled = csc.compile(model(dropout=0.5).double(), mesh="pp=2", example=_double(batch()))
+    scale = compiled.model.layers[1].deciding.scale
+    torch.manual_seed(3)
+    compiled.train_step(_double(batch()))
+    found, losses = float(scale.grad), []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            scale += step
+        torch.manual_seed(3)
+        losses.append(float(compiled.train_step(_double(batch()))))
+    assert found == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
+
+
+def _double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
+
+
+def test_another_length_and_another_shape() -> None:
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(WIDTH, 4)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            best = [row[int(row.norm(dim=-1).argmax())] for row in hidden]
+            return self.out(torch.stack(best))
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(3, WIDTH)
+            self.pool = csc.opaque(Pooling(), like=lambda hidden: hidden.new_empty(hidden.shape[0], 4))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.pool(torch.tanh(self.embed(x))), labels)
+
+    torch.manual_seed(0)
+    x = torch.cos(torch.arange(36.0)).view(3, 4, 3)
+    compiled = csc.compile(Classifier(), mesh="pp=2", example={"x": x, "labels": torch.tensor([0, 3, 1])})
+    for given in (x, torch.cat([x, x.flip(1)], 1)):
+        result = verify(compiled, {"x": given, "labels": torch.tensor([0, 3, 1])})
+        assert result.params_missing == () and result.grad_rel_max <= 1e-6
+
+
+def test_a_program_from_its_directory_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = csc.compile(model(), example=batch()).write(tmp_path / "program", with_weights=True)
+    monkeypatch.setattr("csc.kernels.opaque._CALLS", {})  # as in another process
+    with pytest.raises(RuntimeError, match="exists only in the process that compiled it"):
+        Trainer(load(written)).train_step(batch())
