@@ -296,6 +296,8 @@ class CompiledModel:
         batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica), which may
         differ in length. Another length is compiled once, from the same trace; other keys or dtypes than the example's
         are an InputError.
+        If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
+        it depends on values of the batch, is decided there, by raising.
         Returns the loss of the whole batch (0-d tensor, the same on every rank).
         """
         self._check_batch(batch)
@@ -347,6 +349,9 @@ class CompiledModel:
                     f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
                     "values that are no tensors are compiled in: compile again with an example that has these",
                 )  # fmt: skip
+            own = getattr(self.model, "check_batch", None)
+            if callable(own):
+                own({**found, **other})
 
     def _current(self) -> Trainer:
         return self._last if self._last is not None else self.trainer()
