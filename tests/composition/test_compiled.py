@@ -98,6 +98,7 @@ def test_a_batch_of_text_alone() -> None:
     assert result.grad_rel and all(name.startswith("language_model.") for name in result.grad_rel)
 
 
+@pytest.mark.slow
 def test_another_length_needs_no_new_capture() -> None:
     model = composed({"vision": "clip"}, {"vision": "mlp"})
     compiled = csc.compile(model, mesh="pp=2", example=batch(model), freeze=["vision_encoder"])

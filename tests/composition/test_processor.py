@@ -27,7 +27,7 @@ def test_marks_become_the_tokens_of_their_items() -> None:
         ["<image> what is it <audio>", "hear <audio> <image>"],
         answers=["cat", "dog"],
         vision=[picture(0), [picture(1)]],
-        audio=[tone(20), tone(30, 100)],
+        audio=[tone(20), tone(300, 5000)],
     )
     assert batch["input_ids"].tolist() == [
         [IMAGE] * 4 + [4, 5, 6] + [AUDIO] * 8 + [7, 2],
@@ -39,7 +39,7 @@ def test_marks_become_the_tokens_of_their_items() -> None:
         [IGNORED] * 13 + [8, 2, IGNORED, IGNORED],
     ]
     assert torch.equal(batch["pixel_values"][1], image_processor()(picture(1), return_tensors="pt")["pixel_values"][0])
-    short = feature_extractor()(tone(30, 100), sampling_rate=320, return_tensors="pt")["input_features"]
+    short = feature_extractor()(tone(300, 5000), sampling_rate=16000, return_tensors="pt")["input_features"]
     assert torch.equal(batch["input_features"][1], short[0])
     assert torch.isfinite(model(**batch).loss)
 
@@ -64,6 +64,7 @@ def test_samples_of_one_two_and_no_pictures() -> None:
     assert "pixel_values" not in processor_of(model)(["cat", "dog"])
 
 
+@pytest.mark.slow
 def test_slots_give_every_batch_the_same_entries() -> None:
     """So that one compiled program serves batches with and without pictures."""
     model = composed({"vision": "clip"}, {"vision": "pixel-shuffle-mlp"})

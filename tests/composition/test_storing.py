@@ -104,10 +104,10 @@ def test_what_cannot_be_made_again_is_not_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("layer", [None, -2])
-def test_the_compiled_model_reads_and_writes_the_same_directory(layer: int | None, tmp_path: Path) -> None:
-    """save_pretrained, compiled.load, a step, compiled.save, from_pretrained. Some weights of CLIP are in no step."""
-    model, start = valm(feature_layer={"vision": layer}), valm()
+@pytest.mark.slow
+def test_the_compiled_model_reads_and_writes_the_same_directory(tmp_path: Path) -> None:
+    """save_pretrained, compiled.load, a step, compiled.save, from_pretrained. CLIP's last layer is in no step."""
+    model, start = valm(feature_layer={"vision": -2}), valm()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)

@@ -27,14 +27,14 @@ def image_processor() -> CLIPImageProcessor:
 
 
 def feature_extractor() -> WhisperFeatureExtractor:
-    """32 frames of 8 bins: a second at 320 Hz."""
-    return WhisperFeatureExtractor(feature_size=8, sampling_rate=320, hop_length=10, chunk_length=1, n_fft=80)
+    """32 frames of 8 bins: a second at 16 kHz."""
+    return WhisperFeatureExtractor(feature_size=8, hop_length=500, chunk_length=1)
 
 
 def picture(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (40, 40, 3), dtype=np.uint8)
 
 
-def tone(pitch: float, samples: int = 320) -> np.ndarray:
-    """A sine of `pitch` Hz at 320 Hz; at most a second."""
-    return np.sin(2 * np.pi * pitch * np.arange(samples) / 320).astype(np.float32)
+def tone(pitch: float, samples: int = 16000) -> np.ndarray:
+    """A sine of `pitch` Hz at 16 kHz; at most a second."""
+    return np.sin(2 * np.pi * pitch * np.arange(samples) / 16000).astype(np.float32)
