@@ -98,15 +98,17 @@ class ComposedModel(nn.Module):
         states = encoders.features(encoder, it.kind, flat, it.feature_layer, it.keep_prefix)
         dtype = next((p.dtype for p in projector.parameters()), states.dtype)
         projected = projector(states.to(dtype))
-        expected = (len(flat), self.tokens(modality, flat.shape[1:]), self.get_input_embeddings().weight.shape[1])
-        if tuple(projected.shape) != expected:
+        samples = items.shape[0]  # not len(): it may be a symbol, which len() would fix
+        expected = (self.tokens(modality, flat.shape[1:]), self.get_input_embeddings().weight.shape[1])
+        if projected.dim() != 3 or tuple(projected.shape[1:]) != expected:
             raise InputError(
-                f"it makes {list(projected.shape)} of features {list(states.shape)}; {list(expected)} was expected",
+                f"it makes {list(projected.shape)} of features {list(states.shape)}; "
+                f"[items, {expected[0]}, {expected[1]}] was expected",
                 f"{modality}_projector",
                 "let it return (items, tokens, hidden size of the language model); if it changes the number of tokens, "
                 "give it a method tokens(count) that says to how many",
             )
-        return projected.reshape(len(items), -1, expected[2])
+        return projected.reshape(samples, -1, expected[1])
 
     # --- batches -------------------------------------------------------------------------------------------------
 

@@ -225,5 +225,5 @@ def test_a_projector_that_changes_the_number_of_tokens_in_silence() -> None:
             return own(features)
 
     model = composed({"vision": "clip"}, {"vision": Silent()})
-    with pytest.raises(InputError, match=r"it makes \[2, 8, 32\] of features \[2, 16, 24\]; \[2, 16, 32\] was"):
+    with pytest.raises(InputError, match=r"it makes \[2, 8, 32\] of features \[2, 16, 24\]; \[items, 16, 32\] was"):
         model(**batch(model))
