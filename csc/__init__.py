@@ -12,10 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile", "opaque"]
+__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile", "compose", "opaque"]
 
 if TYPE_CHECKING:
     from csc.api import CompiledModel, compile
+    from csc.composition import compose
     from csc.errors import CscError, InputError
     from csc.ir.mesh import Mesh
     from csc.kernels.attention import attention
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compile": "csc.api",
     "CompiledModel": "csc.api",
+    "compose": "csc.composition",
     "Mesh": "csc.ir.mesh",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",

@@ -30,7 +30,9 @@ from csc.options import changed
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
 from csc.runtime.recording import gathered, timeline
+from csc.runtime.specs import ParameterSpec
 from csc.runtime.trainer import Trainer
+from csc.runtime.weights import read
 from csc.simulation.timeline import Timeline
 
 Factory = Callable[[], nn.Module]
@@ -294,6 +296,8 @@ class CompiledModel:
         batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica), which may
         differ in length. Another length is compiled once, from the same trace; other keys or dtypes than the example's
         are an InputError.
+        If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
+        it depends on values of the batch, is decided there, by raising.
         Returns the loss of the whole batch (0-d tensor, the same on every rank).
         """
         self._check_batch(batch)
@@ -345,6 +349,9 @@ class CompiledModel:
                     f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
                     "values that are no tensors are compiled in: compile again with an example that has these",
                 )  # fmt: skip
+            own = getattr(self.model, "check_batch", None)
+            if callable(own):
+                own({**found, **other})
 
     def _current(self) -> Trainer:
         return self._last if self._last is not None else self.trainer()
@@ -373,13 +380,33 @@ class CompiledModel:
         """This process' parameters by name."""
         return self._current().state_dict()
 
+    def _others(self) -> dict[str, nn.Parameter]:
+        """The model's parameters that the program does not use, such as the pooling head of an encoder."""
+        trainers = [self._current()]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            trainers += self._trainers.values()  # what those use is trained on another rank, not in this copy
+        used = {p.name for trainer in trainers for p in trainer.program.manifest.parameters}
+        return {name: p for name, p in self.model.named_parameters() if name not in used}
+
     def load(self, path: str | Path) -> None:
-        """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it."""
-        self._current().load(path)
+        """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.
+
+        Parameters that the step does not use are read too where they are there, so that a later `save` has them right.
+        """
+        trainer, others = self._current(), self._others()
+        specs = [ParameterSpec(name, tuple(p.shape), p.dtype, False, (), ()) for name, p in others.items()]
+        found = read(path, specs, optional=True)
+        trainer.load(path)
+        with torch.no_grad():
+            for name, tensor in found.items():
+                others[name].copy_(tensor)
 
     def save(self, directory: str | Path) -> None:
-        """Write the weights as safetensors under the model's names; each rank writes what it owns."""
-        self._current().save(directory)
+        """Write the weights as safetensors under the model's names; each rank writes what it owns.
+
+        Parameters that the step does not use are written as they are: the directory holds the whole model.
+        """
+        self._current().save(directory, self._others())
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

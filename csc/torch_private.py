@@ -26,6 +26,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "OpOverload",
+    "assume_several",
     "fx_traceback",
     "in_functorch_transform",
     "is_autocast_region",
@@ -46,6 +47,12 @@ def is_no_grad_region(target: Any) -> bool:
 def is_autocast_region(target: Any) -> bool:
     """True for the higher-order op that export writes for `with torch.autocast(...)`."""
     return getattr(target, "__name__", "") == "wrap_with_autocast"
+
+
+def assume_several(size: Any) -> None:
+    """Let a trace take a size that depends on values (a selection by a mask) for no special case: not 0, not 1."""
+    if isinstance(size, torch.SymInt) and not size.node.has_hint():
+        torch._check(size >= 2)
 
 
 def in_functorch_transform() -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from csc.torch_private import in_functorch_transform, outside_tracing, pytree
+from csc.torch_private import assume_several, in_functorch_transform, outside_tracing, pytree
 
 LARGEST = 1 << 16  # elements; beyond, values are not kept
 ASKS = frozenset(
@@ -99,7 +99,7 @@ class Watching(TorchFunctionMode):
             self._unknown.add(value.untyped_storage().data_ptr())
         result = func(*args, **kwargs)
         if name == "__getitem__" and isinstance(result, torch.Tensor) and result.dim():
-            _some_rows(result.shape[0])
+            assume_several(result.shape[0])
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         real = self._really(func, args, kwargs) if known else None
@@ -165,12 +165,6 @@ class Watching(TorchFunctionMode):
                 value = None
             self._facts[id(leaf)] = _Fact(leaf, value, sources)
         return result
-
-
-def _some_rows(rows: Any) -> None:
-    """A selection by a mask has a size that nobody knows; say that it is no special case."""
-    if isinstance(rows, torch.SymInt) and not rows.node.has_hint():
-        torch._check(rows >= 2)
 
 
 def _asks(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -207,19 +207,22 @@ class Trainer:
         for name, tensor in weights.read(path, self._specs, self.device).items():
             self._weights[name].copy_(tensor)
 
-    def save(self, directory: str | Path) -> None:
-        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call."""
-        manifest = self.program.manifest
+    def save(self, directory: str | Path, others: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call.
+
+        others: what the model has and the program does not use, to be stored with the rest.
+        """
+        manifest, others = self.program.manifest, others or {}
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
-            weights.write(directory, manifest, None, self.state_dict())
+            weights.write(directory, manifest, None, self.state_dict(), others)
             return
         done = torch.zeros(1, device=self.device)
         for rank in self._ranks:
             if rank.replica == rank.piece == 0:
-                weights.write(directory, manifest, rank.position, self.state_dict())
+                weights.write(directory, manifest, rank.position, self.state_dict(), others)
         self.transport.sum_over_processes(done, "saving: all shards are written")
         if self._ranks[0].rank == 0:
-            weights.write_index(directory, manifest)
+            weights.write_index(directory, manifest, others)
         self.transport.sum_over_processes(done, "saving: the index is written")
 
 

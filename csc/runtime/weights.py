@@ -2,11 +2,12 @@
 
 Terms: a *shard* is one file of several; its *index* (model.safetensors.index.json) says which parameter is in
 which shard. The first dp replica of a rank writes what it *owns*: a tied parameter is written by its owner
-alone.
+alone. *Others* are parameters of the model that the program does not use: nothing trains them, a whole model has them,
+and they go with the first shard.
 
-    read(path, parameters, device) -> {name: tensor}     only these, lazily; a file, or a directory as of HF
-    write(directory, manifest, position, tensors)        a rank's shard, or (None) all in one file
-    write_index(directory, manifest)                     once all shards are there
+    read(path, parameters, device) -> {name: tensor}         only these, lazily; a file, or a directory as of HF
+    write(directory, manifest, position, tensors, others)    a rank's shard, or (None) all in one file
+    write_index(directory, manifest, others)                 once all shards are there
     check(parameters, tensors)                           tensors in memory against what the program needs
 
 Files appear whole or not at all: written under another name, then renamed.
@@ -20,6 +21,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,17 +35,25 @@ SINGLE = ("model.safetensors", "weights.safetensors")
 
 
 def read(
-    path: str | Path, parameters: Iterable[ParameterSpec], device: torch.device | str = "cpu"
+    path: str | Path,
+    parameters: Iterable[ParameterSpec],
+    device: torch.device | str = "cpu",
+    optional: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Read these parameters, nothing else. InputError for a file, name, shape or dtype that does not fit."""
+    """Read these parameters, nothing else. InputError for a file, name, shape or dtype that does not fit.
+
+    optional: those that are not there are left out.
+    """
     specs = {spec.name: spec for spec in parameters}
     found: dict[str, torch.Tensor] = {}
-    for file, names in _files(Path(path), list(specs)).items():
+    for file, names in _files(Path(path), list(specs), optional).items():
         try:
             with safe_open(file, framework="pt", device=str(device)) as opened:
                 there = set(opened.keys())
                 for name in names:
                     if name not in there:
+                        if optional:
+                            continue
                         raise _unknown(name, there, str(file))
                     piece = opened.get_slice(name)
                     dtype = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
@@ -56,7 +66,7 @@ def read(
     return found
 
 
-def _files(path: Path, names: list[str]) -> dict[Path, list[str]]:
+def _files(path: Path, names: list[str], optional: bool) -> dict[Path, list[str]]:
     if not path.is_dir():
         return {path: names}
     index = path / INDEX
@@ -68,6 +78,8 @@ def _files(path: Path, names: list[str]) -> dict[Path, list[str]]:
         files: dict[Path, list[str]] = {}
         for name in names:
             if name not in table:
+                if optional:
+                    continue
                 raise _unknown(name, table, str(index))
             files.setdefault(path / table[name], []).append(name)
         return files
@@ -127,11 +139,18 @@ def shard_name(manifest: Manifest, position: int) -> str:
     return SINGLE[0] if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write(directory: str | Path, manifest: Manifest, position: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write what `position` owns into its shard; None: everything into model.safetensors."""
+def write(
+    directory: str | Path,
+    manifest: Manifest,
+    position: int | None,
+    tensors: Mapping[str, torch.Tensor],
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> None:
+    """Write what `position` owns into its shard, others into the first; None: everything into model.safetensors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     owned = {p.name: tensors[p.name] for p in manifest.parameters if position is None or p.owner == position}
+    owned |= {} if position else others
     name = SINGLE[0] if position is None else shard_name(manifest, position)
     if owned or name == SINGLE[0]:
         file = path / name
@@ -145,7 +164,9 @@ def write(directory: str | Path, manifest: Manifest, position: int | None, tenso
         (path / INDEX).unlink(missing_ok=True)  # of an older save: readers would prefer it
 
 
-def write_index(directory: str | Path, manifest: Manifest) -> None:
+def write_index(
+    directory: str | Path, manifest: Manifest, others: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> None:
     """Write the index over all shards; one process does this, after all have written. Nothing to do for one
     stage.
     """
@@ -154,8 +175,9 @@ def write_index(directory: str | Path, manifest: Manifest) -> None:
     path = Path(directory)
     size = sum(math.prod(p.shape) * p.dtype.itemsize for p in manifest.parameters)
     table = {
-        "metadata": {"total_size": size},
-        "weight_map": {p.name: shard_name(manifest, p.owner) for p in manifest.parameters},
+        "metadata": {"total_size": size + sum(tensor.nbytes for tensor in others.values())},
+        "weight_map": {p.name: shard_name(manifest, p.owner) for p in manifest.parameters}
+        | dict.fromkeys(others, shard_name(manifest, 0)),
     }
     temporary = path / f".{INDEX}.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(table, indent=2) + "\n")

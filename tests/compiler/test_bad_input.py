@@ -269,6 +269,25 @@ def test_shapes_that_do_not_fit_the_model(models: Models) -> None:
     assert all(p.grad is None for p in compiled.model.parameters())
 
 
+class Careful(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, labels)
+
+    def check_batch(self, batch: Mapping[str, torch.Tensor]) -> None:
+        if (batch["labels"] == 3).any():
+            raise InputError("there is a label 3", "batch", "leave it out")
+
+
+def test_the_models_own_check_of_a_batch() -> None:
+    """It runs before the step, on every microbatch, and nothing has happened when it raises."""
+    compiled = csc.compile(Careful(), example=batch(), microbatches=2)
+    compiled.train_step([batch(2), batch(2)], microbatches=2)
+    before = {name: p.grad.clone() for name, p in compiled.named_parameters()}
+    for given in (batch(), [batch(2), batch()]):
+        refused(lambda given=given: compiled.train_step(given), "there is a label 3", "batch", "leave it out")  # type: ignore[misc]
+    assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters())
+
+
 # --- losses ------------------------------------------------------------------------------------------------------
 
 

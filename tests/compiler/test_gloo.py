@@ -123,11 +123,6 @@ def test_another_phase_trains_on_the_weights_of_the_first(tmp_path: Path) -> Non
     for shard in (tmp_path / "weights").glob("*.safetensors"):
         saved.update(load_file(shard))
     trained = dict(compiled.model.named_parameters())
-    assert set(saved) == {p.name for p in second.program.parameters} - set(_unused(second))
+    assert saved.keys() == trained.keys()  # what no step uses, the last vision layer, is there too
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, trained[name].detach(), rtol=1e-5, atol=1e-7)
-
-
-def _unused(compiled: csc.CompiledModel) -> list[str]:
-    held = {name for stage in compiled.program.stages for name in stage.parameters}
-    return [p.name for p in compiled.program.parameters if p.name not in held]

@@ -13,13 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def losses(*command: str) -> list[float]:
+def output(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [float(number) for number in re.findall(r"step 9: loss ([\d.]+)", done.stdout)]
+    return done.stdout
+
+
+def losses(*command: str, step: int = 9) -> list[float]:
+    return [float(number) for number in re.findall(rf"step {step}: loss ([\d.]+)", output(*command))]
 
 
 @pytest.mark.gloo
@@ -38,3 +42,15 @@ def test_packed_documents_train_alike_in_one_process_and_under_torchrun() -> Non
     assert len(alone) == 1 and len(ranks) == 4
     assert ranks == pytest.approx(alone * 4, abs=2e-3)  # gloo adds four gradients in an order of its own
     assert alone[0] < 3.5  # ten steps from log(100) = 4.605
+
+
+@pytest.mark.gloo
+def test_a_composed_model_learns_to_see_and_hear() -> None:
+    said = output("examples/compose.py")
+    shares = re.findall(r"held out, (\w+): digits (\d+)%, pitches (\d+)%", said)
+    assert [moment for moment, _, _ in shares] == ["before", "after"]
+    assert all(int(share) <= 45 for share in shares[0][1:])
+    assert int(shares[1][1]) >= 70 and int(shares[1][2]) >= 95
+    alone = re.findall(r"step 20: loss ([\d.]+)", said)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    assert losses(*launcher, "examples/compose.py", "21", step=20) == [float(loss) for loss in alone] * 3

@@ -14,6 +14,7 @@ from csc.errors import InputError
 from csc.runtime import weights
 from csc.runtime.initial import random_weights
 from csc.runtime.program import load
+from csc.runtime.specs import ParameterSpec
 from csc.runtime.trainer import Trainer
 
 
@@ -48,6 +49,24 @@ def test_shards_and_index(tmp_path: Path) -> None:
     assert table["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     found = weights.read(tmp_path / "out", manifest.parameters)
     assert all(torch.equal(found[n], t) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_the_program_does_not_use_is_saved_too(sharded: bool, tmp_path: Path) -> None:
+    manifest = load(handmade.write(tmp_path / "p")).manifest
+    tensors, others = handmade.weights(), {"pooler.weight": torch.arange(6.0)}
+    for stage in range(3) if sharded else [None]:
+        weights.write(tmp_path / "out", manifest, stage, tensors, others)
+    if sharded:
+        weights.write_index(tmp_path / "out", manifest, others)
+        assert "pooler.weight" in load_file(tmp_path / "out/model-00001-of-00003.safetensors")
+        size = json.loads((tmp_path / "out" / weights.INDEX).read_text())["metadata"]["total_size"]
+        assert size == sum(t.nbytes for t in (*tensors.values(), *others.values()))
+    specs = [ParameterSpec(name, (6,), torch.float32, False, (), ()) for name in ("pooler.weight", "absent")]
+    found = weights.read(tmp_path / "out", specs, optional=True)
+    assert found.keys() == others.keys() and torch.equal(found["pooler.weight"], others["pooler.weight"])
+    with pytest.raises(InputError, match="parameter 'absent' is not in it"):
+        weights.read(tmp_path / "out", specs)
 
 
 def test_views_are_saved_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ FLOORS = {
     "csc.forecast": 5, "csc.run": 5,
     "csc.cost_tables": 5, "csc.costing": 4, "csc.lengths": 4, "csc.profiling": 4,
     "csc.api": 4, "csc.compiler": 4, "csc.options": 4, "csc.drawing": 4,
+    "csc.composition": 3,
     "csc.capture": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,
     "csc.planning": 2,
     "csc.analysis": 1, "csc.masks": 1, "csc.simulation": 1,
@@ -31,6 +32,7 @@ ROOMS = {
     "csc.ir": set(),
     "csc.kernels": set(),
     "csc.analysis": {"csc.ir"},
+    "csc.composition": set(),
     "csc.masks": {"csc.kernels"},
     "csc.simulation": {"csc.ir.schedule"},
     "csc.planning": {"csc.simulation", "csc.ir.schedule", "csc.ir.schedule_verifier", "csc.ir.mesh"},
@@ -179,6 +181,14 @@ def test_importing_the_runtime_loads_no_compiler() -> None:
         "csc.torch_private",
     )
     assert [m for m in loaded if m.startswith((*foreign, "transformers", "csc.ir.graph", "csc.ir.program"))] == []
+
+
+def test_composing_loads_transformers_only_to_load_a_model() -> None:
+    code = "import csc, sys; csc.compose, csc.compile; print('csc.composition.model' in sys.modules, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    there, *loaded = done.stdout.split()
+    assert there == "True"
+    assert [module for module in loaded if module.startswith(("transformers", "tokenizers"))] == []
 
 
 def private(file: Path) -> Iterator[str]:

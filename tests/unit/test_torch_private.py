@@ -199,3 +199,23 @@ def test_pytree() -> None:
     assert leaves == [1, 2, None, 3]
     assert private.pytree.tree_leaves([1, (2,)]) == [1, 2]
     assert private.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
+
+
+def test_assume_several() -> None:
+    """A view of selected rows asks whether there are none; without the assumption the trace ends there."""
+
+    class Selects(nn.Module):
+        def __init__(self, assuming: bool) -> None:
+            super().__init__()
+            self.assuming = assuming
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x[x.sum(1) > 0]
+            if self.assuming:
+                private.assume_several(rows.shape[0])
+            return rows.sum() if rows.shape[0] == 0 else rows.sum() * 2
+
+    torch.export.export(Selects(True), (torch.ones(3, 2),), strict=False)
+    with pytest.raises(private.GuardOnDataDependentSymNode):
+        torch.export.export(Selects(False), (torch.ones(3, 2),), strict=False)
+    private.assume_several(0)  # a number is what it is
