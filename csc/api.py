@@ -11,7 +11,9 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,8 @@ from csc.runtime.specs import ParameterSpec
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import read
 from csc.simulation.timeline import Timeline
+
+log = logging.getLogger("csc")
 
 Factory = Callable[[], nn.Module]
 Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -246,6 +250,7 @@ class CompiledModel:
                 continue
             self._join_group()
             self._gather_weights()
+            start = time.perf_counter()
             program = self._history(microbatch, options)[-1]
             directory = self._program_directory(sum(map(len, self._served.values())))
             self.compiler.emit(program, options, directory, self.compiler.complete(microbatch))
@@ -255,6 +260,8 @@ class CompiledModel:
             else:
                 self._trainers[count] = Trainer(loaded, weights=dict(self.model.named_parameters()))
             served.add(self._signature(microbatch))
+            sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
+            log.info("a program for microbatches of %s, made in %.1f s", sizes, time.perf_counter() - start)
         return self._trainers[count]
 
     def _program_directory(self, index: int) -> Path:

@@ -182,7 +182,102 @@ def qwen3_vl() -> tuple[nn.Module, Batch]:
     return hf.Qwen3VLForConditionalGeneration(config), batch
 
 
+def paligemma() -> tuple[nn.Module, Batch]:
+    """The prompt, images included, sees all of itself."""
+    config = hf.PaliGemmaConfig(
+        vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        text_config={**TEXT, "model_type": "gemma"},
+        image_token_index=IMAGE,
+        projection_dim=32,
+    )
+    batch = words([[9], [9]])
+    types = (batch["labels"] != IGNORED).long()
+    return hf.PaliGemmaForConditionalGeneration(config), batch | {
+        "pixel_values": signal(2, 3, 24, 24), "token_type_ids": types,
+    }  # fmt: skip
+
+
+def llava_onevision() -> tuple[nn.Module, Batch]:
+    """As LLaVA-NeXT, with SigLIP and Qwen2."""
+    config = hf.LlavaOnevisionConfig(
+        vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        text_config={**TEXT, "model_type": "qwen2"},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grid_pinpoints=[[24, 48], [48, 24]],
+    )
+    batch = words([[9 + 21], [9 + 24]], length=40)
+    return hf.LlavaOnevisionForConditionalGeneration(config), batch | {
+        "pixel_values": signal(2, 3, 3, 24, 24), "image_sizes": torch.tensor([[24, 48], [48, 24]]),
+    }  # fmt: skip
+
+
+def glm4v() -> tuple[nn.Module, Batch]:
+    config = hf.Glm4vConfig(
+        vision_config={
+            "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4, "image_size": 16,
+            "out_hidden_size": 32,
+        },
+        text_config={**TEXT, "rope_parameters": MROPE},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=START,
+        image_end_token_id=END,
+        video_start_token_id=94,
+        video_end_token_id=93,
+    )  # fmt: skip
+    batch = _grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
+    return hf.Glm4vForConditionalGeneration(config), batch
+
+
+def mllama() -> tuple[nn.Module, Batch]:
+    """Text attends to tiles of images in layers of cross-attention."""
+    config = hf.MllamaConfig(
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1,
+            "attention_heads": 4, "image_size": 24, "patch_size": 8, "max_num_tiles": 2, "vision_output_dim": 96,
+            "intermediate_layers_indices": [0, 1], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+        text_config={
+            **TEXT, "cross_attention_layers": [1, 3], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        image_token_index=IMAGE,
+    )  # fmt: skip
+    return hf.MllamaForConditionalGeneration(config), words([[1], [1]]) | {
+        "pixel_values": signal(2, 1, 2, 3, 24, 24),
+        "aspect_ratio_ids": torch.tensor([[1], [2]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]]),
+        "cross_attention_mask": torch.ones(2, 24, 1, 2, dtype=torch.long),
+    }
+
+
+def smolvlm() -> tuple[nn.Module, Batch]:
+    """One image in the first sample, two in the second; the empty slot is left out by a mask."""
+    config = hf.SmolVLMConfig(
+        vision_config={**VISION, "image_size": 32}, text_config={**TEXT, "model_type": "llama"}, scale_factor=2,
+        image_token_id=IMAGE,
+    )  # fmt: skip
+    pixels = signal(2, 2, 3, 32, 32)
+    pixels[0, 1] = 0
+    return hf.SmolVLMForConditionalGeneration(config), words([[4], [4, 4]]) | {
+        "pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 32, 32, dtype=torch.long),
+    }  # fmt: skip
+
+
 # audio and text
+
+
+def voxtral() -> tuple[nn.Module, Batch]:
+    config = hf.VoxtralConfig(
+        audio_config={
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_mel_bins": 8, "max_source_positions": 16,
+        },
+        text_config={**TEXT, "model_type": "llama"},
+        audio_token_id=AUDIO,
+    )  # fmt: skip
+    batch = words([[4], [4]], token=AUDIO)
+    return hf.VoxtralForConditionalGeneration(config), batch | {"input_features": signal(2, 8, 32)}
 
 
 def qwen2_audio() -> tuple[nn.Module, Batch]:
@@ -239,4 +334,10 @@ CASES: dict[str, Build] = {
     "Qwen3": qwen3,
     "Gemma 3, text": gemma3_text,
     "Mistral": mistral,
+    "PaliGemma": paligemma,
+    "LLaVA-OneVision": llava_onevision,
+    "GLM-4V": glm4v,
+    "Mllama": mllama,
+    "Voxtral": voxtral,
+    "SmolVLM": smolvlm,
 }

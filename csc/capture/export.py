@@ -10,7 +10,7 @@ import keyword
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from csc.capture import host
-from csc.capture.batch import is_metadata, symbolic_dimensions
+from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
 from csc.capture.failures import untraceable
 from csc.capture.host import HostCall
 from csc.capture.known import Watching
@@ -134,33 +134,45 @@ def export(
     line, or HostFunctionFound.
     """
     _check_names(model, tensors)
-    automatic = torch.export.Dim.AUTO
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    shapes = {name: dict.fromkeys(symbolic_dimensions(tensor), automatic) or None for name, tensor in tensors.items()}
-    wrapped = LossOnly(model, extra, calls, tensors)
-    said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     try:
-        with (
-            training(model),
-            without_kv_cache(model),
-            attributes_kept(model),
-            warnings.catch_warnings(),
-            redirect_stderr(said),
-        ):
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
-            exported = torch.export.export(
-                wrapped,
-                (dict(tensors),),
-                dynamic_shapes=(shapes,),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+        return _exported(LossOnly(model, extra, calls, tensors), tensors, symbolic_dimensions)
     except (CscError, HostFunctionFound):
         raise
-    except Exception as error:
-        raise untraceable(error, wrapped.watching.asked_last) from error
+    except Exception:  # some code cannot do with a symbolic number of samples; then with the one at hand
+        wrapped = LossOnly(model, extra, calls, tensors)
+        try:
+            return _exported(wrapped, tensors, dynamic_dimensions)
+        except (CscError, HostFunctionFound):
+            raise
+        except Exception as error:
+            raise untraceable(error, wrapped.watching.asked_last) from error
+
+
+def _exported(
+    wrapped: LossOnly, tensors: Mapping[str, torch.Tensor], symbolic: Callable[[torch.Tensor], tuple[int, ...]]
+) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
+    automatic = torch.export.Dim.AUTO
+    shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
+    model = wrapped.model
+    said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
+    with (
+        training(model),
+        without_kv_cache(model),
+        attributes_kept(model),
+        warnings.catch_warnings(),
+        redirect_stderr(said),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
+        warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
+        exported = torch.export.export(
+            wrapped,
+            (dict(tensors),),
+            dynamic_shapes=(shapes,),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
     sys.stderr.write(said.getvalue())
     return exported, frozenset(wrapped.watching.consulted)
 

@@ -25,7 +25,8 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscErr
     root = _root_cause(error)
     where = _traced_line(error) or user_line(error)
     first = str(root).strip().splitlines()[0] if str(root).strip() else type(root).__name__
-    if isinstance(root, GuardOnDataDependentSymNode) or "data-dependent" in str(root).lower():
+    asks = ("data-dependent", "cannot cast faketensor")
+    if isinstance(root, GuardOnDataDependentSymNode) or any(words in str(root).lower() for words in asks):
         entries = f", computed from {', '.join(sorted(asked))}" if asked else ""
         return InputError(
             f"the model takes a Python decision that depends on the values of a tensor{entries} ({first})",
