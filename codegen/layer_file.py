@@ -81,11 +81,24 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
         present = part is not None and (letter != "B" or any(variant.dx))
         text = f"{matmuls} matmuls, {flops:,} FLOPs" if present else reasons[letter]
         lines.append(f"{letter}        {text}")
+    if variant.saves is not None:
+        lines += _recomputation(variant)
     frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
     if frozen and any(variant.dw):
         shown = ", ".join(map(comment, frozen[:6])) + (", ..." if len(frozen) > 6 else "")
         lines.append(f"Frozen   {shown}")
     return "\n".join([*lines, '"""', "", ""])
+
+
+def _recomputation(variant: Variant) -> list[str]:
+    """What F keeps, and how much of it B runs again."""
+    assert variant.forward is not None and variant.backward_input is not None
+    _, saved = g.outputs(variant.forward)
+    again = [node for node in g.calls(variant.backward_input) if node.meta.get("again")]
+    return [
+        f"Keeps    {', '.join(node.name for node in saved) or 'nothing'}",
+        f"Again    {len(again)} of {len(g.calls(variant.forward))} calls of F run again in B, {variant.again:,} FLOPs",
+    ]
 
 
 def _start(name: str, first: Sequence[str], graph: fx.Graph) -> tuple[list[str], dict[fx.Node, str]]:

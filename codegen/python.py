@@ -121,8 +121,12 @@ def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = (
         if used in deletable and node.op == "call_function":
             names.setdefault(used, used.name)
             ends.setdefault(node, []).append(names[used])
-    lines = []
+    lines: list[str] = []
+    again = False
     for node in g.calls(graph):
+        if again != bool(node.meta.get("again")):
+            again = not again
+            lines.append("    # F again, as far as B and W read it:" if again else "    # B:")
         names[node] = node.name
         line = f"{node.name} = {call(node, names)}"
         if node in ends:

@@ -58,6 +58,7 @@ def compile(
     memory: int | str | None = None,
     microbatches: int = 1,
     loss_weight: str = "auto",
+    recompute: str | Mapping[str, Any] | None = None,
     directory: str | Path | None = None,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -76,6 +77,8 @@ def compile(
     memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
     microbatches: how many a step divides each replica's share of the batch into.
     loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
+    recompute: what F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto" (as
+    `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
     directory: where the program is written; None: a temporary directory, removed at exit.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
@@ -93,6 +96,7 @@ def compile(
         memory=memory,
         microbatches=microbatches,
         loss_weight=loss_weight,
+        recompute=recompute,
     )
 
     def build(target: nn.Module | Factory) -> CompiledModel:

@@ -349,7 +349,6 @@ def cost(
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="every figure as an expression in batch, text, image and audio lengths")
     ] = False,
-    recompute: Annotated[bool, typer.Option("--recompute", help="B runs F again, F keeps its inputs only")] = False,
     master: Annotated[
         bool, typer.Option("--master", help="AdamW with float32 moments and a float32 copy of narrower parameters")
     ] = False,
@@ -363,7 +362,7 @@ def cost(
 
     with opening as compiled:
         chosen = hardware(compiled.options.hardware) if compiled.options.hardware else None
-        found = report(compiled, chosen, recompute, master, symbolic)
+        found = report(compiled, chosen, master, symbolic)
     if json_output:
         _json(found.as_dict())
         return

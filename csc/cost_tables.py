@@ -14,7 +14,7 @@ from csc.costing import CostReport, CostRow
 from csc.profiling import Profile
 from csc.simulation.look import bytes_text, seconds_text
 
-HELD = ("saved", "kept", "parameters", "gradients", "optimizer", "messages", "gradient messages")
+HELD = ("saved", "kept", "again", "parameters", "gradients", "optimizer", "messages", "gradient messages")
 
 
 def cost_tables(report: CostReport) -> Iterator[Table]:

@@ -72,28 +72,26 @@ class CostReport:
 def report(
     compiled: CompiledModel,
     hardware: Hardware | None = None,
-    recompute: bool = False,
     master: bool = False,
     symbolic: bool = False,
 ) -> CostReport:
     """What F, B and W of every region cost for one microbatch of the example.
 
-    hardware: adds seconds. recompute, master: see csc.analysis.costs. symbolic: adds expressions in the sizes, which
+    hardware: adds seconds. master: see csc.analysis.costs. symbolic: adds expressions in the sizes, which
     captures and lowers the model at other sizes too. Raises CscError if a figure has no such expression.
     """
     source = sampler(compiled)
     program = source.program()
-    figures = _figures(program, recompute, master)
+    figures = _figures(program, master)
     expressions: dict[tuple[str, str], sympy.Expr] = {}
     varying: list[Length] = []
     if symbolic:
         varying = lengths(source)
-        expressions = _expressions(source, program, varying, recompute, master)
+        expressions = _expressions(source, program, varying, master)
     seconds = None
     if hardware is not None:
         seconds = [
-            (cost.forward, cost.backward_input, cost.backward_weight)
-            for cost in region_costs(program, hardware, recompute)
+            (cost.forward, cost.backward_input, cost.backward_weight) for cost in region_costs(program, hardware)
         ]
     regions = [
         CostRow(
@@ -118,14 +116,14 @@ def report(
     )
 
 
-def _figures(program: Program, recompute: bool, master: bool) -> dict[str, dict[str, int]]:
+def _figures(program: Program, master: bool) -> dict[str, dict[str, int]]:
     """The figures of every region."""
-    of_variant = {name: variant_cost(v, recompute, master).figures() for name, v in program.variants.items()}
+    of_variant = {name: variant_cost(v, master).figures() for name, v in program.variants.items()}
     return {region.name: of_variant[region.variant] for region in program.regions}
 
 
 def _expressions(
-    source: Sampler, program: Program, varying: Sequence[Length], recompute: bool, master: bool
+    source: Sampler, program: Program, varying: Sequence[Length], master: bool
 ) -> dict[tuple[str, str], sympy.Expr]:
     """The expression of every (region, figure), checked at a point that was not fitted."""
     symbols = [sympy.Symbol(name, integer=True, positive=True) for name in (BATCH, *(v.name for v in varying))]
@@ -142,7 +140,7 @@ def _expressions(
                 "csc cost --symbolic",
                 "read the numbers at the sizes of your own example instead (without --symbolic)",
             )
-        found = _figures(sized, recompute, master)
+        found = _figures(sized, master)
         return {(region, name): value for region, own in found.items() for name, value in own.items()}
 
     expressions = poly.fit(symbols, points, [at(point) for point in points])

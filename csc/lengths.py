@@ -27,6 +27,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.freeze import freeze
 from csc.passes.prune import prune
+from csc.passes.recompute import AUTO, recompute, saves_of
 from csc.passes.runner import CAPTURE, TRACING, run
 from csc.passes.split import split
 
@@ -81,7 +82,7 @@ class Sampler:
             for item in captured.inputs
         )
         options = replace(self.options, microbatches=1, mesh=Mesh())
-        passes = (*TRACING, freeze, prune, split)
+        passes = (*TRACING, freeze, prune, recompute, split)
         return run([replace(captured, inputs=inputs)], passes, options, self.progress)[-1]
 
     def captured(self, copies: int = 1, grown: Mapping[Length, int] | None = None) -> Program:
@@ -103,7 +104,10 @@ class Sampler:
 
 def sampler(compiled: CompiledModel) -> Sampler:
     """Lowers the model of a CompiledModel at sizes of choice; starts from one microbatch of its example."""
-    return Sampler(compiled.model, compiled.microbatch, compiled.options, compiled.progress)
+    options = compiled.options
+    if any(choice == AUTO for _, choice in options.recompute):  # decided for the mesh; here there is none
+        options = replace(options, recompute=saves_of(compiled.program))
+    return Sampler(compiled.model, compiled.microbatch, options, compiled.progress)
 
 
 def _key(copies: int, grown: Mapping[Length, int]) -> Any:

@@ -3,7 +3,8 @@
     changed(options, **changes) -> Options        InputError for a name or value that cannot be
 
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
-of names; memory in bytes or as "40GB" or "40GiB".
+of names; memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over
+regions to choices or lists of values (see csc.passes.recompute).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
-from csc.ir.program import Options
+from csc.ir.program import Choice, Options
 
 UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | {
     f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)
 }  # fmt: skip
+
+CHOICES = ("none", "selective", "full", "auto")
 
 
 def changed(options: Options, **changes: Any) -> Options:
@@ -74,6 +77,23 @@ def _bytes(option: str, given: int | str) -> int:
     return _positive(option, given)
 
 
+def _recompute(option: str, given: str | Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[str, Choice], ...]:
+    if isinstance(given, str):
+        given = {"*": given}
+    pairs = list(given.items()) if isinstance(given, Mapping) else [tuple(pair) for pair in given]
+    read: list[tuple[str, Choice]] = []
+    for pattern, choice in pairs:
+        if isinstance(choice, str) and choice not in CHOICES:
+            raise InputError(f"{option} is {choice!r}", "compile", f"use one of {', '.join(CHOICES)}")
+        if not isinstance(pattern, str) or not isinstance(choice, (str, list, tuple)):
+            raise InputError(
+                f"{option} holds {pattern!r}: {choice!r}", "compile",
+                "map names or globs of regions to a choice, or to a list of values to keep",
+            )  # fmt: skip
+        read.append((pattern, choice if isinstance(choice, str) else _names(option, choice) if choice else ()))
+    return tuple(read)
+
+
 def _loss_weight(option: str, given: str) -> str:
     if given not in ("auto", "tokens", "mean", "sum"):
         raise InputError(f"{option} is {given!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
@@ -92,4 +112,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "memory": _bytes,
     "microbatches": _positive,
     "loss_weight": _loss_weight,
+    "recompute": _recompute,
 }

@@ -48,6 +48,10 @@ def _options(
     ] = None,
     memory: Annotated[str | None, typer.Option(help="what one rank may hold, for example 40GB")] = None,
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step")] = None,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(help="none, selective, full, auto (needs --memory), or REGIONS=CHOICE; repeat it, or commas"),
+    ] = None,
     example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
 ) -> None:
     """Never called: its signature is what `on_target` gives to commands."""
@@ -83,10 +87,18 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         compiled = load_target(given["target"], given["example"])
         changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
+        changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         compiled = overridden(compiled, changes)
         compiled.progress = lambda name: progress.update(task, description=name)
         yield compiled
+
+
+def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:
+    """`full` is a choice for all regions, `vision_tower=none` one for some."""
+    if given is None:
+        return None
+    return [(regions or "*", choice) for regions, _, choice in (item.rpartition("=") for item in given)]
 
 
 def listed(given: list[str] | None) -> list[str] | None:

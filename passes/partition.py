@@ -15,6 +15,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage
 from csc.planning.partition import at_cuts
+from csc.planning.plan import Plan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
 from csc.simulation.pipeline_file import to_json
@@ -30,26 +31,9 @@ def partition(program: Program, options: Options) -> Program:
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
-    if options.mesh.pp > len(program.regions):
-        raise InputError(
-            f"the mesh asks for {options.mesh.pp} stages, and {program.name} has {len(program.regions)} regions",
-            "mesh",
-            f"use pp={len(program.regions)} or less",
-        )  # fmt: skip
     problem = numbers.problem(program, options)
     program = replace(program, context=_priced(program, options))
-    given = _given(program, options)
-    ranks, placement = options.mesh.pp, options.placement
-    written = given_schedule(options)
-    if written is not None:
-        placement = tuple(written.placement.values())
-    decided = plan(
-        problem,
-        schedule=written if written is not None else options.schedule,
-        chunks=options.chunks,
-        stages=given,
-        placement=placement,
-    )
+    decided = decide(program, problem, options)
     home = [0] * len(program.regions)
     for index, members in enumerate(decided.stages):
         for unit in members:
@@ -58,7 +42,7 @@ def partition(program: Program, options: Options) -> Program:
         _stage(program, index, decided.placement[index], [program.regions[unit] for unit in sorted(members)])
         for index, members in enumerate(decided.stages)
     )
-    assert {stage.rank for stage in built} == set(range(ranks))
+    assert {stage.rank for stage in built} == set(range(options.mesh.pp))
     profile = numbers.chosen_hardware(program, options)
     record = Plan(
         schedule=decided.schedule,
@@ -71,6 +55,29 @@ def partition(program: Program, options: Options) -> Program:
         peak_memory=tuple(decided.peak_memory),
     )
     return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)
+
+
+def decide(program: Program, problem: Problem, options: Options, effort: float = 1.0) -> Decided:
+    """The plan of the program's problem as the options ask for it. effort, InputError: as of csc.planning.plan."""
+    if options.mesh.pp > len(program.regions):
+        raise InputError(
+            f"the mesh asks for {options.mesh.pp} stages, and {program.name} has {len(program.regions)} regions",
+            "mesh",
+            f"use pp={len(program.regions)} or less",
+        )  # fmt: skip
+    given = _given(program, options)
+    placement = options.placement
+    written = given_schedule(options)
+    if written is not None:
+        placement = tuple(written.placement.values())
+    return plan(
+        problem,
+        schedule=written if written is not None else options.schedule,
+        chunks=options.chunks,
+        stages=given,
+        placement=placement,
+        effort=effort,
+    )
 
 
 def _given(program: Program, options: Options) -> list[list[int]] | None:

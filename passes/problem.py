@@ -21,8 +21,11 @@ def chosen_hardware(program: Program, options: Options) -> Hardware:
 
 
 def problem(program: Program, options: Options) -> Problem:
-    """Units are the regions in order. The memory limit is the options', else that of hardware chosen by name."""
+    """Units are the regions in order. The memory limit is the options', else that of hardware chosen by name, without
+    what one region makes again while its B runs, as far as it is not in what B leaves for W.
+    """
     profile = chosen_hardware(program, options)
+    costs = region_costs(program, profile)
     units = tuple(
         Unit(
             name=cost.name,
@@ -36,10 +39,19 @@ def problem(program: Program, options: Options) -> Problem:
             kept=cost.kept,
             state=cost.state,
         )
-        for cost in region_costs(program, profile)
+        for cost in costs
     )
-    memory = float(options.memory) if options.memory is not None else profile.memory if options.hardware else None
+    memory = limit(program, options)
+    if memory is not None:
+        memory -= max(0, *(cost.again - max(0, cost.kept - cost.saved) for cost in costs))
     return Problem(units, values(program), options.mesh.pp, options.microbatches, memory, network(profile), scale=None)
+
+
+def limit(program: Program, options: Options) -> float | None:
+    """What one rank may hold, in bytes; None: nobody says."""
+    if options.memory is not None:
+        return float(options.memory)
+    return chosen_hardware(program, options).memory if options.hardware else None
 
 
 def network(profile: Hardware) -> Network:

@@ -19,6 +19,7 @@ from csc.passes.freeze import freeze
 from csc.passes.loss import loss
 from csc.passes.partition import partition
 from csc.passes.prune import prune
+from csc.passes.recompute import recompute
 from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.shapes import shapes
@@ -33,7 +34,7 @@ CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
 TRACING: tuple[Pass, ...] = (shapes, attention, context, loss, regions, differentiate)
-PLANNING: tuple[Pass, ...] = (freeze, prune, split, partition, schedule)
+PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
 
 
 @dataclass(frozen=True)

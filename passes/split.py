@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
-from csc.analysis.flops import count
+from csc.analysis.flops import call_flops, count
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
+from csc.torch_private import OpOverload
 
 # Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
 RECOMPUTED = frozenset({"aten::scalar_tensor", "aten::full", "aten::zeros", "aten::ones", "aten::arange"})
@@ -20,24 +21,22 @@ RECOMPUTED = frozenset({"aten::scalar_tensor", "aten::full", "aten::zeros", "ate
 def split(program: Program, options: Options) -> Program:
     """Divide each pruned graph by what its nodes are for.
 
-    Requires  pass `prune`.
+    Requires  passes `prune` and `recompute`.
     Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What a part
-              needs of an earlier one is in its `saved`; views of saved values and of parameters are made again instead.
+              needs of an earlier one is in its `saved`; views of saved values and of parameters are made again instead,
+              and in B also what pass `recompute` did not choose for F to save. W gets that from B.
     Before    (x, w, d_out) -> out, d_x, d_w
     After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
     """
-    done = {name: _divide(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
+    done = {name: divided(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
     return replace(program, variants=done)
 
 
-def _divide(variant: Variant, template: Template) -> Variant:
-    results = g.outputs(variant.pruned)
-    outputs = len(template.outputs)
-    activations = outputs + len(template.activations)
-    values, dx, dw = results[:outputs], results[outputs:activations], results[activations:]
-    in_f = _with_items(g.ancestors(values))
-    in_b = _with_items(g.ancestors(dx) - in_f)
-    in_w = g.ancestors(dw) - in_f - in_b
+def divided(variant: Variant, template: Template) -> Variant:
+    """The variant with its F, B and W."""
+    found = parts_of(variant, template)
+    values, dx, dw = found.values, found.dx, found.dw
+    in_f, in_b, in_w = found.in_f, found.in_b, found.in_w
     parts = _Parts(variant.pruned)
     if not (any(variant.dx) or any(variant.dw)):
         forward = parts.extract(in_f, values, None, _entry_roles(variant.pruned))
@@ -49,11 +48,12 @@ def _divide(variant: Variant, template: Template) -> Variant:
         )
     direct = {n for n in g.placeholders(variant.pruned) if n.meta["role"][0] in ("shared", "parameter")}
     tangents = [n for n in g.placeholders(variant.pruned) if n.meta["role"][0] == "tangent"]
-    later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents))
+    again = frozenset() if variant.saves is None else in_f - {n for n in in_f if n.name in variant.saves}
+    later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents), again)
     forward = parts.extract(in_f, values, later, _entry_roles(variant.pruned))
     for_w = parts.needs(in_w, dw, direct)
     backward_input = parts.extract(
-        in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)]
+        in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)], again
     )
     backward_weight = None
     if any(variant.dw):
@@ -68,7 +68,31 @@ def _divide(variant: Variant, template: Template) -> Variant:
         backward_weight=backward_weight,
         flops=(counts[0].flops, counts[1].flops, counts[2].flops),
         matmuls=(counts[0].matmuls, counts[1].matmuls, counts[2].matmuls),
+        again=sum(call_flops(node) for node in _marked(backward_input)),
     )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pruned graph returns, and which of its nodes belong to F, B and W. None stands where no gradient is."""
+
+    values: tuple[Any, ...]
+    dx: tuple[Any, ...]
+    dw: tuple[Any, ...]
+    in_f: set[fx.Node]
+    in_b: set[fx.Node]
+    in_w: set[fx.Node]
+
+
+def parts_of(variant: Variant, template: Template) -> Parts:
+    """F = what the outputs need, B = what the gradients of activations need beyond F, W = the rest."""
+    results = g.outputs(variant.pruned)
+    outputs = len(template.outputs)
+    activations = outputs + len(template.activations)
+    values, dx, dw = results[:outputs], results[outputs:activations], results[activations:]
+    in_f = _with_items(g.ancestors(values))
+    in_b = _with_items(g.ancestors(dx) - in_f)
+    return Parts(values, dx, dw, in_f, in_b, g.ancestors(dw) - in_f - in_b)
 
 
 def _with_items(part: set[fx.Node]) -> set[fx.Node]:
@@ -103,8 +127,12 @@ class _Parts:
         self.graph = graph
         self.order = {node: position for position, node in enumerate(graph.nodes)}
 
-    def needs(self, part: set[fx.Node], results: Iterable[Any], given: set[fx.Node]) -> list[fx.Node]:
-        """What the part reads from earlier ones, without `given` and what it can cheaply make again; in graph order."""
+    def needs(
+        self, part: set[fx.Node], results: Iterable[Any], given: set[fx.Node], again: Set[fx.Node] = frozenset()
+    ) -> list[fx.Node]:
+        """What the part reads from earlier ones, in graph order; without `given`, what it can cheaply make again, and
+        calls that it is to make `again`.
+        """
         inside = {node for node in part if node.op == "call_function"}
         found: set[fx.Node] = set()
         stack = [used for node in inside for used in node.all_input_nodes]
@@ -115,14 +143,19 @@ class _Parts:
             if node in seen or node in inside or node in given:
                 continue
             seen.add(node)
-            if _is_recomputed(node):
+            if is_cheap(node) or (node in again and node.op == "call_function"):
                 stack.extend(node.all_input_nodes)
             else:
                 found.add(node)
         return sorted(found, key=self.order.__getitem__)
 
-    def extract(self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role]) -> fx.Graph:
-        """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved)."""
+    def extract(
+        self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role],
+        again: Set[fx.Node] = frozenset(),
+    ) -> fx.Graph:  # fmt: skip
+        """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved).
+        Calls of `again` in it are marked in their meta.
+        """
         graph = fx.Graph()
         mapping: dict[fx.Node, Any] = {}
         finals = [*results, *(saved or [])]
@@ -132,7 +165,9 @@ class _Parts:
             if node in used or role[0] in ("activation", "saved", "tangent"):
                 mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], role)
         for node in body:
-            g.copy_node(graph, node, mapping)
+            copied = g.copy_node(graph, node, mapping)
+            if node in again:
+                copied.meta["again"] = True
         outputs: Any = tuple(mapping[r] for r in results)
         if saved is not None:
             outputs = (outputs, tuple(mapping[s] for s in saved))
@@ -153,5 +188,11 @@ class _Parts:
         return sorted(wanted, key=self.order.__getitem__)
 
 
-def _is_recomputed(node: fx.Node) -> bool:
+def _marked(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls of F that B runs again."""
+    return (n for n in g.calls(graph) if n.meta.get("again") and isinstance(n.target, OpOverload))
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """True for what each part makes for itself: views of what it has, and constants."""
     return node.op == "call_function" and (g.is_view(node) or g.op_name(node) in RECOMPUTED)

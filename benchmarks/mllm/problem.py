@@ -4,20 +4,21 @@
     units_of(problem)    -> component: positions of its units, in order     (vision, vision_projector, audio, ..., llm)
     encoder_share(configuration) -> the encoders' part of the forward FLOPs, 0 to 1
 
-Every region recomputes its forward in B ("checkpointing on"). A unit's component is the one of the model that it
+Every region runs its whole forward again in B ("checkpointing on", as the systems compared with do it; csc's own pass
+`recompute` repeats only what B reads). A unit's component is the one of the model that it
 belongs to; the concatenation of features and text belongs to the llm.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from csc.passes.problem import network, values
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.models import ENCODERS
 from benchmarks.mllm.trace import program
-from csc.analysis.costs import region_costs
+from csc.analysis.costs import RegionTimes, region_costs, value_bytes
 from csc.analysis.hardware import Hardware
 from csc.planning.problem import Problem, Unit
 
@@ -32,8 +33,19 @@ def problem(
 ) -> Problem:
     """The configuration in numbers. frozen: one of trace.FROZEN; memory: bytes of one rank, None for no limit."""
     whole = program(configuration, frozen)
-    units = tuple(Unit(**asdict(cost)) for cost in region_costs(whole, hardware, recompute=True))
+    sizes = value_bytes(whole)
+    units = tuple(
+        _checkpointed(cost, sum(sizes[value][0] for value in region.activations))
+        for cost, region in zip(region_costs(whole, hardware), whole.regions, strict=True)
+    )
     return Problem(units, values(whole), ranks, microbatches, memory, network(hardware))
+
+
+def _checkpointed(cost: RegionTimes, inputs: int) -> Unit:
+    """A region that keeps its inputs alone and whose B starts with F."""
+    figures = {name: value for name, value in asdict(cost).items() if name != "again"}
+    unit = Unit(**figures)
+    return replace(unit, backward_input=cost.backward_input + cost.forward, saved=inputs) if cost.has_b else unit
 
 
 def units_of(problem: Problem) -> dict[str, tuple[int, ...]]:

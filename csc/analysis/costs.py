@@ -9,11 +9,11 @@ Terms
   saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; kept: B for W
   state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
             float32 copy of trained parameters of a narrower dtype, and moments in float32
-  recompute F leaves its inputs only, and B runs F again first
+  again     bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
 
-    variant_cost(variant, recompute, master) -> RegionCost           pure integers, one per variant
+    variant_cost(variant, master) -> RegionCost                       pure integers, one per variant
     seconds(work, hardware) -> float                                  roofline per call
-    region_costs(program, hardware, recompute, measured) -> [RegionTimes]   in the order of program.regions
+    region_costs(program, hardware, measured) -> [RegionTimes]        in the order of program.regions
     value_bytes(program) -> {value: (bytes, bytes of its gradient)}
 
 They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end up
@@ -87,6 +87,7 @@ class RegionCost:
     has_w: bool
     saved: int
     kept: int
+    again: int
     parameters: int
     gradients: int
     optimizer: int
@@ -109,6 +110,7 @@ class RegionCost:
             },
             "saved": self.saved,
             "kept": self.kept,
+            "again": self.again,
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
@@ -130,13 +132,13 @@ class RegionTimes:
     has_w: bool
     saved: int
     kept: int
+    again: int
     state: int
 
 
 def region_costs(
     program: Program,
     hardware: Hardware,
-    recompute: bool = False,
     measured: Mapping[str, Seconds] | None = None,
     master: bool = False,
 ) -> list[RegionTimes]:
@@ -147,14 +149,17 @@ def region_costs(
     known = hardware.measured if measured is None else measured
     of_variant = {}
     for name, variant in program.variants.items():
-        cost = variant_cost(variant, recompute, master)
-        of_variant[name] = (cost, _seconds(variant, cost, hardware, recompute, known))
+        cost = variant_cost(variant, master)
+        of_variant[name] = (cost, _seconds(variant, cost, hardware, known))
     found = []
     for region in program.regions:
         cost, times = of_variant[region.variant]
         found.append(
             RegionTimes(
-                region.name, region.component, *times, cost.has_b, cost.has_w, cost.saved, cost.kept, cost.state
+                region.name,
+                region.component,
+                *times,
+                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "kept", "again", "state")},
             )
         )
     return found
@@ -187,18 +192,17 @@ def variant_key(variant: Variant) -> str:
     return g.digest(*(g.canonical(part) if part is not None else None for part in parts))[:16]
 
 
-def _seconds(
-    variant: Variant, cost: RegionCost, hardware: Hardware, recompute: bool, measured: Mapping[str, Seconds]
-) -> Seconds:
+def _seconds(variant: Variant, cost: RegionCost, hardware: Hardware, measured: Mapping[str, Seconds]) -> Seconds:
     found = measured.get(variant_key(variant)) if measured else None
-    if found is None:
-        return (
+    return (
+        found
+        if found is not None
+        else (
             seconds(cost.forward, hardware),
             seconds(cost.backward_input, hardware),
             seconds(cost.backward_weight, hardware),
         )
-    forward, backward_input, backward_weight = found
-    return forward, backward_input + (forward if recompute and cost.has_b else 0.0), backward_weight
+    )
 
 
 def seconds(work: Work, hardware: Hardware) -> float:
@@ -212,29 +216,27 @@ def seconds(work: Work, hardware: Hardware) -> float:
     return total
 
 
-def variant_cost(variant: Variant, recompute: bool = False, master: bool = False) -> RegionCost:
+def variant_cost(variant: Variant, master: bool = False) -> RegionCost:
     """Work and bytes of a variant, linear in its nodes. The variant must have been divided by pass `split`."""
-    forward, backward = work_of(variant.forward), work_of(variant.backward_input)
     has_b = variant.backward_input is not None
-    saved = kept = 0
-    if has_b:
-        saved = _held(g.outputs(variant.forward)[1])  # type: ignore[arg-type]
-        kept = _held(g.outputs(variant.backward_input)[1])  # type: ignore[arg-type]
+    saved = kept = again = 0
+    if variant.backward_input is not None:
+        saved = held_bytes(g.outputs(variant.forward)[1])  # type: ignore[arg-type]
+        kept = held_bytes(g.outputs(variant.backward_input)[1])
+        again = _again(variant.backward_input)
     inputs = g.placeholders(variant.pruned)
-    if has_b and recompute:
-        saved = sum(dense_bytes(node) for node in inputs if node.meta["role"][0] == "activation")
-        backward = forward + backward
     parameters = [node for node in inputs if node.meta["role"][0] == "parameter"]
     trained = [node for node, trains in zip(parameters, variant.dw) if trains]
     values = values_of(variant)
     return RegionCost(
-        forward=forward,
-        backward_input=backward,
+        forward=work_of(variant.forward),
+        backward_input=work_of(variant.backward_input),
         backward_weight=work_of(variant.backward_weight),
         has_b=has_b,
         has_w=variant.backward_weight is not None,
         saved=saved,
         kept=kept,
+        again=again,
         parameters=sum(map(dense_bytes, parameters)),
         gradients=sum(map(dense_bytes, trained)),
         optimizer=sum(optimizer_bytes(n.meta["val"].numel(), n.meta["val"].itemsize, master) for n in trained),
@@ -262,20 +264,27 @@ def work_of(graph: fx.Graph | None) -> Work:
 
 def _calls(graph: fx.Graph) -> Iterator[Call]:
     for node in g.calls(graph):
-        if node.target is operator.getitem or moves_nothing(node):  # items of a tuple were written by its maker
-            continue
-        name = g.op_name(node)
-        written = list(_tensors(node.meta["val"]))
-        if not written:
-            continue  # a number, not a tensor: nothing on the device
-        inputs = [t for used in node.all_input_nodes for t in _tensors(used.meta.get("val"))]
-        moved = sum(map(_bytes, written))
-        if name in LOOKUPS:  # the rows, not the table, and the indices
-            moved += moved + sum(map(_bytes, inputs[1:]))
-        else:
-            moved += sum(map(_bytes, inputs))
-        operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
-        yield Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
+        call = call_of(node)
+        if call is not None:
+            yield call
+
+
+def call_of(node: fx.Node) -> Call | None:
+    """The kernel that a node runs; None if it runs none."""
+    if node.target is operator.getitem or moves_nothing(node):  # items of a tuple were written by its maker
+        return None
+    name = g.op_name(node)
+    written = list(_tensors(node.meta["val"]))
+    if not written:
+        return None  # a number, not a tensor: nothing on the device
+    inputs = [t for used in node.all_input_nodes for t in _tensors(used.meta.get("val"))]
+    moved = sum(map(_bytes, written))
+    if name in LOOKUPS:  # the rows, not the table, and the indices
+        moved += moved + sum(map(_bytes, inputs[1:]))
+    else:
+        moved += sum(map(_bytes, inputs))
+    operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
+    return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
 
 
 def moves_nothing(node: fx.Node) -> bool:
@@ -321,12 +330,20 @@ def dense_bytes(node: fx.Node) -> int:
     return val.numel() * val.itemsize
 
 
-def _held(nodes: Iterable[Any]) -> int:
-    """Bytes that keeping these values keeps alive, each block once; parameters and tables are there anyway."""
+def _again(backward: fx.Graph) -> int:
+    """Bytes that B makes again for its own work and for W: those of marked calls that others than such calls read."""
+    read = (u for n in backward.nodes if not n.meta.get("again") for u in n.all_input_nodes)
+    return held_bytes(dict.fromkeys(used for used in read if used.meta.get("again")), without="saved")
+
+
+def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
+    """Bytes that keeping these values keeps alive, each block once; parameters and tables are there anyway, and so are
+    placeholders of the kind `without`.
+    """
     blocks: dict[fx.Node, int] = {}
     for node in nodes:
         base = _base(node)
-        if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared"):
+        if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared", without):
             blocks[base] = _extent(base.meta["val"])
     return sum(blocks.values())
 

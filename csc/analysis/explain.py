@@ -8,7 +8,7 @@ from typing import Any
 
 from csc.analysis.flops import count
 from csc.ir import graph as g
-from csc.ir.program import Program, Region
+from csc.ir.program import Program, Region, Variant
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _region_row(program: Program, region: Region, stage: int, trainable: dict, n
         flops=variant.flops,
         pruned_nodes=nodes - left,
         pruned_flops=max(0, flops - sum(variant.flops)),
-        why=_why(region, any(trainable[p] for p in region.parameters)),
+        why="; ".join(filter(None, (_why(region, any(trainable[p] for p in region.parameters)), _again(variant)))),
     )
 
 
@@ -77,6 +77,10 @@ def _why(region: Region, trains: bool) -> str:
     if region.activations and not region.needs_dx:
         return "nothing trainable above: no B" + (f"; {partly}" if partly else "")
     return partly or ("trained" if trains else "")
+
+
+def _again(variant: Variant) -> str:
+    return f"B runs {variant.again / 1e6:.2f} MFLOPs of F again" if variant.saves is not None else ""
 
 
 def _component_row(program: Program, name: str, rows: Sequence[Row], trainable: dict, numel: dict) -> Row:

@@ -26,6 +26,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
 
 LOSS = "loss"
+Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, full or auto, or these values
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,13 @@ class Variant:
     dw: tuple[bool, ...]
     tangents: tuple[bool, ...]  # per output: its gradient comes in
     pruned: fx.Graph
+    saves: tuple[str, ...] | None = None  # values that F may keep for B, which makes the rest again; None: all it reads
     forward: fx.Graph | None = None
     backward_input: fx.Graph | None = None
     backward_weight: fx.Graph | None = None
     flops: tuple[int, int, int] = (0, 0, 0)
     matmuls: tuple[int, int, int] = (0, 0, 0)
+    again: int = 0  # FLOPs of B that are F's, run again
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ class Options:
     chunks: stages a rank runs; None: as many as the schedule wants.
     hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
     memory: bytes that one rank may hold; None: what the hardware has.
+    recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -221,6 +225,7 @@ class Options:
     memory: int | None = None
     microbatches: int = 1
     loss_weight: str = "auto"
+    recompute: tuple[tuple[str, Choice], ...] = ()
 
 
 @dataclass(frozen=True)

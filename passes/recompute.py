@@ -1,0 +1,254 @@
+"""Pass `recompute`: what F keeps for B, and what B makes again.
+
+Terms
+  choice   what is done with one region:
+           none       F keeps all that B and W read of it
+           selective  B runs again what is cheap; F keeps the fewest bytes that spare B every matmul, convolution and
+                      attention
+           full       F keeps what enters the region, B runs the rest again
+           auto       the least that is run again with which every rank fits within its memory
+           (names)    F keeps these values and what enters the region
+  fixed    a call that is never run again: it draws random numbers, meets other ranks, or is an opaque module
+
+    recompute(program, options) -> Program              saves_of(program) -> choices that repeat what was decided
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from csc.passes.partition import decide
+from csc.passes.problem import chosen_hardware, limit, problem
+from csc.passes.split import divided, is_cheap, parts_of
+from torch import fx
+
+from csc.analysis.costs import Work, call_of, dense_bytes, held_bytes, seconds
+from csc.analysis.hardware import Hardware
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.naming import unique
+from csc.ir.program import Choice, Options, Program, Region, Template, Variant
+from csc.planning.saving import Saving, Step, least, savings
+
+NONE, SELECTIVE, FULL, AUTO = "none", "selective", "full", "auto"
+TRIED = 4  # prices among those that fit
+EFFORT = 0.2  # of the search for their plans
+Saves = tuple[str, ...] | None
+
+
+def recompute(program: Program, options: Options) -> Program:
+    """Choose for every region what its F keeps for its B.
+
+    Requires  pass `prune`.
+    Ensures   `saves` of each variant with a backward: the values that F may keep, None for whatever B reads; regions
+              with the same work and the same choice share a variant; random draws and results of attention over several
+              ranks are always kept.
+    Before    recompute="full":  layer: saves None
+    After     layer_recomputed: saves ();  then F(x) -> out, (x);  B(x, d_out) runs F again as far as B and W read it
+    """
+    choices = choices_of(program, options)
+    if all(choice == NONE for choice in choices.values()):
+        return program
+    candidates = _Candidates(program, chosen_hardware(program, options))
+    saves = {name: candidates.saves(program.region(name), choice) for name, choice in choices.items() if choice != AUTO}
+    automatic = [region for region in program.regions if choices[region.name] == AUTO]
+    if automatic:
+        saves |= _fitting(program, options, candidates, automatic, saves)
+    return _with(program, saves)
+
+
+def saves_of(program: Program) -> tuple[tuple[str, Choice], ...]:
+    """The choices that give every region what it has now, whatever the memory, the mesh and the sizes are."""
+    found: list[tuple[str, Choice]] = []
+    for region in program.regions:
+        saves = program.variants[region.variant].saves
+        found.append((region.name, NONE if saves is None else saves))
+    return tuple(found)
+
+
+def choices_of(program: Program, options: Options) -> dict[str, Choice]:
+    """The choice for every region. InputError for a pattern that no region matches."""
+    found: dict[str, Choice] = {region.name: NONE for region in program.regions}
+    for pattern, choice in options.recompute:
+        matched = [region.name for region in program.regions if _matches(pattern, region)]
+        if not matched:
+            names = [*dict.fromkeys(region.component for region in program.regions), *found]
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+            raise InputError(
+                f"no region matches {pattern!r}",
+                "recompute",
+                (f"did you mean {' or '.join(map(repr, close))}? " if close else "")
+                + "give the name of a component or a region, or a glob; `csc explain` lists them",
+            )
+        found |= dict.fromkeys(matched, choice)
+    return found
+
+
+def _matches(pattern: str, region: Region) -> bool:
+    return pattern in (region.name, region.component) or fnmatchcase(region.name, pattern)
+
+
+def _with(program: Program, saves: Mapping[str, Saves]) -> Program:
+    """The program with these values to keep, by region."""
+    variants: dict[str, Variant] = {}
+    names: dict[tuple[str, Saves], str] = {}
+    regions: list[Region] = []
+    for region in program.regions:
+        variant = program.variants[region.variant]
+        key = (variant.name, saves.get(region.name))
+        if key not in names:
+            wanted = variant.name if key[1] is None else f"{variant.name}_recomputed"
+            names[key] = unique(wanted, {**program.variants, **variants} if key[1] is not None else variants)
+            variants[names[key]] = replace(variant, name=names[key], saves=key[1])
+        regions.append(replace(region, variant=names[key]))
+    return replace(program, regions=tuple(regions), variants=variants)
+
+
+# --- auto --------------------------------------------------------------------------------------------------------
+
+
+def _fitting(
+    program: Program, options: Options, candidates: _Candidates, automatic: list[Region], given: Mapping[str, Saves]
+) -> dict[str, Saves]:
+    """What the automatic regions keep at the price of a second whose plan takes the least time.
+
+    One price for all: then no byte could be had for less time elsewhere. The highest price at which the plan fits is
+    found by bisection; lower ones, which hold less, may allow a better schedule, so some of them are tried, too.
+    InputError if nothing fits, and if nobody says what a rank may hold.
+    """
+    if limit(program, options) is None:
+        raise InputError(
+            "recompute='auto' does not know what a rank may hold", "recompute", "give memory=, or hardware= by name"
+        )
+    corners = {r.variant: candidates.corners(program.variants[r.variant]) for r in automatic}
+    prices = sorted({corner.price for found in corners.values() for corner in found}, reverse=True)
+
+    def at(price: float) -> dict[str, Saves]:
+        chosen = {name: [c for c in found if c.price >= price][-1] for name, found in corners.items()}
+        return {r.name: candidates.names(program.variants[r.variant], chosen[r.variant]) for r in automatic}
+
+    @cache
+    def makespan(place: int) -> float:
+        tried = _with(program, {**given, **at(prices[place])})
+        variants = {name: divided(v, program.templates[v.template]) for name, v in tried.variants.items()}
+        tried = replace(tried, variants=variants)
+        return decide(tried, problem(tried, options), options, EFFORT).makespan
+
+    def fits(place: int) -> bool:
+        try:
+            return makespan(place) < math.inf
+        except InputError:
+            return False
+
+    last = len(prices) - 1
+    if not fits(last):
+        makespan(last)  # its sentence says what would fit
+    first = bisect_left(range(last), True, key=fits)
+    tried = sorted({first + round(i * (last - first) / (TRIED - 1)) for i in range(TRIED)})
+    return at(prices[min(filter(fits, tried), key=makespan)])
+
+
+# --- what one region may keep ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The calls of F as steps, the node of each, and the steps that B or W reads."""
+
+    steps: tuple[Step, ...]
+    nodes: tuple[fx.Node, ...]
+    needed: tuple[int, ...]
+
+
+class _Candidates:
+    """Answers what F of a region keeps under a choice; each variant is looked at once."""
+
+    def __init__(self, program: Program, hardware: Hardware) -> None:
+        self.program = program
+        self.hardware = hardware
+        self._known: dict[Any, Any] = {}
+
+    def saves(self, region: Region, choice: Choice) -> Saves:
+        """The values that F of the region keeps; None: whatever B reads."""
+        variant = self.program.variants[region.variant]
+        if choice == NONE or not (region.needs_dx or region.needs_dw):
+            return None
+        key = (variant.name, choice)
+        if key not in self._known:
+            self._known[key] = self._saves(variant, choice)
+        return self._known[key]
+
+    def _saves(self, variant: Variant, choice: Choice) -> Saves:
+        template = self.program.templates[variant.template]
+        if choice == SELECTIVE:
+            network = _network(variant, template, self.hardware, banned=_computes)
+            return self.names(variant, least(network.steps, network.needed, 0.0))
+        named = set(choice) if isinstance(choice, tuple) else set()
+        in_f = parts_of(variant, template).in_f
+        calls = {node.name: node for node in variant.pruned.nodes if node in in_f and node.op == "call_function"}
+        for name in sorted(named - calls.keys() - {node.name for node in g.placeholders(variant.pruned)}):
+            close = difflib.get_close_matches(name, calls, n=3, cutoff=0.5)
+            raise InputError(
+                f"F of {variant.name} makes no value {name!r}", "recompute",
+                f"values that are close: {', '.join(close)}" if close else "its layer file has their names",
+            )  # fmt: skip
+        return tuple(name for name, node in calls.items() if name in named or _is_fixed(node))
+
+    def corners(self, variant: Variant) -> list[Saving]:
+        """What is best at some price, prices falling; see csc.planning.saving."""
+        key = (variant.name, AUTO)
+        if key not in self._known:
+            network = _network(variant, self.program.templates[variant.template], self.hardware)
+            self._known[key] = savings(network.steps, network.needed)
+        return self._known[key]
+
+    def names(self, variant: Variant, saving: Saving) -> Saves:
+        """The names of what a saving keeps; None if it runs no work again, as that keeps all that B reads."""
+        if variant.dx == variant.dw == () or not saving.again:
+            return None
+        network = _network(variant, self.program.templates[variant.template], self.hardware)
+        return tuple(network.nodes[i].name for i in sorted(saving.kept_steps))
+
+
+def _network(
+    variant: Variant, template: Template, hardware: Hardware, banned: Callable[[fx.Node], bool] = lambda node: False
+) -> _Network:
+    """F of the variant in numbers. Parameters and tables are there anyway, and so are views of them."""
+    parts = parts_of(variant, template)
+    free = {n for n in g.placeholders(variant.pruned) if n.meta["role"][0] in ("parameter", "shared", "tangent")}
+    nodes = [n for n in variant.pruned.nodes if n in parts.in_f and n not in free]
+    place = {node: i for i, node in enumerate(nodes)}
+    steps = []
+    for node in nodes:
+        inputs = tuple(place[used] for used in node.all_input_nodes if used in place)
+        if node.op == "placeholder":
+            steps.append(Step((), dense_bytes(node), None))
+            continue
+        call = call_of(node)
+        time = seconds(Work((call,)), hardware) if call is not None else 0.0
+        kept = None if is_cheap(node) or not isinstance(node.meta["val"], torch.Tensor) else held_bytes([node])
+        steps.append(Step(inputs, kept, None if _is_fixed(node) or banned(node) else time))
+    later = [n for n in variant.pruned.nodes if n.op == "call_function" and n in parts.in_b | parts.in_w]
+    read = {used for node in later for used in node.all_input_nodes} | {*parts.dx, *parts.dw}
+    return _Network(tuple(steps), tuple(nodes), tuple(i for node, i in place.items() if node in read))
+
+
+def _computes(node: fx.Node) -> bool:
+    """A matmul, convolution or attention."""
+    call = call_of(node)
+    return call is not None and call.flops > 0
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """True for a random draw, attention over several ranks, an opaque module, and the items of what these return."""
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return g.is_random(maker) or g.op_name(maker).startswith(("csc::context_", "csc::opaque"))
