@@ -11,7 +11,7 @@ import torch
 
 import csc
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Options, Program
+from csc.ir.program import LOSS, Options, Program, compute_dtypes
 
 FORMAT = 2
 
@@ -34,6 +34,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         for i, value in enumerate(region.outputs)
     }
     gradients = _gradients(program)
+    computed = compute_dtypes(program)
     content: dict[str, Any] = {
         "format": FORMAT,
         "csc": csc.__version__,
@@ -49,6 +50,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         "parameters": [
             {
                 "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
+                **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
                 "stages": holders[p.name],
             }
             for p in program.parameters if p.name in holders

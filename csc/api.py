@@ -58,6 +58,8 @@ def compile(
     memory: int | str | None = None,
     microbatches: int = 1,
     loss_weight: str = "auto",
+    precision: str | None = None,
+    keep_fp32: Sequence[str] | None = None,
     recompute: str | Mapping[str, Any] | None = None,
     directory: str | Path | None = None,
 ) -> Any:
@@ -77,6 +79,8 @@ def compile(
     memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
     microbatches: how many a step divides each replica's share of the batch into.
     loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
+    precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they are.
+    keep_fp32: components, parts of paths or globs of modules that compute in float32 all the same.
     recompute: what F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto" (as
     `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
     directory: where the program is written; None: a temporary directory, removed at exit.
@@ -96,6 +100,8 @@ def compile(
         memory=memory,
         microbatches=microbatches,
         loss_weight=loss_weight,
+        precision=precision,
+        keep_fp32=keep_fp32,
         recompute=recompute,
     )
 

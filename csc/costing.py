@@ -12,11 +12,11 @@ from typing import Any
 import sympy
 
 from csc.analysis import symbolic as poly
-from csc.analysis.costs import basis, optimizer_bytes, region_costs, variant_cost
+from csc.analysis.costs import basis, parameter_bytes, region_costs, stored_dtypes, variant_cost
 from csc.analysis.hardware import Hardware
 from csc.api import CompiledModel
 from csc.errors import CscError
-from csc.ir.program import Program
+from csc.ir.program import Program, compute_dtypes
 from csc.lengths import Length, Sampler, lengths, rows, sampler
 
 BATCH = "batch"
@@ -118,7 +118,8 @@ def report(
 
 def _figures(program: Program, master: bool) -> dict[str, dict[str, int]]:
     """The figures of every region."""
-    of_variant = {name: variant_cost(v, master).figures() for name, v in program.variants.items()}
+    stored = stored_dtypes(program)
+    of_variant = {name: variant_cost(v, master, stored[name]).figures() for name, v in program.variants.items()}
     return {region.name: of_variant[region.variant] for region in program.regions}
 
 
@@ -179,14 +180,16 @@ def _component(program: Program, name: str, own: Sequence[CostRow], positions: S
 
 def _state(program: Program, positions: Sequence[int], master: bool) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer, each parameter once."""
-    size = {p.name: (p.numel, p.dtype.itemsize) for p in program.parameters}
+    computed = compute_dtypes(program)
+    size = {p.name: parameter_bytes(p.numel, computed[p.name], p.dtype, master) for p in program.parameters
+            if p.name in computed}  # fmt: skip
     regions = [program.regions[i] for i in positions]
     held = {name for region in regions for name in region.parameters}
     trained = {name for region in regions for name, needed in zip(region.parameters, region.dw) if needed}
     return {
-        "parameters": sum(numel * itemsize for numel, itemsize in (size[name] for name in held)),
-        "gradients": sum(numel * itemsize for numel, itemsize in (size[name] for name in trained)),
-        "optimizer": sum(optimizer_bytes(*size[name], master) for name in trained),
+        "parameters": sum(size[name][0] for name in held),
+        "gradients": sum(size[name][1] for name in trained),
+        "optimizer": sum(size[name][2] for name in trained),
     }
 
 

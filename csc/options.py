@@ -94,6 +94,12 @@ def _recompute(option: str, given: str | Mapping[str, Any] | Sequence[Any]) -> t
     return tuple(read)
 
 
+def _precision(option: str, given: str) -> str:
+    if given not in ("model", "bf16"):
+        raise InputError(f"{option} is {given!r}", "compile", "use 'bf16', or 'model' for that of the parameters")
+    return given
+
+
 def _loss_weight(option: str, given: str) -> str:
     if given not in ("auto", "tokens", "mean", "sum"):
         raise InputError(f"{option} is {given!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
@@ -112,5 +118,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "memory": _bytes,
     "microbatches": _positive,
     "loss_weight": _loss_weight,
+    "precision": _precision,
+    "keep_fp32": _names,
     "recompute": _recompute,
 }

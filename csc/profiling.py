@@ -32,7 +32,7 @@ from csc.api import CompiledModel
 from csc.capture import device_of, placed, split_batch
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Program, Region, Variant
+from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes
 from csc.lengths import sampler
 
 Role = tuple[str, str]
@@ -219,7 +219,8 @@ def measure(
         name: [_function(part) for part in (v.forward, v.backward_input, v.backward_weight)]
         for name, v in program.variants.items()
     }
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    dtypes = compute_dtypes(program)
+    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
     tables = _tables(program, batch, device_of(model))
     for _ in range(WARM_UP):
         timer = _Timer(device_of(model))

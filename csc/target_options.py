@@ -52,6 +52,10 @@ def _options(
         list[str] | None,
         typer.Option(help="none, selective, full, auto (needs --memory), or REGIONS=CHOICE; repeat it, or commas"),
     ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16: compute in it, with float32 master weights")] = None,
+    keep_fp32: Annotated[
+        list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
+    ] = None,
     example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
 ) -> None:
     """Never called: its signature is what `on_target` gives to commands."""
@@ -86,6 +90,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         task = progress.add_task("loading")
         compiled = load_target(given["target"], given["example"])
         changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
+        changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from csc.passes.attention import attention
 from csc.passes.loss import reduction
+from csc.passes.precision import precision
 from csc.passes.shapes import lowered
 from csc.passes.spreading import Sizes, Spreading
 from torch import fx
@@ -133,7 +134,8 @@ class _Dims:
             except InputError as error:
                 refused = error
                 continue
-            return {node.name: node for node in attention(again, options).graph.nodes}
+            again = attention(precision(again, options), options)
+            return {node.name: node for node in again.graph.nodes}
         raise InputError(
             f"the model takes sequences of this length only, so csc cannot spread them ({refused.what})",
             refused.where,

@@ -18,6 +18,7 @@ from csc.passes.differentiate import differentiate
 from csc.passes.freeze import freeze
 from csc.passes.loss import loss
 from csc.passes.partition import partition
+from csc.passes.precision import precision
 from csc.passes.prune import prune
 from csc.passes.recompute import recompute
 from csc.passes.regions import regions
@@ -33,7 +34,7 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, attention, context, loss, regions, differentiate)
+TRACING: tuple[Pass, ...] = (shapes, precision, attention, context, loss, regions, differentiate)
 PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
 
 

@@ -23,7 +23,7 @@ on different ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -147,9 +147,10 @@ def region_costs(
     measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`.
     """
     known = hardware.measured if measured is None else measured
+    stored = stored_dtypes(program)
     of_variant = {}
     for name, variant in program.variants.items():
-        cost = variant_cost(variant, master)
+        cost = variant_cost(variant, master, stored[name])
         of_variant[name] = (cost, _seconds(variant, cost, hardware, known))
     found = []
     for region in program.regions:
@@ -216,8 +217,18 @@ def seconds(work: Work, hardware: Hardware) -> float:
     return total
 
 
-def variant_cost(variant: Variant, master: bool = False) -> RegionCost:
-    """Work and bytes of a variant, linear in its nodes. The variant must have been divided by pass `split`."""
+def stored_dtypes(program: Program) -> dict[str, tuple[torch.dtype, ...]]:
+    """By variant, the dtypes in which its parameters are stored."""
+    of_parameter = {p.name: p.dtype for p in program.parameters}
+    return {region.variant: tuple(of_parameter[p] for p in region.parameters) for region in program.regions}
+
+
+def variant_cost(variant: Variant, master: bool = False, stored: Sequence[torch.dtype] | None = None) -> RegionCost:
+    """Work and bytes of a variant, linear in its nodes. The variant must have been divided by pass `split`.
+
+    stored: dtypes of the parameters for their owner; None: those of the graph. One computed with in another dtype takes
+    both.
+    """
     has_b = variant.backward_input is not None
     saved = kept = again = 0
     if variant.backward_input is not None:
@@ -226,7 +237,9 @@ def variant_cost(variant: Variant, master: bool = False) -> RegionCost:
         again = _again(variant.backward_input)
     inputs = g.placeholders(variant.pruned)
     parameters = [node for node in inputs if node.meta["role"][0] == "parameter"]
-    trained = [node for node, trains in zip(parameters, variant.dw) if trains]
+    sizes = [parameter_bytes(n.meta["val"].numel(), n.meta["val"].dtype, stored[i] if stored else None, master)
+             for i, n in enumerate(parameters)]  # fmt: skip
+    trained = [size for size, trains in zip(sizes, variant.dw) if trains]
     values = values_of(variant)
     return RegionCost(
         forward=work_of(variant.forward),
@@ -237,9 +250,9 @@ def variant_cost(variant: Variant, master: bool = False) -> RegionCost:
         saved=saved,
         kept=kept,
         again=again,
-        parameters=sum(map(dense_bytes, parameters)),
-        gradients=sum(map(dense_bytes, trained)),
-        optimizer=sum(optimizer_bytes(n.meta["val"].numel(), n.meta["val"].itemsize, master) for n in trained),
+        parameters=sum(size[0] for size in sizes),
+        gradients=sum(size[1] for size in trained),
+        optimizer=sum(size[2] for size in trained),
         outputs=tuple(map(dense_bytes, values)),
         output_gradients=tuple(dense_bytes(v) if comes else 0 for v, comes in zip(values, variant.tangents)),
     )
@@ -252,9 +265,16 @@ def values_of(variant: Variant) -> tuple[fx.Node, ...]:
     return tuple(results[0]) if variant.backward_input is not None else results
 
 
-def optimizer_bytes(numel: int, itemsize: int, master: bool) -> int:
-    """AdamW's two moments; with `master`, of a parameter narrower than float32: those and a copy, in float32."""
-    return 3 * 4 * numel if master and itemsize < 4 else 2 * itemsize * numel
+def parameter_bytes(
+    numel: int, computed: torch.dtype, stored: torch.dtype | None = None, master: bool = False
+) -> tuple[int, int, int]:
+    """(parameter, gradient, optimizer): as stored and, if it differs, as computed with; the gradient as stored; AdamW's
+    two moments, or with `master`, of a parameter narrower than float32, those and a copy, in float32.
+    """
+    stored = computed if stored is None else stored
+    size = stored.itemsize
+    held = numel * (size if stored is computed else size + computed.itemsize)
+    return held, numel * size, 3 * 4 * numel if master and size < 4 else 2 * size * numel
 
 
 def work_of(graph: fx.Graph | None) -> Work:

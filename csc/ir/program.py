@@ -211,6 +211,8 @@ class Options:
     chunks: stages a rank runs; None: as many as the schedule wants.
     hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
     memory: bytes that one rank may hold; None: what the hardware has.
+    precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
+    keep_fp32: modules that compute in float32 with precision="bf16".
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     """
 
@@ -225,6 +227,8 @@ class Options:
     memory: int | None = None
     microbatches: int = 1
     loss_weight: str = "auto"
+    precision: str = "model"
+    keep_fp32: tuple[str, ...] = ()
     recompute: tuple[tuple[str, Choice], ...] = ()
 
 
@@ -290,3 +294,9 @@ class Program:
     def region(self, name: str) -> Region:
         """The region of that name; KeyError if there is none."""
         return next(region for region in self.regions if region.name == name)
+
+
+def compute_dtypes(program: Program) -> dict[str, torch.dtype]:
+    """The dtype in which the graph has each parameter that it reads; Parameter.dtype is the one it is stored in."""
+    placed = (node for node in program.graph.nodes if node.op == "placeholder")
+    return {node.meta["role"][1]: node.meta["val"].dtype for node in placed if node.meta["role"][0] == "parameter"}

@@ -36,7 +36,10 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter; `stages` use it, `ranks` (positions on the pp axis) hold it, the owner first."""
+    """One parameter; `stages` use it, `ranks` (positions on the pp axis) hold it, the owner first.
+
+    dtype: in which it is stored and its gradients are added up; compute: in which the stages take it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -44,6 +47,7 @@ class ParameterSpec:
     trainable: bool
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
+    compute: torch.dtype
 
     @property
     def owner(self) -> int:
@@ -198,10 +202,10 @@ class _Table:
             )
         return stages
 
-    def dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.get("dtype", str), None)
+    def dtype(self, key: str = "dtype") -> torch.dtype:
+        dtype = getattr(torch, self.get(key, str), None)
         if not isinstance(dtype, torch.dtype):
-            raise ProgramError(f"{self.table['dtype']!r} is not a torch dtype", self.where, _REMEDY)
+            raise ProgramError(f"{self.table[key]!r} is not a torch dtype", self.where, _REMEDY)
         return dtype
 
 
@@ -278,6 +282,7 @@ def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
         row.get("trainable", bool),
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
+        row.dtype("compute" if "compute" in row.table else "dtype"),
     )
 
 

@@ -116,11 +116,12 @@ class Trainer:
             )
         pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
+        working = {spec.name: self._weights[spec.name].detach().to(spec.compute) for spec in self._specs}
         runs = {}
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
             own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
-            held = {p.name: self._weights[p.name].detach() for p in self._specs if rank.position in p.ranks}
+            held = {p.name: working[p.name] for p in self._specs if rank.position in p.ranks}
             runs[rank.rank] = step(ranks, own, held, self.trace)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         results = interleave(runs) if turns is None else together(runs, turns)

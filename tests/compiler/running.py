@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from csc.ir import graph as g
-from csc.ir.program import Program, Region
+from csc.ir.program import Program, Region, compute_dtypes
 
 Role = tuple[str, str]
 
@@ -33,7 +33,8 @@ def run(graph: fx.Graph, values: Mapping[Role, Any]) -> Any:
 def regions(program: Program, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Iterator[Run]:
     """Every region of the Program with its real inputs, in order of execution."""
     torch.manual_seed(0)
-    weights = dict(model.named_parameters())
+    dtypes = compute_dtypes(program)
+    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
     tables: dict[str, torch.Tensor] = {}
     if program.shared is not None:
         entries = {("input", n): t for n, t in batch.items()} | {

@@ -19,7 +19,7 @@ def spec(
     dtype: torch.dtype = torch.float32,
     trainable: bool = True,
 ) -> ParameterSpec:
-    return ParameterSpec(name, (size,), dtype, trainable, stages, stages)
+    return ParameterSpec(name, (size,), dtype, trainable, stages, stages, dtype)
 
 
 def merged(specs: list[ParameterSpec], *contributions: list[tuple[str, torch.Tensor]]) -> GradientSums:
