@@ -27,7 +27,8 @@ def header(functions: Sequence[str]) -> str:
 def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
-    return sorted({"opaque" if name.startswith("opaque") else "attention" for name in called})
+    seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
+    return sorted({"opaque" if name.startswith("opaque") else seeded.get(name, "attention") for name in called})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
@@ -77,6 +78,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
             for stage in program.stages
         ],
         **_context(program),
+        **({"random": True} if seeds(program) else {}),
         "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {

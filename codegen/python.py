@@ -91,6 +91,8 @@ def _context_call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 def source(role: tuple[str, str]) -> str:
     """Where an emitted function finds a batch entry, a constant, or what the plan of the batch says."""
     kind, label = role
+    if kind == "random":
+        return 'batch["random"]'
     if kind == "context":
         return 'batch["context"]' + ("" if label == "plan" else f".{label}")
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"

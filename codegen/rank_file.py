@@ -37,6 +37,7 @@ def _imports(writers: Sequence[_Writer]) -> str:
     stages = [writer.stage.index for writer in writers]
     lines = [
         "from csc.runtime.names import under",
+        *(["from csc.runtime.seeds import seed_of"] if any(writer.seeds for writer in writers) else []),
         "",
         "from . import layers",
         "",
@@ -158,6 +159,7 @@ class _Writer:
             for index, segment in enumerate(self.segments)
         ]
         self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
+        self.seeds = {self.table_variables[name] for name in tables_file.seeds(program) if name in stage.shared}
 
     # --- names ---------------------------------------------------------------------------------------------------
 
@@ -261,21 +263,25 @@ class _Writer:
             variant = self.variant(segment)
             for part in (variant.backward_input, variant.backward_weight):
                 if part is not None:
-                    tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
+                    tables += self._tables_of(segment, part)
         saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
         return [*dict.fromkeys(tables), *saving]
 
     def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
-        """The stage's names of the tables that one part of a segment takes, in the order it takes them."""
+        """The stage's variables of the tables that one part of a segment takes, in the order it takes them."""
         placed = g.placeholders(self.template(segment).graph)
         labels = [node.meta["role"][1] for node in placed if node.meta["role"][0] == "shared"]
         own = dict(zip(labels, segment.first.shared))
-        return [own[label] for label in signature(part).tables]
+        return [self.table_variables[own[label]] for label in signature(part).tables]
 
     def _arguments(self, segment: Segment, part: fx.Graph | None, weights: str) -> list[str]:
         assert part is not None
-        tables = [self.table_variables[name] for name in self._tables_of(segment, part)]
-        return [*tables, *([weights] if signature(part).takes_w else [])]
+        return [*self._given_tables(segment, part), *([weights] if signature(part).takes_w else [])]
+
+    def _given_tables(self, segment: Segment, part: fx.Graph) -> list[str]:
+        """The tables as one part of a segment gets them: the seed of random numbers is that of each region."""
+        of = "layer" if segment.loops else quoted(f"{segment.first.name}.")
+        return [f"seed_of({name}, {of})" if name in self.seeds else name for name in self._tables_of(segment, part)]
 
     def _forward_call(self, index: int, segment: Segment) -> list[str]:
         region, variant = segment.first, self.variant(segment)
@@ -346,7 +352,7 @@ class _Writer:
         for index, segment in enumerate(self.segments):
             part = self.variant(segment).backward_weight
             if part is not None:
-                tables += [self.table_variables[t] for t in self._tables_of(segment, part)]
+                tables += self._tables_of(segment, part)
                 keeping.append(self.kept_name(index))
         return [*dict.fromkeys(tables), *keeping]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csc.codegen.python import quoted
+from csc.codegen.tables_file import seeds
 
 from csc.ir.program import Program, Region, Stage
 
@@ -42,15 +43,23 @@ def segments(program: Program, stage: Stage) -> list[Segment]:
         for value in set(region.activations):
             readers[value] = readers.get(value, 0) + 1
     found: list[Segment] = []
+    seeded = seeds(program)
     for name in stage.regions:
         region = by_name[name]
         if found:
             carried = _carried(found[-1], region, readers)
+            if seeded.intersection(region.shared) and not _named_like_module(region, found[-1].last):
+                carried = None
             if carried is not None:
                 found[-1] = Segment((*found[-1].regions, region), carried)
                 continue
         found.append(Segment((region,)))
     return found
+
+
+def _named_like_module(*regions: Region) -> bool:
+    """True if a loop over modules also names the regions, as their seeds ask for."""
+    return all(region.name == region.module for region in regions)
 
 
 def _carried(segment: Segment, region: Region, readers: dict[str, int]) -> int | None:

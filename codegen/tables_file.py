@@ -31,6 +31,13 @@ def direct(program: Program, stage: Stage) -> dict[str, tuple[str, str]]:
     return {name: nodes[name].meta["role"] for name in stage.shared if nodes[name].op == "placeholder"}
 
 
+def seeds(program: Program) -> set[str]:
+    """The tables that are the seed of a microbatch's random numbers; a region gets one of its own, by its name."""
+    if program.shared is None:
+        return set()
+    return {name for name, node in _nodes(program).items() if node.meta.get("role", ("",))[0] == "random"}
+
+
 def function_names(program: Program) -> dict[tuple[str, ...], str]:
     """For each set of tables that some stage computes, the name of its function."""
     names: dict[tuple[str, ...], str] = {}

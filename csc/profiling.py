@@ -34,6 +34,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes
 from csc.lengths import sampler
+from csc.passes.dropout import SEED
 
 Role = tuple[str, str]
 Seconds = tuple[float, float, float]
@@ -251,6 +252,7 @@ def _tables(program: Program, batch: Mapping[str, torch.Tensor], device: torch.d
         return {}
     entries: dict[Role, torch.Tensor] = {("input", name): tensor for name, tensor in batch.items()}
     entries |= {("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
+    entries[SEED] = torch.zeros((), dtype=torch.int64)
     function = _function(program.shared)
     assert function is not None
     return dict(zip(program.shared.output_node().meta["names"], function(entries)))

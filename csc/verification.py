@@ -139,4 +139,4 @@ def _compare(
 
 
 def _random_ops(compiled: CompiledModel) -> int:
-    return sum(g.is_random(node) for node in g.calls(compiled.program.graph))
+    return sum(g.draws(node) for node in g.calls(compiled.program.graph))

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 from csc.passes.attention import attention
+from csc.passes.dropout import dropout
 from csc.passes.loss import reduction
 from csc.passes.precision import precision
 from csc.passes.shapes import lowered
@@ -134,7 +135,7 @@ class _Dims:
             except InputError as error:
                 refused = error
                 continue
-            again = attention(precision(again, options), options)
+            again = attention(precision(dropout(again, options), options), options)
             return {node.name: node for node in again.graph.nodes}
         raise InputError(
             f"the model takes sequences of this length only, so csc cannot spread them ({refused.what})",

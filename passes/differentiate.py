@@ -234,7 +234,7 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
         final = finals[wanted + i]
         if isinstance(final, fx.Node) and not overlaps(final.meta["val"].shape, final.meta["val"].stride()):
             layouts[wanted + i] = None
-    tidy.output(tuple(_in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
+    tidy.output(tuple(in_layout(tidy, final, layout) for final, layout in zip(finals, layouts)))
     g.erase_dead(tidy)
     return tidy
 
@@ -272,7 +272,7 @@ def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
     return identifier(f"d_{origin['name']}" if op == "getitem" else f"d_{origin['name']}_{op}")
 
 
-def _in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None) -> fx.Node | None:
+def in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None) -> fx.Node | None:
     """The gradient with the strides of the value it belongs to, so that whoever gets it can rely on them."""
     if node is None or layout is None or node.meta["val"].stride() == layout.stride():
         return node

@@ -13,7 +13,7 @@ from csc.passes.schedule_file import given_schedule
 from csc.analysis.costs import basis
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage
+from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.planning.partition import at_cuts
 from csc.planning.plan import Plan as Decided
 from csc.planning.plan import plan
@@ -126,7 +126,7 @@ def _priced(program: Program, options: Options) -> Context | None:
     if context is None:
         return None
     hardware = numbers.chosen_hardware(program, options)
-    dtype = str(program.parameters[0].dtype).removeprefix("torch.")
+    dtype = str(min(compute_dtypes(program).values(), key=lambda one: one.itemsize)).removeprefix("torch.")
     wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
     return replace(
         context,

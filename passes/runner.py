@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from csc.passes.attention import attention
 from csc.passes.context import context
 from csc.passes.differentiate import differentiate
+from csc.passes.dropout import dropout
 from csc.passes.freeze import freeze
 from csc.passes.loss import loss
 from csc.passes.partition import partition
@@ -34,7 +35,7 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, precision, attention, context, loss, regions, differentiate)
+TRACING: tuple[Pass, ...] = (shapes, dropout, precision, attention, context, loss, regions, differentiate)
 PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
 
 

@@ -107,7 +107,12 @@ class Spreading:
             return
         place = self._common_place(node)
         if place is None:
+            if name in g.SEEDED and self.dims(node):
+                raise self._mixed(node, "draws a random number for every token")
             g.copy_node(self.new, node, self.mapping)
+            return
+        if name == "csc::dropout":
+            self._dropout(node, place)
             return
         if name in RESHAPES and node.args[0] not in self.fixed:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
@@ -133,6 +138,18 @@ class Spreading:
         self.mapping[node] = self._call(
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
         )
+
+    def _dropout(self, node: fx.Node, place: Place) -> None:
+        """Each token's part of the mask that the whole sequence would have."""
+        x, p, seed, index = node.args
+        dims = self.dims(node)
+        if place != (0, self.sizes.tokens) or [node.meta["val"].shape[dim] for dim in dims] != [self.sizes.tokens]:
+            raise self._mixed(node, "drops out tokens joined with something else, or a part of the sequence")
+        given, seed = self._given(x, place), self.mapping[seed]  # type: ignore[index]
+        self.mapping[node] = self._call(
+            node, node.target, given, p, seed, index, self.own["tokens"], dims[0], self.sizes.tokens
+        )
+        self.places[node] = place
 
     def _fixed_part(self, node: fx.Node, place: Place) -> None:
         """An element-wise call on a part of the sequence whose length no batch changes (the image in front of a text).

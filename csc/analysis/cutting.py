@@ -1,7 +1,7 @@
 """Which region each node of the forward graph belongs to.
 
 Terms
-  shared   a node that depends on the batch and constants alone; not random
+  shared   a node that depends on the batch and constants alone; draws no random numbers
   run      consecutive nodes of one label, in order of execution: a region in the making
   glue     a run of a container's own code, between the parts below it
 """
@@ -34,7 +34,7 @@ def shared_nodes(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder":
             if node.meta["role"][0] == "parameter":
                 local.add(node)
-        elif g.is_random(node) or any(used in local for used in node.all_input_nodes):
+        elif g.draws(node) or any(used in local for used in node.all_input_nodes):
             local.add(node)
     return {node for node in g.calls(graph) if node not in local}
 
@@ -49,7 +49,7 @@ def cut(graph: fx.Graph, modules: Mapping[str, ModuleInfo], shared: set[fx.Node]
         if node.target is operator.getitem and node.args[0] in belongs:
             run = belongs[node.all_input_nodes[0]]  # the items of a tuple stay with the op that makes it
         else:
-            path, role = _label(node.meta.get("module", ""), modules)
+            path, role = label(node.meta.get("module", ""), modules)
             if not runs or (runs[-1].module, runs[-1].role) != (path, role):
                 runs.append(Run(path, role))
             run = runs[-1]
@@ -58,7 +58,7 @@ def cut(graph: fx.Graph, modules: Mapping[str, ModuleInfo], shared: set[fx.Node]
     return _join_glue(runs, shared)
 
 
-def _label(module: str, modules: Mapping[str, ModuleInfo]) -> tuple[str, str]:
+def label(module: str, modules: Mapping[str, ModuleInfo]) -> tuple[str, str]:
     """(path, role) of the outermost layer or part around a module, else of the container itself."""
     parts = module.split(".") if module else []
     for count in range(1, len(parts) + 1):

@@ -20,6 +20,8 @@ from csc.torch_private import OpOverload
 
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of")
 
+SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
+
 VIEWS = frozenset(
     {
         "aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose", "aten::permute", "aten::expand",
@@ -60,6 +62,11 @@ def is_random(node: fx.Node) -> bool:
         arguments = bind(node)
         return bool(arguments.get("dropout_p", 0.0))
     return True
+
+
+def draws(node: fx.Node) -> bool:
+    """True for a random op and for one that takes its numbers from a seed: a value of its own in every region."""
+    return is_random(node) or op_name(node) in SEEDED
 
 
 def bind(node: fx.Node) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.schedule import Action, Message
-from csc.runtime import context, losses
+from csc.runtime import context, losses, seeds
 from csc.runtime.gradients import GradientSums, Pair, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.rank import Rank
@@ -179,9 +179,10 @@ def step(
     microbatches: Sequence[Batch],
     weights: Mapping[str, torch.Tensor],
     trace: bool = False,
+    drawn: int = 0,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
-    name.
+    name; `drawn`: see csc.runtime.seeds.
 
     ranks: for each microbatch the rank in the program of the microbatch's sizes; the same one where sizes are equal.
     An error of the rank module keeps its type; a note says which rank and action raised it.
@@ -189,6 +190,7 @@ def step(
     rank, manifest = ranks[0], ranks[0].program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    microbatches = yield from seeds.attach(rank, microbatches, drawn)
     state = _Step(ranks, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:

@@ -78,6 +78,7 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         stages=stages,
         loss=LossSpec(len(stages) - 1, "sum"),
         context=None,
+        random=False,
         frozen=(),
         plan={},
         files={},

@@ -154,6 +154,7 @@ class Manifest:
     stages: tuple[StageSpec, ...]
     loss: LossSpec
     context: ContextSpec | None
+    random: bool  # its microbatches take a seed
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
     files: Mapping[str, str]
@@ -255,6 +256,7 @@ def manifest(table: Any, where: str) -> Manifest:
         stages=stages,
         loss=LossSpec(_end(loss, "stage", len(stages)), weight),
         context=_context(top, mesh),
+        random=top.get("random", bool, False),
         frozen=tuple(top.get("frozen", list, [])),
         plan=top.get("plan", dict, {}),
         files=top.get("files", dict),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError
-from csc.runtime import batches, weights
+from csc.runtime import batches, seeds, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.family import check_member
@@ -117,12 +117,13 @@ class Trainer:
         pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute) for spec in self._specs}
+        drawn = seeds.draw() if manifest.random else 0
         runs = {}
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
             own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
             held = {p.name: working[p.name] for p in self._specs if rank.position in p.ranks}
-            runs[rank.rank] = step(ranks, own, held, self.trace)
+            runs[rank.rank] = step(ranks, own, held, self.trace, drawn)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         results = interleave(runs) if turns is None else together(runs, turns)
         if self.trace:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tests.compiler import small
 from tests.models import packed
 from tests.models.hf import llava, llava_batch, valm, valm_batch, whisper_batch, whisper_llama
 from tests.models.plain import plain, plain_batch
@@ -20,6 +21,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llava_long": llava,
     "plain_long": plain,
     "packed": packed.llama,
+    "dropped": small.dropped,
 }
 BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "llava": llava_batch,
@@ -29,5 +31,6 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "valm": valm_batch,
     "llava_long": lambda samples: llava_batch(samples, length=57),
     "plain_long": lambda samples: plain_batch(samples, length=30),
+    "dropped": lambda samples: small.text_batch(samples, length=10),
     "packed": lambda samples: packed.batch(samples, length=200),
 }

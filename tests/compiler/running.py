@@ -40,6 +40,7 @@ def regions(program: Program, model: nn.Module, batch: Mapping[str, torch.Tensor
         entries = {("input", n): t for n, t in batch.items()} | {
             ("constant", n): t for n, t in program.constants.items()
         }
+        entries["random", "seed"] = torch.tensor(1, dtype=torch.int64)
         tables = dict(zip(program.shared.output_node().meta["names"], run(program.shared, entries)))
     made: dict[str, torch.Tensor] = {}
     for region in program.regions:

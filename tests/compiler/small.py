@@ -112,3 +112,42 @@ def text_batch(samples: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
     for sample in range(samples):
         labels[sample, : 1 + sample % 3] = -100
     return {"tokens": tokens, "labels": labels}
+
+
+class DroppedLayer(nn.Module):
+    """Attention and a linear, each followed by dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Dropout(0.2), nn.Dropout(0.4)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(hidden)).view(*hidden.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.first(self.out(mixed.transpose(1, 2).flatten(2)))
+        return hidden + self.second(F.gelu(self.mlp(hidden)))
+
+
+class Dropped(nn.Module):
+    """A text model with dropout everywhere but in its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.layers = nn.ModuleList(DroppedLayer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(tokens))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def dropped() -> Dropped:
+    torch.manual_seed(0)
+    return Dropped()

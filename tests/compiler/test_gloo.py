@@ -74,6 +74,7 @@ CASES = [
     {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava_long", "mesh": "cp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
+    {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2},
     {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto"},
 ]  # fmt: skip

@@ -1,0 +1,55 @@
+"""The seeds of a step's random numbers: one for the step, one for each microbatch, one for each region in it.
+
+Terms: the *step's seed* is drawn from torch's default generator by rank 0, once a step, and is the same on every rank.
+
+    draw() -> int                                              this process' draw
+    attach(rank, microbatches, drawn) -> generator -> microbatches with "random": the seed of each
+    seed_of(random, "model.layers.3.") -> seed of that region in a microbatch
+
+A microbatch is known by its place in the global batch (replica after replica), a region by its name: neither depends on
+stages, ranks, replicas or the order of work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from csc.kernels.dropout import mixed
+from csc.runtime.gradients import wait_sum
+from csc.runtime.rank import Rank
+
+Batch = Mapping[str, Any]
+
+
+def draw() -> int:
+    """A number from torch's default generator: `torch.manual_seed` before a step repeats the step."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[str, None, list[Batch]]:
+    """The microbatches of this rank's replica, each with its seed; as they are if the program draws nothing."""
+    manifest = rank.program.manifest
+    if not manifest.random:
+        return list(microbatches)
+    step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
+    yield from wait_sum(rank.endpoint, step, tuple(range(manifest.mesh.size)), "seed of the step's random numbers")
+    first = rank.replica * len(microbatches)
+    return [
+        {**batch, "random": torch.tensor(mixed(int(step), first + i), dtype=torch.int64)}
+        for i, batch in enumerate(microbatches)
+    ]
+
+
+def seed_of(random: torch.Tensor, region: str) -> torch.Tensor:
+    """The seed of a region, named as in the model with a dot at its end, in the microbatch whose seed is `random`."""
+    return torch.tensor(mixed(int(random), _word(region)), dtype=torch.int64)
+
+
+@cache
+def _word(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

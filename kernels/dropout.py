@@ -1,0 +1,100 @@
+"""Random numbers that depend on a seed and a place in the model, not on what was drawn before.
+
+    csc::dropout(x, p, seed, index, tokens, dim, whole) -> like x
+    csc::uniform(seed, index, size, dtype, device), csc::normal(...) -> [size]
+
+seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
+from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
+draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it.
+
+tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. Numbers
+on a GPU differ from those on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+WORD = (1 << 64) - 1
+
+
+def mixed(*words: int) -> int:
+    """A hash of integers, 0 to 2^63 - 1: splitmix64's finaliser (Steele, Lea, Flood, 2014), word after word."""
+    state = 0
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+        state ^= state >> 31
+    return state >> 1
+
+
+def _generator(seed: torch.Tensor, index: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(mixed(int(seed), index))
+
+
+@torch.library.custom_op("csc::dropout", mutates_args=())
+def _dropout(
+    x: torch.Tensor,
+    p: float,
+    seed: torch.Tensor,
+    index: int,
+    tokens: torch.Tensor | None = None,
+    dim: int = 0,
+    whole: int = 0,
+) -> torch.Tensor:
+    sizes = list(x.shape)
+    if tokens is not None:
+        sizes[dim] = whole
+    keep = torch.empty(sizes, dtype=torch.bool, device=x.device)
+    keep.bernoulli_(1 - p, generator=_generator(seed, index, x.device))
+    if tokens is not None:
+        keep = keep.index_select(dim, tokens)
+    return torch.mul(x, keep).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+
+@_dropout.register_fake
+def _(x: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.p, seed, ctx.index, tokens, ctx.dim, ctx.whole = inputs
+    ctx.save_for_backward(seed, tokens)
+
+
+def _gradient(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+    seed, tokens = ctx.saved_tensors
+    d_x = torch.ops.csc.dropout.default(d_out, ctx.p, seed, ctx.index, tokens, ctx.dim, ctx.whole)
+    return (d_x, *(None for _ in range(6)))
+
+
+_dropout.register_autograd(_gradient, setup_context=_remember)
+
+
+@torch.library.custom_op("csc::uniform", mutates_args=())
+def _uniform(
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device).uniform_(generator=_generator(seed, index, device))
+
+
+@torch.library.custom_op("csc::normal", mutates_args=())
+def _normal(
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device).normal_(generator=_generator(seed, index, device))
+
+
+@_uniform.register_fake
+@_normal.register_fake
+def _(seed: Any, index: int, size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+DROPOUT = torch.ops.csc.dropout.default
+UNIFORM = torch.ops.csc.uniform.default
+NORMAL = torch.ops.csc.normal.default

@@ -1,0 +1,145 @@
+"""Pass `dropout`: random numbers that do not depend on how the work is divided.
+
+Terms
+  seed    an int64 scalar that comes with every microbatch; each region gets one of its own, by its name
+  index   which draw of its layer, part or container a call makes, in order of execution
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM
+from csc.passes.differentiate import in_layout
+from torch import fx
+
+from csc.analysis.cutting import label
+from csc.ir import graph as g
+from csc.ir.program import Options, Program
+
+aten = torch.ops.aten
+SEED = ("random", "seed")
+SDPA = "aten::scaled_dot_product_attention"
+
+
+def dropout(program: Program, options: Options) -> Program:
+    """Let every random call draw from the seed of its microbatch and its own place in the model.
+
+    Requires  pass `shapes`.
+    Ensures   dropout, bernoulli, rand, randn and their relatives with `like` take a seed and an index, which equal
+              layers have alike; attention with dropout of its weights is written out, as softmax(QK^T) dropped out and
+              multiplied by V; other random calls stay as they are, and `notes` says which.
+    Before    %d, %mask = native_dropout(%x, 0.1, True)
+    After     %d = csc.dropout(%x, 0.1, %seed, 0)
+    """
+    if not any(g.is_random(node) for node in g.calls(program.graph)):
+        return program
+    graph, _ = g.copy_graph(program.graph)
+    writer = _Writer(program, graph)
+    for node in g.calls(graph):
+        if g.is_random(node):
+            writer.rewrite(node)
+    g.erase_dead(graph)
+    return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(writer.notes)))
+
+
+class _Writer:
+    """Rewrites the random calls of a graph in place."""
+
+    def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self.program = program
+        self.graph = graph
+        self.notes: list[str] = []
+        self.drawn: dict[str, int] = {}  # by layer, part or container: how many draws so far
+        first = next(iter(graph.nodes))
+        with program.fake_mode, graph.inserting_before(first):
+            self.seed = g.add_placeholder(graph, "random", torch.empty((), dtype=torch.int64), SEED)
+
+    def rewrite(self, node: fx.Node) -> None:
+        """Replace one random call, or note that it stays."""
+        name, given = g.op_name(node), g.bind(node)
+        with self.graph.inserting_before(node):
+            if name in ("aten::native_dropout", "aten::dropout"):
+                new = self._dropout(node, given)
+            elif name == SDPA:
+                new = self._attention(node, given)
+            elif name in ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like"):
+                new = self._drawn(node, name, given)
+            elif name == "aten::bernoulli" and given.get("generator") is None:
+                new = self._bernoulli(node, given)
+            else:
+                where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+                self.notes.append(f"{where}: {g.short_op(node)} draws from torch's generator, in the order of work")
+                return
+        if name == "aten::native_dropout":  # its first item is the result, the second one the mask for its backward
+            for item in list(node.users):
+                assert item.args[1] == 0, "a mask of dropout is read by its backward only"
+                item.replace_all_uses_with(new)
+                self.graph.erase_node(item)
+        else:
+            node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        """A call with the provenance of `like`, where the graph's insertion point is."""
+        node = self.graph.call_function(target, arguments, keywords)
+        values, named = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+        with self.program.fake_mode:
+            node.meta["val"] = target(*values, **named)
+        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
+        return node
+
+    def _index(self, node: fx.Node) -> int:
+        path, _ = label(node.meta.get("module", ""), self.program.modules)
+        self.drawn[path] = self.drawn.get(path, -1) + 1
+        return self.drawn[path]
+
+    def _dropout(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+        if given.get("train") is False or not given["p"]:
+            return given["input"]
+        return self._call(node, DROPOUT, given["input"], float(given["p"]), self.seed, self._index(node))
+
+    def _drawn(self, node: fx.Node, name: str, given: dict[str, Any]) -> fx.Node:
+        val = node.meta["val"]
+        target = NORMAL if "randn" in name else UNIFORM
+        return self._call(node, target, self.seed, self._index(node), list(val.shape), val.dtype, val.device)
+
+    def _bernoulli(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+        """1 where a uniform number is below the probability: that of `p`, or the value itself."""
+        val = node.meta["val"]
+        drawn = self._call(node, UNIFORM, self.seed, self._index(node), list(val.shape), torch.float32, val.device)
+        if "p" in given:
+            below = self._call(node, aten.lt.Scalar, drawn, given["p"])
+        else:
+            below = self._call(node, aten.lt.Tensor, drawn, given["self"])
+        return self._call(node, aten._to_copy.default, below, dtype=val.dtype)
+
+    def _attention(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+        """softmax(Q K^T scale + mask), dropped out, times V: the weights are there whole, [B, H, Tq, Tk]."""
+        query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+        q = query.meta["val"]
+        times = q.shape[-3] // key.meta["val"].shape[-3] if given["enable_gqa"] else 1
+        if times > 1:
+            key, value = (self._call(node, aten.repeat_interleave.self_int, t, times, -3) for t in (key, value))
+        across = self._call(node, aten.transpose.int, key, -2, -1)
+        scores = self._call(node, aten.matmul.default, query, across)
+        scores = self._call(node, aten.mul.Tensor, scores, given["scale"] or q.shape[-1] ** -0.5)
+        if given["is_causal"]:
+            rows = [q.shape[-2], key.meta["val"].shape[-2]]
+            every = self._call(node, aten.ones.default, rows, dtype=torch.bool, device=q.device)
+            mask = self._call(node, aten.tril.default, every)
+        if mask is not None and mask.meta["val"].dtype is torch.bool:
+            hidden = self._call(node, aten.logical_not.default, mask)
+            scores = self._call(node, aten.masked_fill.Scalar, scores, hidden, -float("inf"))
+        elif mask is not None:
+            scores = self._call(node, aten.add.Tensor, scores, mask)
+        weights = self._call(node, aten._safe_softmax.default, scores, -1)
+        dropped = self._call(node, DROPOUT, weights, float(given["dropout_p"]), self.seed, self._index(node))
+        result = self._call(node, aten.matmul.default, dropped, value)
+        found = in_layout(self.graph, result, node.meta["val"])
+        assert found is not None
+        where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+        self.notes.append(f"{where}: attention written out, for the dropout of its weights")
+        return found

@@ -1,0 +1,301 @@
+"""Dropout: the same masks whatever the split, and the gradients of eager code that has these masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM, mixed
+from torch import fx, nn
+
+import csc
+from csc.api import CompiledModel
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.runtime import seeds
+from csc.verification import verify
+from tests.compiler import small
+from tests.models import hf
+
+Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def step(compiled: CompiledModel, seed: int = 0) -> Step:
+    compiled.model.zero_grad()
+    torch.manual_seed(seed)
+    loss = compiled.train_step(compiled.example)
+    found = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None}
+    compiled.model.zero_grad()
+    return loss, found
+
+
+def same(one: Step, other: Step) -> None:
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys() != set()
+    assert [name for name in one[1] if not torch.equal(one[1][name], other[1][name])] == []
+
+
+# --- the operators -------------------------------------------------------------------------------------------------
+
+
+def test_dropout_keeps_and_scales() -> None:
+    seed = torch.tensor(5)
+    x = torch.randn(200, 300, requires_grad=True)
+    y = DROPOUT(x, 0.3, seed, 0)
+    kept = y != 0
+    assert abs(float(kept.float().mean()) - 0.7) < 0.01
+    torch.testing.assert_close(y[kept], (x / 0.7)[kept])
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient != 0, kept) and torch.allclose(gradient[kept], torch.tensor(1 / 0.7))
+    assert torch.equal(DROPOUT(x, 0.3, seed, 0), y)
+    columns = DROPOUT(x.t().contiguous().t(), 0.3, seed, 0)
+    assert torch.equal(columns, y), "the mask does not depend on strides"
+    agree = [((DROPOUT(x, 0.3, s, i) != 0) == kept).float().mean() for s, i in ((seed, 1), (torch.tensor(6), 0))]
+    assert all(abs(float(share) - 0.58) < 0.01 for share in agree), "other masks are independent: 0.7^2 + 0.3^2"
+    assert not DROPOUT(x, 1.0, seed, 0).any()
+
+
+def test_tokens_get_their_part_of_the_whole_mask() -> None:
+    x = torch.ones(2, 10, 4)
+    whole, tokens = DROPOUT(x, 0.5, torch.tensor(1), 3), torch.tensor([7, 0, 4])
+    assert torch.equal(DROPOUT(x[:, :3], 0.5, torch.tensor(1), 3, tokens, 1, 10), whole[:, tokens])
+
+
+def test_numbers_of_a_seed() -> None:
+    given = (torch.tensor(1), 0, [1000], torch.float32, torch.device("cpu"))
+    uniform, normal = UNIFORM(*given), NORMAL(*given)
+    assert torch.equal(uniform, UNIFORM(*given)) and abs(float(uniform.mean()) - 0.5) < 0.05
+    assert abs(float(normal.mean())) < 0.15 and abs(float(normal.std()) - 1) < 0.1
+    found = {mixed(a, b) for a in range(50) for b in range(50)}
+    assert len(found) == 2500 and all(0 <= one < 2**63 for one in found)
+
+
+# --- a model whose eager form can be given the same masks ------------------------------------------------------------
+
+
+class Seeded(nn.Module):
+    """Dropout with the mask that csc gives to one place in the model."""
+
+    def __init__(self, p: float, region: str, index: int) -> None:
+        super().__init__()
+        self.p, self.region, self.index, self.seed = p, region, index, torch.tensor(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return DROPOUT(x, self.p, seeds.seed_of(self.seed, self.region), self.index)
+
+
+def model(seeded: bool = False) -> small.Dropped:
+    made = small.dropped()
+    if seeded:
+        made.drop = Seeded(0.1, "drop.", 0)  # type: ignore[assignment]
+        for i, layer in enumerate(made.layers):
+            layer.first, layer.second = Seeded(0.2, f"layers.{i}.", 0), Seeded(0.4, f"layers.{i}.", 1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def base() -> CompiledModel:
+    return csc.compile(model(), example=small.text_batch(8, 10), microbatches=4)
+
+
+def test_eager_with_the_same_masks_has_the_same_bits(base: CompiledModel) -> None:
+    eager, batch = model(seeded=True), small.text_batch(8, 10)
+    torch.manual_seed(3)
+    drawn = seeds.draw()
+    counts = [int((labels[:, 1:] != -100).sum()) for labels in batch["labels"].split(2)]
+    total = 0.0
+    for i in range(4):
+        for part in eager.modules():
+            if isinstance(part, Seeded):
+                part.seed = torch.tensor(mixed(drawn, i))
+        loss = eager(**{name: t[2 * i : 2 * i + 2] for name, t in batch.items()})
+        (loss * (counts[i] / sum(counts))).backward()
+        total += float(loss.detach().double()) * counts[i] / sum(counts)
+    expected = {name: p.grad for name, p in eager.named_parameters()}
+    for options in ({"mesh": "pp=1"}, {"mesh": "pp=3", "schedule": "zb-h1"}):
+        same(step(base.with_options(**options), 3), (torch.tensor(total), expected))
+
+
+SPLITS = [
+    {"mesh": "pp=2", "schedule": "gpipe"},
+    {"mesh": "pp=3", "schedule": "1f1b"},
+    {"mesh": "pp=2", "schedule": "interleaved-zb"},
+    {"mesh": "dp=2", "microbatches": 2},
+    {"mesh": "dp=2,pp=2", "microbatches": 2},
+    {"mesh": "dp=4", "microbatches": 1},
+    {"mesh": "pp=2", "recompute": "full"},
+    {"mesh": "pp=2", "freeze": ["embed"]},
+]
+
+
+def test_the_same_seed_gives_the_same_step_whatever_the_split(base: CompiledModel) -> None:
+    loss, expected = step(base)
+    same(step(base), (loss, expected))
+    assert not torch.equal(step(base, 1)[0], loss)
+    torch.manual_seed(0)
+    two = [base.train_step(base.example) for _ in range(2)]
+    base.model.zero_grad()
+    assert torch.equal(two[0], loss) and not torch.equal(two[1], loss), "every step draws anew"
+    for options in SPLITS:
+        found_loss, found = step(base.with_options(**options))
+        assert torch.equal(found_loss, loss), options
+        trained = {name: expected[name] for name in found}
+        assert len(trained) == len(expected) - ("freeze" in options)
+        if "dp" in options["mesh"]:  # replicas are added up in another order
+            assert max(float((found[n] - t).norm() / t.norm()) for n, t in trained.items()) < 1e-6, options
+        else:
+            same((loss, found), (loss, trained))
+
+
+def test_two_replicas_have_the_bits_of_two_microbatches(base: CompiledModel) -> None:
+    def divided(**options: Any) -> CompiledModel:
+        return CompiledModel(
+            base.model, base.with_options(**options).options, small.text_batch(4, 10), None, base.compiler
+        )
+
+    expected = step(divided(microbatches=2))
+    same(step(divided(microbatches=1, mesh="dp=2")), expected)
+    same(step(divided(microbatches=1, mesh="dp=2,pp=3")), expected)
+
+
+def test_spread_tokens_have_the_masks_of_the_whole(base: CompiledModel) -> None:
+    loss, expected = step(base)
+    found_loss, found = step(base.with_options(mesh="cp=2"))
+    assert abs(float(found_loss - loss)) < 1e-5
+    assert max(float((found[n] - t).norm() / t.norm()) for n, t in expected.items()) < 1e-5
+
+
+def test_nothing_is_saved_for_dropout(base: CompiledModel) -> None:
+    program = base.program
+    layer = program.variants[program.region("layers.1").variant]
+    _, saved = g.outputs(layer.forward)
+    assert not any(node.meta["val"].dtype is torch.bool for node in saved)
+    assert verify(base).random_ops == 7
+    assert [region.variant for region in program.regions if region.kind == "layer"] == ["dropped_layer"] * 3
+
+
+# --- Hugging Face's models -------------------------------------------------------------------------------------------
+
+
+def gpt2(dropout: float = 0.1) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **ends, tie_word_embeddings=False))
+
+
+def gpt2_batch(samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (samples, 10), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def by_autograd(compiled: CompiledModel, seed: int) -> Step:
+    """The step from the forward graphs alone: one microbatch, regions in order, PyTorch's autograd through them."""
+    torch.manual_seed(seed)
+    random = torch.tensor(mixed(seeds.draw(), 0))
+    program, weights = compiled.program, dict(compiled.model.named_parameters())
+    entries: dict[Any, torch.Tensor] = {("input", n): t for n, t in compiled.example.items()}
+    entries |= {("constant", n): t for n, t in program.constants.items()} | {("random", "seed"): random}
+    shared = program.shared
+    tables = dict(zip(shared.output_node().meta["names"], _run(shared, entries)))
+    made: dict[str, torch.Tensor] = {}
+    for region in program.regions:
+        template = program.templates[region.template]
+        values = {("activation", str(i)): made[v] for i, v in enumerate(region.activations)}
+        values |= {("shared", own): tables[t] for own, t in zip(template.shared, region.shared)}
+        values |= {("shared", "seed"): seeds.seed_of(random, f"{region.name}.")}
+        values |= {("parameter", own): weights[p] for own, p in zip(template.parameters, region.parameters)}
+        made.update(zip(region.outputs, _run(template.graph, values)))
+    made["loss"].backward()
+    found = {name: p.grad for name, p in weights.items() if p.grad is not None}
+    compiled.model.zero_grad()
+    return made["loss"].detach(), found
+
+
+def _run(graph: fx.Graph, values: Any) -> Any:
+    return fx.Interpreter(nn.Module(), graph=graph).run(*(values[n.meta["role"]] for n in g.placeholders(graph)))
+
+
+def test_gpt2_with_dropout_of_hidden_states_and_attention() -> None:
+    compiled = csc.compile(gpt2(), example=gpt2_batch(2))
+    assert sum("attention written out" in note for note in compiled.program.notes) == 3
+    assert not any(g.is_random(node) for node in g.calls(compiled.program.graph))
+    found = step(compiled)
+    same(found, by_autograd(compiled, 0))
+    for options in ({"mesh": "pp=2"}, {"mesh": "pp=3", "schedule": "zb-h1", "recompute": "full"}):
+        same(step(compiled.with_options(**options)), found)
+    with pytest.raises(InputError, match="dropout of its weights"):
+        _ = compiled.with_options(mesh="cp=2").program
+
+
+def test_attention_written_out_is_attention() -> None:
+    """With a rate too small to drop anything, GPT-2 has the gradients of eager GPT-2 without dropout."""
+    compiled = csc.compile(gpt2(1e-12), example=gpt2_batch(2), mesh="pp=2")
+    assert compiled.program.notes
+    _, found = step(compiled)
+    eager = gpt2(0.0).train()
+    eager(**gpt2_batch(2), use_cache=False).loss.backward()
+    for name, p in eager.named_parameters():
+        assert float((found[name] - p.grad).norm()) <= 2e-6 * float(p.grad.norm()) + 1e-8, name
+
+
+@pytest.mark.slow
+def test_llava_with_dropout_of_attention_of_both_towers() -> None:
+    made = hf.llava()
+    made.config.text_config.attention_dropout = made.config.vision_config.attention_dropout = 0.1
+    for part in made.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.1
+        elif hasattr(part, "dropout") and isinstance(part.dropout, float):
+            part.dropout = 0.1
+    compiled = csc.compile(made, example=hf.llava_batch(4), microbatches=2)
+    assert verify(compiled).random_ops >= 6
+    expected = step(compiled)
+    for options in ({"mesh": "pp=3", "schedule": "zb-h1"}, {"mesh": "pp=2", "recompute": "selective"}):
+        same(step(compiled.with_options(**options)), expected)
+    shared_loss, _ = step(compiled.with_options(mesh="dp=2,pp=2", microbatches=1))
+    assert torch.equal(shared_loss, expected[0])
+
+
+class Drawing(nn.Module):
+    """Noise, a random gate and stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x + 0.1 * torch.randn_like(x))
+            x = x * torch.bernoulli(torch.full_like(x, 0.5)) + torch.rand_like(x)
+            x = x * torch.floor(torch.rand(x.shape[0], 1) + 0.9)
+        return x.pow(2).mean()
+
+
+def test_other_random_numbers() -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Drawing(), example={"x": torch.randn(4, 8)})
+    assert not any(g.is_random(node) for node in g.calls(compiled.program.graph))
+    found = step(compiled)
+    assert not torch.equal(step(compiled, 1)[0], found[0])
+    same(step(compiled.with_options(mesh="pp=3")), found)
+
+
+class Permuting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[torch.randperm(4)].pow(2).mean()
+
+
+def test_what_csc_does_not_seed_is_said() -> None:
+    compiled = csc.compile(Permuting(), example={"x": torch.randn(4, 8)})
+    assert any("randperm draws from torch's generator" in note for note in compiled.program.notes)
