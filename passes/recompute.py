@@ -40,7 +40,9 @@ from csc.ir.program import Choice, Options, Program, Region, Template, Variant
 from csc.planning.saving import Saving, Step, least, savings
 
 NONE, SELECTIVE, FULL, AUTO = "none", "selective", "full", "auto"
+PRICES = 16  # that the bisection looks at
 TRIED = 4  # prices among those that fit
+NEAR = 1.005  # a plan under the limit this near to one without needs no recomputation
 EFFORT = 0.2  # of the search for their plans
 Saves = tuple[str, ...] | None
 
@@ -129,32 +131,32 @@ def _fitting(
         raise InputError(
             "recompute='auto' does not know what a rank may hold", "recompute", "give memory=, or hardware= by name"
         )
+    nothing: dict[str, Saves] = {r.name: None for r in automatic}
+    plain = candidates.makespan(_with(program, {**given, **nothing}), options)
+    if plain <= candidates.makespan(_with(program, {**given, **nothing}), options, limited=False) * NEAR:
+        return nothing
     corners = {r.variant: candidates.corners(program.variants[r.variant]) for r in automatic}
     prices = sorted({corner.price for found in corners.values() for corner in found}, reverse=True)
+    prices = [prices[i * (len(prices) - 1) // (PRICES - 1)] for i in range(PRICES)]
 
     def at(price: float) -> dict[str, Saves]:
-        chosen = {name: [c for c in found if c.price >= price][-1] for name, found in corners.items()}
-        return {r.name: candidates.names(program.variants[r.variant], chosen[r.variant]) for r in automatic}
+        kept = {
+            name: candidates.names(program.variants[name], [c for c in found if c.price >= price][-1])
+            for name, found in corners.items()
+        }
+        return {r.name: kept[r.variant] for r in automatic}
 
     @cache
     def makespan(place: int) -> float:
-        tried = _with(program, {**given, **at(prices[place])})
-        variants = {name: divided(v, program.templates[v.template]) for name, v in tried.variants.items()}
-        tried = replace(tried, variants=variants)
-        return decide(tried, problem(tried, options), options, EFFORT).makespan
-
-    def fits(place: int) -> bool:
-        try:
-            return makespan(place) < math.inf
-        except InputError:
-            return False
+        return candidates.makespan(_with(program, {**given, **at(prices[place])}), options)
 
     last = len(prices) - 1
-    if not fits(last):
-        makespan(last)  # its sentence says what would fit
-    first = bisect_left(range(last), True, key=fits)
+    if makespan(last) == math.inf:
+        candidates.planned(_with(program, {**given, **at(prices[last])}), options)  # it says what would fit
+    first = bisect_left(range(last), True, key=lambda place: makespan(place) < math.inf)
     tried = sorted({first + round(i * (last - first) / (TRIED - 1)) for i in range(TRIED)})
-    return at(prices[min(filter(fits, tried), key=makespan)])
+    best = min(tried, key=makespan)
+    return nothing if plain <= makespan(best) else at(prices[best])
 
 
 # --- what one region may keep ------------------------------------------------------------------------------------
@@ -203,6 +205,25 @@ class _Candidates:
             )  # fmt: skip
         return tuple(name for name, node in calls.items() if name in named or _is_fixed(node))
 
+    def makespan(self, tried: Program, options: Options, limited: bool = True) -> float:
+        """Seconds of a step; infinite if no plan fits."""
+        try:
+            return self.planned(tried, options, limited)
+        except InputError:
+            return math.inf
+
+    def planned(self, tried: Program, options: Options, limited: bool = True) -> float:
+        """Seconds of a step by a quick plan. InputError if none fits."""
+        parts = {}
+        for name, variant in tried.variants.items():
+            key = (variant.pruned, variant.saves)
+            if key not in self._known:
+                self._known[key] = divided(variant, self.program.templates[variant.template])
+            parts[name] = replace(self._known[key], name=name)
+        tried = replace(tried, variants=parts)
+        numbers = problem(tried, options)
+        return decide(tried, numbers if limited else replace(numbers, memory=None), options, EFFORT).makespan
+
     def corners(self, variant: Variant) -> list[Saving]:
         """What is best at some price, prices falling; see csc.planning.saving."""
         key = (variant.name, AUTO)
@@ -213,7 +234,7 @@ class _Candidates:
 
     def names(self, variant: Variant, saving: Saving) -> Saves:
         """The names of what a saving keeps; None if it runs no work again, as that keeps all that B reads."""
-        if variant.dx == variant.dw == () or not saving.again:
+        if not saving.again:
             return None
         network = _network(variant, self.program.templates[variant.template], self.hardware)
         return tuple(network.nodes[i].name for i in sorted(saving.kept_steps))

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 UNIT = 1024  # of a byte: room below one byte, so that of equal cuts the one with fewer repeated steps is taken
 DEAREST = 1e30  # bytes a second: nothing is made again that can be kept
@@ -63,7 +64,7 @@ def least(steps: Sequence[Step], needed: Iterable[int], price: float) -> Saving:
     for i in wanted:
         _edge(graph, ("out", i), "B", None)
     try:
-        _, (_, later) = nx.minimum_cut(graph, "F", "B")
+        _, (_, later) = nx.minimum_cut(graph, "F", "B", flow_func=boykov_kolmogorov)
     except nx.NetworkXUnbounded:
         raise ValueError("a step that B needs can neither be kept nor made again") from None
     kept = frozenset(i for i in range(len(steps)) if ("out", i) in later and ("in", i) not in later)

@@ -29,6 +29,8 @@ def main() -> None:
         schedule=case.get("schedule", "1f1b"),
         stages=case.get("stages"),
         placement=case.get("placement"),
+        precision=case.get("precision"),
+        recompute=case.get("recompute"),
     )
     losses = [float(compiled.train_step(batch))]
     norm = float(compiled.clip_grad_norm_(1e9))

@@ -72,8 +72,8 @@ def process(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
-        "shapes", "attention", "context", "loss", "regions", "differentiate", "freeze", "prune", "split", "partition",
-        "schedule",
+        "shapes", "dropout", "precision", "attention", "context", "loss", "regions", "differentiate", "freeze", "prune",
+        "recompute", "split", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]
@@ -96,6 +96,18 @@ def test_explain(run: Run) -> None:
     table = run("explain", TARGET)
     assert table.code == 0
     assert "multi_modal_projector" in table.out
+
+
+def test_memory_options(run: Run) -> None:
+    """Precision and recomputation by component; explain says what runs again."""
+    more = ("--precision", "bf16", "--keep-fp32", "lm_head", "--recompute", "language_model=full,lm_head=none")
+    done = run("verify", TARGET, "--json", "--mesh", "pp=2", *more)
+    found = json.loads(done.out)
+    assert done.code == 0 and 1e-4 < found["grad_rel_max"] < 0.1
+    rows = {row["name"]: row["why"] for row in json.loads(run("explain", TARGET, "--json", *more).out)["regions"]}
+    again = {name for name, why in rows.items() if "of F again" in why}
+    assert again and all("language_model" in name for name in again)
+    assert run("explain", TARGET, "--recompute", "all").code == 2
 
 
 @pytest.mark.parametrize("freeze", [(), ("--freeze", "vision_tower")])

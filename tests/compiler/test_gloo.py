@@ -41,6 +41,8 @@ def in_process(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
         schedule=case.get("schedule", "1f1b"),
         stages=case.get("stages"),
         placement=case.get("placement"),
+        precision=case.get("precision"),
+        recompute=case.get("recompute"),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes have: reductions over threads round in another order
@@ -74,7 +76,8 @@ CASES = [
     {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava_long", "mesh": "cp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
-    {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2},
+    {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2, "precision": "bf16",
+     "recompute": "full"},
     {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto"},
 ]  # fmt: skip
