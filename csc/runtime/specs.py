@@ -38,7 +38,8 @@ class InputSpec:
 class ParameterSpec:
     """One parameter; `stages` use it, `ranks` (positions on the pp axis) hold it, the owner first.
 
-    dtype: in which it is stored and its gradients are added up; compute: in which the stages take it.
+    dtype: in which it is stored and its gradients are added up; compute: in which the stages take it,
+    None: the same.
     """
 
     name: str
@@ -47,7 +48,7 @@ class ParameterSpec:
     trainable: bool
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    compute: torch.dtype
+    compute: torch.dtype | None = None
 
     @property
     def owner(self) -> int:
@@ -284,7 +285,7 @@ def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
         row.get("trainable", bool),
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
-        row.dtype("compute" if "compute" in row.table else "dtype"),
+        row.dtype("compute") if "compute" in row.table else None,
     )
 
 

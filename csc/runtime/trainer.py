@@ -116,7 +116,7 @@ class Trainer:
             )
         pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
-        working = {spec.name: self._weights[spec.name].detach().to(spec.compute) for spec in self._specs}
+        working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in self._specs}
         drawn = seeds.draw() if manifest.random else 0
         runs = {}
         for index, rank in enumerate(self._ranks):

@@ -19,7 +19,7 @@ def spec(
     dtype: torch.dtype = torch.float32,
     trainable: bool = True,
 ) -> ParameterSpec:
-    return ParameterSpec(name, (size,), dtype, trainable, stages, stages, dtype)
+    return ParameterSpec(name, (size,), dtype, trainable, stages, stages)
 
 
 def merged(specs: list[ParameterSpec], *contributions: list[tuple[str, torch.Tensor]]) -> GradientSums:
