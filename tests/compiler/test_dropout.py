@@ -159,6 +159,18 @@ def test_two_replicas_have_the_bits_of_two_microbatches(base: CompiledModel) -> 
     same(step(divided(microbatches=1, mesh="dp=2,pp=3")), expected)
 
 
+def test_microbatches_of_different_lengths(base: CompiledModel) -> None:
+    def run(mesh: str) -> Step:
+        compiled = base.with_options(mesh=mesh, microbatches=2, precision="bf16", recompute="full")
+        torch.manual_seed(0)
+        loss = compiled.train_step([small.text_batch(2, 10), small.text_batch(2, 14)])
+        found = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None}
+        compiled.model.zero_grad()
+        return loss, found
+
+    same(run("pp=1"), run("pp=3"))
+
+
 def test_spread_tokens_have_the_masks_of_the_whole(base: CompiledModel) -> None:
     loss, expected = step(base)
     found_loss, found = step(base.with_options(mesh="cp=2"))

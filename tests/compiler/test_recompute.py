@@ -18,7 +18,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.verification import verify
-from tests.compiler import running
+from tests.compiler import running, test_opaque
 from tests.compiler.conftest import Models
 from tests.compiler.test_costs import storages
 from tests.compiler.test_split import packed
@@ -201,6 +201,18 @@ class Noisy(nn.Module):
 def test_dropout_is_not_drawn_again() -> None:
     torch.manual_seed(0)
     plain = csc.compile(Noisy(), example={"x": torch.randn(4, 8)})
+    found = []
+    for compiled in (plain, plain.with_options(recompute="full")):
+        torch.manual_seed(1)
+        found.append(step(compiled))
+    assert recomputed(compiled.program) != set()
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_an_opaque_module_runs_once() -> None:
+    """Its draws come from torch's generator: what it returned is kept."""
+    plain = csc.compile(test_opaque.model(0.5), example=test_opaque.batch(), mesh="pp=2")
     found = []
     for compiled in (plain, plain.with_options(recompute="full")):
         torch.manual_seed(1)
