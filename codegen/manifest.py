@@ -13,7 +13,7 @@ import csc
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Options, Program
 
-FORMAT = 2
+FORMAT = 3
 
 
 def manifest(program: Program, options: Options, files: Mapping[str, str]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
                 "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
                 "inputs": list(stage.inputs), "forward": True,
                 "backward_input": stage.has_b, "backward_weight": stage.has_w,
-                **({"context": stage.spread} if program.context is not None else {}),
+                **({"context": list(stage.contexts)} if program.contexts else {}),
             }
             for stage in program.stages
         ],
@@ -91,17 +91,16 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
 
 
 def _context(program: Program) -> dict[str, Any]:
-    """How tokens are spread; nothing with cp = 1."""
-    context = program.context
-    if context is None:
-        return {}
-    return {
-        "context": {
-            "tokens": context.tokens, "block": context.block, "share": context.share,
-            "tile_seconds": context.tile_seconds, "block_seconds": context.block_seconds,
-            "masks": [{"layers": mask.layers} for mask in context.masks],
+    """How tokens are spread, by component; nothing with cp = 1."""
+    rows = [
+        {
+            "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
+            "share": one.share, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
+            "masks": [{"layers": mask.layers} for mask in one.masks],
         }
-    }  # fmt: skip
+        for one in program.contexts
+    ]  # fmt: skip
+    return {"context": rows} if rows else {}
 
 
 def _expected(program: Program) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def compile(
     memory: int | str | None = None,
     microbatches: int = 1,
     loss_weight: str = "auto",
+    context: Mapping[str, int] | None = None,
     directory: str | Path | None = None,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -76,6 +77,8 @@ def compile(
     memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
     microbatches: how many a step divides each replica's share of the batch into.
     loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
+    context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
+    that are not named run whole on every rank; the language model is spread over all of cp.
     directory: where the program is written; None: a temporary directory, removed at exit.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
@@ -93,6 +96,7 @@ def compile(
         memory=memory,
         microbatches=microbatches,
         loss_weight=loss_weight,
+        context=context,
     )
 
     def build(target: nn.Module | Factory) -> CompiledModel:

@@ -3,7 +3,7 @@
     changed(options, **changes) -> Options        InputError for a name or value that cannot be
 
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
-of names; memory in bytes or as "40GB" or "40GiB".
+of names; memory in bytes or as "40GB" or "40GiB"; context a mapping from components to numbers of ranks.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def _loss_weight(option: str, given: str) -> str:
     return given
 
 
+def _context(option: str, given: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{option} is {given!r}", "compile", "map components to ranks, as {'vision_tower': 2}")
+    return tuple((*_names(option, name), _positive(f"{option} of {name}", ranks)) for name, ranks in given.items())  # type: ignore[misc]
+
+
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "mesh": lambda _, mesh: Mesh.of(mesh),
     "freeze": _names,
@@ -92,4 +98,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "memory": _bytes,
     "microbatches": _positive,
     "loss_weight": _loss_weight,
+    "context": _context,
 }

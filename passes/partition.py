@@ -37,7 +37,7 @@ def partition(program: Program, options: Options) -> Program:
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
     problem = numbers.problem(program, options)
-    program = replace(program, context=_priced(program, options))
+    program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
     given = _given(program, options)
     ranks, placement = options.mesh.pp, options.placement
     written = given_schedule(options)
@@ -113,11 +113,8 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
     return [[i for i in home if home[i] == stage] for stage in range(len(patterns))]
 
 
-def _priced(program: Program, options: Options) -> Context | None:
+def _priced(context: Context, program: Program, options: Options) -> Context:
     """How tokens are spread, with the seconds that the dispatch of a batch weighs against each other."""
-    context = program.context
-    if context is None:
-        return None
     hardware = numbers.chosen_hardware(program, options)
     dtype = str(program.parameters[0].dtype).removeprefix("torch.")
     wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
@@ -142,10 +139,11 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         tables.append(program.loss_tokens)
     needed = g.ancestors(shared_outputs(program, tables))
     roles = [n.meta["role"] for n in g.placeholders(program.shared) if n in needed] if program.shared else []
-    spread = program.context is not None and any(kind == "context" for kind, _ in roles)
-    if program.context is not None and spread:
-        roles += [node.meta["role"] for node in g.placeholders(program.context.graph)]
-        roles = list(dict.fromkeys(roles))
+    asked = {name.rpartition(".")[0] for kind, name in roles if kind == "context"}
+    for context in program.contexts:
+        if context.component in asked:
+            roles += [node.meta["role"] for node in g.placeholders(context.graph)]
+    roles = list(dict.fromkeys(roles))
     parameters = tuple(dict.fromkeys(name for region in regions for name in region.parameters))
     return Stage(
         index=index,
@@ -157,7 +155,7 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         shared=tuple(tables),
         has_b=any(region.needs_dx or region.needs_dw for region in regions),
         has_w=any(region.needs_dw for region in regions),
-        spread=spread,
+        contexts=tuple(context.component for context in program.contexts if context.component in asked),
     )
 
 

@@ -155,7 +155,7 @@ class Stage:
     shared: tuple[str, ...]
     has_b: bool
     has_w: bool
-    spread: bool = False  # it works on a share of the tokens, or hands shares out
+    contexts: tuple[str, ...] = ()  # components of whose tokens it has a share, or hands shares out
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,7 @@ class Options:
     chunks: stages a rank runs; None: as many as the schedule wants.
     hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
     memory: bytes that one rank may hold; None: what the hardware has.
+    context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -221,6 +222,7 @@ class Options:
     memory: int | None = None
     microbatches: int = 1
     loss_weight: str = "auto"
+    context: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,14 +236,16 @@ class ContextMask:
 
 @dataclass(frozen=True)
 class Context:
-    """How a sequence is spread over `ranks` context-parallel ranks.
+    """How the sequence of a component is spread over `ranks` of the context-parallel ranks.
 
+    ranks divides mesh.cp: consecutive ranks share a sequence, and the next ones share it again.
     tokens: of the whole sequence; block: those that stay together; share: slots of each rank, padding included.
     graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.
     tile_flops, tile_seconds: attention of one block to another; block_bytes, block_seconds: one block's keys and values
     and how long they are on their way (seconds are filled in by pass `partition`).
     """
 
+    component: str
     ranks: int
     tokens: int
     block: int
@@ -268,7 +272,7 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
-    context: Context | None = None  # if cp > 1
+    contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
     shared: fx.Graph | None = None
     loss_weight: str = ""
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"
