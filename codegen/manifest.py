@@ -11,7 +11,7 @@ import torch
 
 import csc
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Options, Program
+from csc.ir.program import LOSS, Context, Options, Program
 
 FORMAT = 3
 
@@ -96,11 +96,17 @@ def _context(program: Program) -> dict[str, Any]:
         {
             "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
             "share": one.share, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
-            "masks": [{"layers": mask.layers} for mask in one.masks],
+            "inputs": _inputs(one), "masks": [{"layers": mask.layers} for mask in one.masks],
         }
         for one in program.contexts
     ]  # fmt: skip
     return {"context": rows} if rows else {}
+
+
+def _inputs(context: Context) -> list[str]:
+    """The entries of the batch that a component's masks are made of."""
+    roles = [node.meta["role"] for node in g.placeholders(context.graph)]
+    return [name for kind, name in roles if kind == "input"]
 
 
 def _expected(program: Program) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class ContextSpec:
     """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `share` slots a rank, padding
     included. Consecutive ranks of the cp axis share a sequence, so many of them; the next ones share it again.
 
+    inputs: the batch's entries that its masks are made of.
     tile_seconds: attention of one block of queries to one of keys; block_seconds: sending one block's K and V.
     """
 
@@ -133,6 +134,7 @@ class ContextSpec:
     tile_seconds: float
     block_seconds: float
     masks: tuple[ContextMaskSpec, ...]
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,8 @@ def _context(row: _Table, mesh: Mesh) -> ContextSpec:
     masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
     tile, block = (float(row.get(name, (int, float))) for name in ("tile_seconds", "block_seconds"))
     return ContextSpec(
-        row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks
+        row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
+        inputs=tuple(row.get("inputs", list)),
     )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def test_layers_before_the_first_that_is_spread_see_the_whole_sequence() -> None
 def test_too_short_a_sequence_is_refused() -> None:
     model, batch = mixing(lambda x: x)
     short = {name: tensor[:, :3] for name, tensor in batch.items()}
-    with pytest.raises(InputError, match="the 3 tokens of .* cannot be spread over cp=4"):
+    with pytest.raises(InputError, match=r"the 3 tokens of .* cannot be spread over cp=4"):
         csc.compile(model, example=short, mesh="cp=4")
 
 
