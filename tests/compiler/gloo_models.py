@@ -30,4 +30,5 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "llava_long": lambda samples: llava_batch(samples, length=57),
     "plain_long": lambda samples: plain_batch(samples, length=30),
     "packed": lambda samples: packed.batch(samples, length=200),
+    "packed_otherwise": lambda samples: packed.batch(samples, 200, (11, 40, 2)),
 }

@@ -16,7 +16,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def batch(samples: int = 2, length: int = 57, documents: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
-    """Counting documents of these lengths, again and again; the last one is cut. None labels the first token of each."""
+    """Counting documents of these lengths, again and again; the last is cut. No label for the first token of each."""
     lengths: list[int] = []
     while sum(lengths) < length:
         lengths.append(min(documents[len(lengths) % len(documents)], length - sum(lengths)))
