@@ -11,6 +11,7 @@ A call in between that sees all tokens is computed whole, by every rank: right, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import ceil
@@ -89,9 +90,9 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
     )  # fmt: skip
     graph = spreading.graph()
     notes = tuple(
-        f"{_place(node)}: {g.op_name(node)} sees all tokens of {component}: every rank computes it whole"
+        f"{_place(node)}: {g.op_name(node)} runs on all tokens of {component}, on every rank: not spread"
         for node in calls
-        if node not in local and _between(node, local) and not g.is_view(node)
+        if node not in local and _between(node, local) and not g.is_view(node) and node.target is not operator.getitem
     )
     contexts = (*program.contexts, spreading.context(attentions[0]))
     return replace(program, graph=graph, contexts=contexts, notes=(*program.notes, *notes))

@@ -185,7 +185,7 @@ def test_masks_of_an_encoder_come_from_the_batch() -> None:
 def test_operations_that_mix_tokens_are_computed_whole_and_noted(between: Any, what: str, gradients: int) -> None:
     compiled = small(small_batch(), between)
     parity(compiled, gradients)
-    (note,) = (note for note in compiled.program.notes if "sees all tokens of tower" in note)
+    (note,) = (note for note in compiled.program.notes if "runs on all tokens of tower" in note)
     assert what in note and "test_encoders_spread.py" in note
 
 
