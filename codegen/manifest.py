@@ -12,9 +12,9 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Options, Program, compute_dtypes
+from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
 
-FORMAT = 2
+FORMAT = 3
 
 
 def manifest(program: Program, options: Options, files: Mapping[str, str]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
                 "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
                 "inputs": list(stage.inputs), "forward": True,
                 "backward_input": stage.has_b, "backward_weight": stage.has_w,
-                **({"context": stage.spread} if program.context is not None else {}),
+                **({"context": list(stage.contexts)} if program.contexts else {}),
             }
             for stage in program.stages
         ],
@@ -95,17 +95,22 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
 
 
 def _context(program: Program) -> dict[str, Any]:
-    """How tokens are spread; nothing with cp = 1."""
-    context = program.context
-    if context is None:
-        return {}
-    return {
-        "context": {
-            "tokens": context.tokens, "block": context.block, "share": context.share,
-            "tile_seconds": context.tile_seconds, "block_seconds": context.block_seconds,
-            "masks": [{"layers": mask.layers} for mask in context.masks],
+    """How tokens are spread, by component; nothing with cp = 1."""
+    rows = [
+        {
+            "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
+            "share": one.share, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
+            "inputs": _inputs(one), "masks": [{"layers": mask.layers} for mask in one.masks],
         }
-    }  # fmt: skip
+        for one in program.contexts
+    ]  # fmt: skip
+    return {"context": rows} if rows else {}
+
+
+def _inputs(context: Context) -> list[str]:
+    """The entries of the batch that a component's masks are made of."""
+    roles = [node.meta["role"] for node in g.placeholders(context.graph)]
+    return [name for kind, name in roles if kind == "input"]
 
 
 def _expected(program: Program) -> dict[str, Any]:

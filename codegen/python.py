@@ -80,7 +80,8 @@ def _context_call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """`plan.attention(q, k, v, mask=0, scale=0.1, softcap=0.0)`: what the plan of the batch does in the op's place."""
     given = g.bind(node)
     plan = names[given.pop("plan")]
-    del given["keys"]  # the plan knows
+    for known in ("keys", "tokens", "share"):  # to the plan
+        given.pop(known, None)
     operands = [
         literal(value, names) if isinstance(value, fx.Node) else f"{name}={literal(value, names)}"
         for name, value in given.items()
@@ -94,7 +95,8 @@ def source(role: tuple[str, str]) -> str:
     if kind == "random":
         return 'batch["random"]'
     if kind == "context":
-        return 'batch["context"]' + ("" if label == "plan" else f".{label}")
+        component, _, what = label.rpartition(".")
+        return f'batch["context"][{quoted(component)}]' + ("" if what == "plan" else f".{what}")
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 

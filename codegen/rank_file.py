@@ -61,9 +61,9 @@ def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Write
     held = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(numbers[:-1])} and {numbers[-1]}"
     lines = [
         f'"""Rank {rank} of {mesh.size}: {held} of {len(program.stages)}, '
-        f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, "
-        f"{_piece(program, mesh, rank)}{comment(program.name)}.",
+        f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, {comment(program.name)}.",
         "",
+        *_pieces(program, mesh, rank),
     ]
     for writer in writers:
         if len(writers) > 1:
@@ -73,12 +73,15 @@ def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Write
     return "\n".join([*lines, '"""', "", ""])
 
 
-def _piece(program: Program, mesh: Mesh, rank: int) -> str:
-    """Which part of the tokens the rank has, if they are spread."""
-    if program.context is None:
-        return ""
-    spread = program.context
-    return f"piece {mesh.coordinates(rank).cp} of {mesh.cp} ({spread.share} slots for {spread.tokens} tokens), "
+def _pieces(program: Program, mesh: Mesh, rank: int) -> list[str]:
+    """Which part of the tokens of each component the rank has, where they are spread."""
+    piece = mesh.coordinates(rank).cp
+    rows = [
+        f"piece {piece % one.ranks} of {one.ranks} of {comment(one.component)}: "
+        f"{one.share} slots for {one.tokens} tokens"
+        for one in program.contexts
+    ]
+    return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
 def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[str]:

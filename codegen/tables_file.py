@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from csc.codegen.layer_file import header
-from csc.codegen.python import body, source, wrapped
+from csc.codegen.python import body, comment, quoted, source, wrapped
 from torch import fx
 
 from csc.ir import graph as g
+from csc.ir.naming import identifier
 from csc.ir.program import Context, Program, Stage
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
@@ -53,17 +54,23 @@ def function_names(program: Program) -> dict[tuple[str, ...], str]:
 def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
     functions = [_function(program, name, wanted) for wanted, name in function_names(program).items()]
-    if program.context is not None:
-        functions.append(_visibility(program.context))
+    if program.contexts:
+        functions += [_visibility(context) for context in program.contexts]
+        entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
+        functions.append("\n".join(wrapped("VISIBILITY = {", entries, "}", indent=0)) + "\n")
     return "\n\n".join([DOCSTRING + header(functions), *functions])
 
 
+def _visibility_name(context: Context) -> str:
+    return f"{identifier(context.component)}_visibility"
+
+
 def _visibility(context: Context) -> str:
-    """What the masks of spread tokens are made of, for the whole sequence."""
+    """What the masks of a component's spread tokens are made of, for the whole sequence."""
     names = {node: source(node.meta["role"]) for node in g.placeholders(context.graph)}
     lines = [
-        "def visibility(batch, constants):",
-        '    """(ranges, admits, kinds) of each mask, over the whole sequence."""',
+        f"def {_visibility_name(context)}(batch, constants):",
+        f'    """(ranges, admits, kinds) of each mask of {comment(context.component)}, over the whole sequence."""',
     ]
     lines += body(context.graph, names)
     made = iter(names[node] for node in g.outputs(context.graph))

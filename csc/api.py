@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.options import changed
+from csc.runtime.ahead import ahead
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
 from csc.runtime.recording import gathered, timeline
@@ -61,6 +63,7 @@ def compile(
     precision: str | None = None,
     keep_fp32: Sequence[str] | None = None,
     recompute: str | Mapping[str, Any] | None = None,
+    context: Mapping[str, int] | None = None,
     directory: str | Path | None = None,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -83,6 +86,8 @@ def compile(
     keep_fp32: components, parts of paths or globs of modules that compute in float32 all the same.
     recompute: what F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto" (as
     `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
+    context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
+    that are not named run whole on every rank; the language model is spread over all of cp.
     directory: where the program is written; None: a temporary directory, removed at exit.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
@@ -103,6 +108,7 @@ def compile(
         precision=precision,
         keep_fp32=keep_fp32,
         recompute=recompute,
+        context=context,
     )
 
     def build(target: nn.Module | Factory) -> CompiledModel:
@@ -134,6 +140,7 @@ class CompiledModel:
         self._histories: dict[Any, list[Program]] = {}
         self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
         self._served: dict[int, set[Any]] = {}  # the signatures that each has a program for
+        self._compiling = threading.Lock()
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         self._last: Trainer | None = None
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
@@ -253,6 +260,10 @@ class CompiledModel:
 
     def _serving(self, ready: Sequence[Mapping[str, Any]], options: Options) -> Trainer:
         """The runtime with a program for each of these microbatches; missing ones are compiled."""
+        with self._compiling:
+            return self._made_to_serve(ready, options)
+
+    def _made_to_serve(self, ready: Sequence[Mapping[str, Any]], options: Options) -> Trainer:
         count = options.microbatches
         served = self._served.setdefault(count, set())
         for microbatch in ready:
@@ -321,10 +332,41 @@ class CompiledModel:
         options = self._options(microbatches)
         ready = self._ready(batch, options)
         self._last = trainer = self._serving(ready, options)
+        return trainer.train_step(self._complete(ready, trainer))
+
+    def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
+        """Microbatches as the runtime takes them."""
         manifest = trainer.program.manifest
         used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
         complete = map(self.compiler.complete, ready)
-        return trainer.train_step([{n: v for n, v in one.items() if n in used} for one in complete])
+        return [{n: v for n, v in one.items() if n in used} for one in complete]
+
+    def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:
+        """The batches, in order, each with its context-parallel plans made while the batch before is trained on:
+
+            for batch in compiled.ahead(loader):
+                loss = compiled.train_step(batch)
+
+        One thread fetches and plans up to `depth` batches ahead; an error of the loader is raised in place of its
+        batch. Plans and results are those of `train_step` alone: a batch that is changed after all, or has a length
+        that was not compiled yet, is planned in its step. Without cp it only fetches ahead.
+        """
+        if depth < 1:
+            raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
+        if self._example is not None:
+            self.trainer()  # what batches are planned for
+
+        def prepare(batch: Any) -> None:
+            ready, count = self._ready(batch, self.options), self.options.microbatches
+            with self._compiling:  # a step may be learning what decides which program a batch needs
+                served = self._served.get(count, set())
+                if not all(self._signature(microbatch) in served for microbatch in ready):
+                    return
+                trainer = self._trainers[count]
+                complete = self._complete(ready, trainer)
+            trainer.prepare(complete, depth)
+
+        return ahead(batches, prepare, depth)
 
     def timeline(self, batch: Any, microbatches: int | None = None) -> Timeline:
         """One `train_step` that also records when every rank ran what; see `csc timeline`. All ranks call it.

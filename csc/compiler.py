@@ -56,7 +56,10 @@ class Compiler:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
         captured = self._captured(microbatch, progress)
         microbatch = self.complete(microbatch)
-        key = (self.signature(microbatch), options.loss_weight, options.mesh.cp, options.precision, options.keep_fp32)
+        key = (
+            self.signature(microbatch), options.loss_weight, options.mesh.cp, options.context, options.precision,
+            options.keep_fp32,
+        )  # fmt: skip
         if key not in self.traced:
             tensors, _ = split_batch(microbatch)
             self.traced[key] = run(

@@ -81,7 +81,7 @@ class Sampler:
             replace(item, shape=tuple(of_dimension.get((item.name, d), size) for d, size in enumerate(item.shape)))
             for item in captured.inputs
         )
-        options = replace(self.options, microbatches=1, mesh=Mesh())
+        options = replace(self.options, microbatches=1, mesh=Mesh(), context=())
         passes = (*TRACING, freeze, prune, recompute, split)
         return run([replace(captured, inputs=inputs)], passes, options, self.progress)[-1]
 

@@ -4,7 +4,7 @@
 
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
 of names; memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over
-regions to choices or lists of values (see csc.passes.recompute).
+regions to choices or lists of values (see csc.passes.recompute); context a mapping from components to numbers of ranks.
 """
 
 from __future__ import annotations
@@ -106,6 +106,12 @@ def _loss_weight(option: str, given: str) -> str:
     return given
 
 
+def _context(option: str, given: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{option} is {given!r}", "compile", "map components to ranks, as {'vision_tower': 2}")
+    return tuple((*_names(option, name), _positive(f"{option} of {name}", ranks)) for name, ranks in given.items())  # type: ignore[misc]
+
+
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "mesh": lambda _, mesh: Mesh.of(mesh),
     "freeze": _names,
@@ -121,4 +127,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "precision": _precision,
     "keep_fp32": _names,
     "recompute": _recompute,
+    "context": _context,
 }

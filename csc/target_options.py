@@ -32,6 +32,10 @@ def _options(
     freeze: Annotated[
         list[str] | None, typer.Option(help="component names or globs over parameter names; repeat it, or commas")
     ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(help="ranks that share a component's tokens, as vision_tower=2; repeat it, or commas"),
+    ] = None,
     cut: Annotated[list[str] | None, typer.Option(help="regions that open a stage; repeat it, or commas")] = None,
     stage: Annotated[
         list[str] | None, typer.Option(help="regions of the next stage, as names or globs with commas; repeat it")
@@ -94,6 +98,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
+        changes["context"] = _context(given["context"])
         compiled = overridden(compiled, changes)
         compiled.progress = lambda name: progress.update(task, description=name)
         yield compiled
@@ -109,3 +114,14 @@ def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:
 def listed(given: list[str] | None) -> list[str] | None:
     """Repeated and comma-separated values as one list; None if the option was not given."""
     return [name.strip() for item in given for name in item.split(",") if name.strip()] if given else None
+
+
+def _context(given: list[str] | None) -> dict[str, int] | None:
+    """`vision_tower=2` as a mapping."""
+    from csc.errors import InputError
+
+    pairs = [item.partition("=") for item in listed(given) or ()]
+    for component, _, ranks in pairs:
+        if not component or not ranks.strip().isdigit():
+            raise InputError(f"--context has {component!r}", "command line", "write component=ranks, as vision_tower=2")
+    return {component.strip(): int(ranks) for component, _, ranks in pairs} or None

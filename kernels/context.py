@@ -1,10 +1,14 @@
-"""Attention whose keys are spread over context-parallel ranks, as operators that a graph can hold.
+"""What meets the tokens of other context-parallel ranks, as operators that a graph can hold.
 
     csc::context_attention(q, k, v, plan, mask, keys, scale, softcap) -> (out, lse)
     csc::context_attention_backward(d_out, q, k, v, out, lse, plan, mask, keys, scale, softcap) -> (dq, dk, dv)
+    csc::context_gather(x, plan, dim, tokens) -> whole
+    csc::context_gather_backward(d_whole, plan, dim, share) -> dx
 
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
-whole sequence. plan stands for the plan of the batch at hand, which no tensor holds: these operators are traced and
+whole sequence. x: a rank's share, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
+rank's part of the gradient of the whole; dx, this rank's share of the sum over ranks (an all-gather and its
+reduce-scatter). plan stands for the plan of the batch at hand, which no tensor holds: these operators are traced and
 differentiated but never run. An emitted program calls `plan.attention(...)` in their place (csc.runtime.context).
 """
 
@@ -15,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from csc.kernels.layout import heads_last, statistics
 
-_ELSEWHERE = "context-parallel attention runs on the ranks of a compiled program only"
+_ELSEWHERE = "what meets the tokens of other ranks runs on the ranks of a compiled program only"
 
 
 def _refuse() -> NoReturn:
@@ -76,4 +80,43 @@ def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 _attention.register_autograd(_gradients, setup_context=_remember)
 
+
+@torch.library.custom_op("csc::context_gather", mutates_args=())
+def _gather(x: torch.Tensor, plan: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
+    _refuse()
+
+
+@_gather.register_fake
+def _(x: Any, plan: Any, dim: int, tokens: int) -> Any:
+    return _resized(x, dim, tokens)
+
+
+@torch.library.custom_op("csc::context_gather_backward", mutates_args=())
+def _gather_backward(d_whole: torch.Tensor, plan: torch.Tensor, dim: int, share: int) -> torch.Tensor:
+    _refuse()
+
+
+@_gather_backward.register_fake
+def _(d_whole: Any, plan: Any, dim: int, share: int) -> Any:
+    return _resized(d_whole, dim, share)
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _remember_share(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, plan, ctx.dim, _ = inputs
+    ctx.share = x.shape[ctx.dim]
+    ctx.save_for_backward(plan)
+
+
+def _gather_gradients(ctx: Any, d_whole: torch.Tensor) -> tuple[Any, ...]:
+    (plan,) = ctx.saved_tensors
+    return torch.ops.csc.context_gather_backward(d_whole, plan, ctx.dim, ctx.share), None, None, None
+
+
+_gather.register_autograd(_gather_gradients, setup_context=_remember_share)
+
 ATTENTION = torch.ops.csc.context_attention.default
+GATHER = torch.ops.csc.context_gather.default

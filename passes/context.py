@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from math import ceil
 from typing import Any
 
 from csc.passes.attention import attention
 from csc.passes.dropout import dropout
+from csc.passes.encoders import component_of, named, sizes_for, spread_encoder
 from csc.passes.loss import reduction
 from csc.passes.precision import precision
 from csc.passes.shapes import lowered
-from csc.passes.spreading import Sizes, Spreading
+from csc.passes.spreading import Spreading
 from torch import fx
 
 from csc.analysis.cutting import shared_nodes
 from csc.analysis.tokens import token_dims
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import Context, Options, Program
-
-BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
-LARGEST_BLOCK = 128
+from csc.ir.program import Options, Program
 
 
 def context(program: Program, options: Options) -> Program:
-    """Let each cp rank compute the layers of the language model for its own tokens.
+    """Let each cp rank compute the layers of the language model for its own tokens; those of encoders too, where
+    options.context says over how many ranks.
 
     Requires  pass `attention`.
     Ensures   with cp = 1 nothing changes. Else the layers whose attention runs along the labels' sequence, and all that
               follows them, work on a share of the tokens; what enters them is computed for the whole sequence and
               dispatched: embeddings where encoders and text have merged, position tables, labels after their shift.
-              Attention sees the keys of all ranks; no other operation mixes tokens.
+              A spread encoder works on shares of its own tokens and is made whole again where its values leave.
+              Attention sees the keys of all ranks; no other operation on shares mixes tokens.
     Before    %x : f32[2, 1000, 48];  %o = csc.attention(%q, %k, %v, %mask);  cross_entropy_loss(%logits, %labels)
     After     %mine = aten.index_select(%x, 1, %tokens) : f32[2, 512, 48];  %o = csc.context_attention(.., %plan, 0)
     """
     if options.mesh.cp == 1:
+        named(program, options, ())
         return program
     (loss,) = g.outputs(program.graph)
     weight, labels, ignored = reduction(loss)
@@ -56,34 +56,16 @@ def context(program: Program, options: Options) -> Program:
             "mesh",
             "leave cp at 1" + "".join(f"; {note}" for note in program.notes),
         )
-    sizes = _sizes(lengths.pop(), options.mesh.cp)
+    own = [component_of(program, node) for node in spread]
+    encoders = named(program, options, own)
+    sizes = sizes_for(lengths.pop(), options.mesh.cp, own[-1])
     local = _local(program, spread)
-    spreading = Spreading(program, dims, sizes, local, labels, ignored, options.mesh.cp)
-    graph = spreading.graph()
-    first = [argument.meta["val"] for argument in spread[0].args[:2] if isinstance(argument, fx.Node)]
-    samples, heads, _, width = first[0].shape
-    return replace(
-        program,
-        graph=graph,
-        context=Context(
-            ranks=options.mesh.cp,
-            tokens=sizes.tokens,
-            block=sizes.block,
-            share=sizes.share,
-            graph=spreading.mask_graph(),
-            masks=spreading.masks(),
-            tile_flops=4 * samples * heads * width * sizes.block**2,
-            block_bytes=2 * samples * first[1].shape[1] * width * sizes.block * first[1].element_size(),
-        ),
-    )
-
-
-def _sizes(tokens: int, ranks: int) -> Sizes:
-    block = max(1, min(LARGEST_BLOCK, ceil(tokens / (BLOCKS_PER_RANK * ranks))))
-    blocks = ceil(tokens / block)
-    if blocks < ranks:
-        raise InputError(f"{tokens} tokens cannot be spread over cp={ranks}", "mesh", "use fewer cp ranks")
-    return Sizes(tokens, block, ceil(blocks / ranks) * block)
+    spreading = Spreading(program, own[-1], dims, sizes, local, options.mesh.cp, labels, ignored, last=True)
+    language = replace(program, graph=spreading.graph())
+    context = spreading.context(spread[0])
+    for component, ranks in encoders.items():
+        language = spread_encoder(language, component, ranks)
+    return replace(language, contexts=(*language.contexts, context))
 
 
 class _Dims:

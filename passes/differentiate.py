@@ -256,6 +256,7 @@ RESULTS = {
     "attention_backward": "gradients",
     "context_attention": "results",
     "context_attention_backward": "gradients",
+    "context_gather_backward": "share",
     "scaled_dot_product_flash_attention_for_cpu": "results",
     "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
 }

@@ -32,7 +32,7 @@ def partition(program: Program, options: Options) -> Program:
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
     problem = numbers.problem(program, options)
-    program = replace(program, context=_priced(program, options))
+    program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
     decided = decide(program, problem, options)
     home = [0] * len(program.regions)
     for index, members in enumerate(decided.stages):
@@ -120,11 +120,8 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
     return [[i for i in home if home[i] == stage] for stage in range(len(patterns))]
 
 
-def _priced(program: Program, options: Options) -> Context | None:
+def _priced(context: Context, program: Program, options: Options) -> Context:
     """How tokens are spread, with the seconds that the dispatch of a batch weighs against each other."""
-    context = program.context
-    if context is None:
-        return None
     hardware = numbers.chosen_hardware(program, options)
     dtype = str(min(compute_dtypes(program).values(), key=lambda one: one.itemsize)).removeprefix("torch.")
     wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
@@ -149,10 +146,11 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         tables.append(program.loss_tokens)
     needed = g.ancestors(shared_outputs(program, tables))
     roles = [n.meta["role"] for n in g.placeholders(program.shared) if n in needed] if program.shared else []
-    spread = program.context is not None and any(kind == "context" for kind, _ in roles)
-    if program.context is not None and spread:
-        roles += [node.meta["role"] for node in g.placeholders(program.context.graph)]
-        roles = list(dict.fromkeys(roles))
+    asked = {name.rpartition(".")[0] for kind, name in roles if kind == "context"}
+    for context in program.contexts:
+        if context.component in asked:
+            roles += [node.meta["role"] for node in g.placeholders(context.graph)]
+    roles = list(dict.fromkeys(roles))
     parameters = tuple(dict.fromkeys(name for region in regions for name in region.parameters))
     return Stage(
         index=index,
@@ -164,7 +162,7 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         shared=tuple(tables),
         has_b=any(region.needs_dx or region.needs_dw for region in regions),
         has_w=any(region.needs_dw for region in regions),
-        spread=spread,
+        contexts=tuple(context.component for context in program.contexts if context.component in asked),
     )
 
 

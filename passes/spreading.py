@@ -1,14 +1,14 @@
-"""What pass `context` does to the calls of the layers: each again, on a rank's own tokens.
+"""What pass `context` does to the calls that run on shares: each again, on a rank's own tokens.
 
 Terms
   share    the slots of one rank, as many on every rank; slots without a token hold token 0
   place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the share of the
            whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
   local    a call that runs on shares; what enters it from elsewhere is dispatched, padded to the whole where its place
-           is a part
+           is a part; what leaves it to other calls is gathered
 
-    Spreading(program, dims, sizes, local, labels, ignored, ranks).graph() -> the rewritten forward graph
-                                                                  .mask_graph(), .masks()    for Program.context
+    Spreading(program, component, dims, sizes, local, ranks, labels, ignored, last)
+    .graph() -> the rewritten forward graph              .context(attention) -> Context, once the graph is made
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from csc.kernels.context import ATTENTION
+from csc.kernels.context import ATTENTION, GATHER
 from torch import fx
 
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import ContextMask, Program
+from csc.ir.naming import identifier
+from csc.ir.program import Context, ContextMask, Program
 from csc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -57,14 +58,19 @@ class Spreading:
     """Copies a graph; local calls meet shares in place of whole sequences."""
 
     def __init__(
-        self, program: Program, dims: Callable[[fx.Node], tuple[int, ...]], sizes: Sizes, local: Collection[fx.Node],
-        labels: fx.Node, ignored: int, ranks: int,
+        self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: Sizes,
+        local: Collection[fx.Node], ranks: int, labels: fx.Node | None = None, ignored: int = 0, last: bool = False,
     ) -> None:  # fmt: skip
-        self.program, self.dims, self.sizes, self.ranks = program, dims, sizes, ranks
-        self.local, self.ignored = local, ignored
+        """labels: filled with `ignored` in slots without a token. last: everything behind the local calls is local, and
+        what the plan says needs no component in its name.
+        """
+        self.program, self.component, self.dims, self.sizes, self.ranks = program, component, dims, sizes, ranks
+        self.local, self.ignored, self.last = local, ignored, last
+        self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
         self.labels = _what_moves(labels)
         self.new = fx.Graph()
-        self.mapping: dict[fx.Node, Any] = {}
+        self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
+        self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
         self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
         self.dispatched: dict[Any, fx.Node] = {}
@@ -74,12 +80,16 @@ class Spreading:
         """The forward graph with local calls on shares. InputError for a call that mixes tokens."""
         for node in g.placeholders(self.program.graph):
             self.mapping[node] = g.add_placeholder(self.new, node.name, node.meta["val"], node.meta["role"])
+        self.wholes |= self.mapping
         self._placeholders()
         for node in g.calls(self.program.graph):
             if node in self.local:
                 self._local_call(node)
-            else:
-                g.copy_node(self.new, node, self.mapping)
+                continue
+            for used in node.all_input_nodes:
+                if used not in self.wholes:
+                    self.wholes[used] = self._gathered(used, node)
+            self.mapping[node] = g.copy_node(self.new, node, self.wholes)
         (loss,) = g.outputs(self.program.graph)
         self.new.output((self.mapping[loss],))
         g.erase_dead(self.new)
@@ -88,6 +98,22 @@ class Spreading:
                 self.new.erase_node(placeholder)
         return self.new
 
+    def context(self, attention: fx.Node) -> Context:
+        """How the component's tokens are spread; its layers' attention is like the given one of the old graph."""
+        q, k = (argument.meta["val"] for argument in attention.args[:2])  # type: ignore[union-attr]
+        samples, heads, _, width = q.shape
+        return Context(
+            component=self.component,
+            ranks=self.ranks,
+            tokens=self.sizes.tokens,
+            block=self.sizes.block,
+            share=self.sizes.share,
+            graph=self._mask_graph(),
+            masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in self.parts.values()),
+            tile_flops=4 * samples * heads * width * self.sizes.block**2,
+            block_bytes=2 * samples * k.shape[1] * width * self.sizes.block * k.element_size(),
+        )
+
     def _placeholders(self) -> None:
         """What the runtime tells a rank for each microbatch: its tokens, which slots hold one, the plan itself."""
         (loss,) = g.outputs(self.program.graph)
@@ -95,8 +121,22 @@ class Spreading:
             tokens = torch.empty(self.sizes.share, dtype=torch.int64, device=loss.meta["val"].device)
             real = torch.empty_like(tokens, dtype=torch.bool)
             plan = torch.empty_like(tokens)  # its own: tracing takes one tensor for one input
-        values = {"tokens": tokens, "real": real, "plan": plan}
-        self.own = {name: g.add_placeholder(self.new, name, val, ("context", name)) for name, val in values.items()}
+        self.own = {}
+        for what, val in {"tokens": tokens, "real": real, "plan": plan}.items():
+            name = what if self.last else f"{identifier(self.component)}_{what}"
+            self.own[what] = g.add_placeholder(self.new, name, val, ("context", f"{self.component}.{what}"))
+
+    def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A local value as calls see it that are not: whole. It becomes so with the first that reads it, so that equal
+        layers stay equal and shares are what travels between stages.
+        """
+        share: fx.Node = self.mapping[node]
+        if node not in self.places:
+            return share
+        dims, val = self.dims(node), node.meta["val"]
+        if len(dims) != 1 or self.places[node] != (0, self.sizes.tokens) or val.shape[dims[0]] != self.sizes.tokens:
+            raise self._mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
+        return self._call(reader, GATHER, share, self.own["plan"], dims[0], self.sizes.tokens)
 
     # local calls
 
@@ -310,10 +350,10 @@ class Spreading:
                 return self._call(node, node.target, operand, *node.args[1:], **node.kwargs)
             raise InputError(
                 f"{g.op_name(node)} gives a value of shape {list(node.meta['val'].shape)} whose tokens csc cannot "
-                f"spread over cp={self.ranks}", node.meta.get("source") or node.name, "leave cp at 1",
+                f"spread over cp={self.ranks}", node.meta.get("source") or node.name, self.without,
             )  # fmt: skip
         fill = self.ignored if node in self.labels else 0
-        whole = self.mapping[node]
+        whole = self.wholes[node]
         if place != (0, self.sizes.tokens):
             behind = node.meta["val"].dim() - 1 - dims[0]
             pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
@@ -329,11 +369,7 @@ class Spreading:
 
     # what the masks are made of
 
-    def masks(self) -> tuple[ContextMask, ...]:
-        """Which parts each mask has, and how many layers read it."""
-        return tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in self.parts.values())
-
-    def mask_graph(self) -> fx.Graph:
+    def _mask_graph(self) -> fx.Graph:
         """From the batch to ranges, admits and kinds of each mask, for the whole sequence."""
         parts = [node for p in self.parts.values() for node in (p.ranges, p.admits, p.kinds) if node is not None]
         needed = g.ancestors(parts)
@@ -370,7 +406,7 @@ class Spreading:
         return InputError(
             f"{g.op_name(node)} {why}, and with cp={self.ranks} the tokens are on different ranks{notes}",
             where,
-            "leave cp at 1, or move this operation in front of the first layer",
+            f"{self.without}, or move this operation in front of the first layer",
         )
 
 

@@ -21,7 +21,7 @@ from csc.torch_private import OpOverload
 Dims = Callable[[fx.Node], tuple[int, ...]]
 
 # Operations along the dimensions that one argument names; the rest they leave alone.
-_ALONG = {
+ALONG = {
     "aten::softmax": "dim", "aten::_softmax": "dim", "aten::log_softmax": "dim", "aten::_log_softmax": "dim",
     "aten::mean": "dim", "aten::sum": "dim", "aten::amax": "dim", "aten::amin": "dim", "aten::var": "dim",
     "aten::cumsum": "dim", "aten::cat": "dim", "aten::stack": "dim", "aten::slice": "dim", "aten::select": "dim",
@@ -29,8 +29,8 @@ _ALONG = {
     "aten::index_select": "dim", "aten::linalg_vector_norm": "dim", "aten::topk": "dim", "aten::narrow": "dim",
     "aten::gather": "dim", "aten::repeat_interleave": "dim", "aten::glu": "dim",
 }  # fmt: skip
-_NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
-_PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
+NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
+PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
              "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}  # fmt: skip
 _MOVES = {"aten::transpose", "aten::permute", "aten::t", "aten::unsqueeze", "aten::squeeze", "aten::clone",
           "aten::_to_copy", "aten::type_as", "aten::alias", "aten::detach", "aten::contiguous",
@@ -55,17 +55,17 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
     name, bound = g.op_name(node), g.bind(node) if isinstance(node.target, OpOverload) else {}
     if name in _MOVES or name in _APART:
         return None
-    if name in _ALONG:
-        wanted = bound.get(_ALONG[name])
+    if name in ALONG:
+        wanted = bound.get(ALONG[name])
         rank = given[0].meta["val"].dim()
         along = range(rank) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
         hit = {dim % max(rank, 1) for dim in along} & {dim for used in given for dim in dims(used)}
         return "works along the tokens" if hit else None
-    if name in _NORMS:
+    if name in NORMS:
         first = given[0].meta["val"].dim() - len(bound["normalized_shape"])
         return "normalises over tokens" if any(dim >= first for dim in dims(given[0])) else None
-    if name in _PRODUCTS:
-        left, right = (node.args[place] for place in _PRODUCTS[name])
+    if name in PRODUCTS:
+        left, right = (node.args[place] for place in PRODUCTS[name])
         if isinstance(right, fx.Node) and dims(right):
             return "multiplies tokens with tokens"
         if isinstance(left, fx.Node) and left.meta["val"].dim() - 1 in dims(left):

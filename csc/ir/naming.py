@@ -24,6 +24,7 @@ CARRIES_NAME = g.VIEWS | {
 }
 SHORTER = {
     "scaled_dot_product_attention": "attention", "context_attention": "attention", "cross_entropy_loss": "loss",
+    "context_gather": "whole",
 }  # fmt: skip
 # What emitted files call by these names themselves: their modules, arguments, local variables and functions.
 RESERVED = frozenset(
@@ -101,6 +102,8 @@ def table_name(node: fx.Node) -> str:
             node = node.args[0]
         else:
             break
+    if node.op == "placeholder" and node.meta["role"][0] == "context":
+        return identifier(node.name)
     if node.op == "placeholder":
         return identifier(node.meta["role"][1].split(".")[-1])
     return identifier(node.meta.get("hint") or g.short_op(node))

@@ -158,7 +158,7 @@ class Stage:
     shared: tuple[str, ...]
     has_b: bool
     has_w: bool
-    spread: bool = False  # it works on a share of the tokens, or hands shares out
+    contexts: tuple[str, ...] = ()  # components of whose tokens it has a share, or hands shares out
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,7 @@ class Options:
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
     keep_fp32: modules that compute in float32 with precision="bf16".
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
+    context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -230,6 +231,7 @@ class Options:
     precision: str = "model"
     keep_fp32: tuple[str, ...] = ()
     recompute: tuple[tuple[str, Choice], ...] = ()
+    context: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,14 +245,16 @@ class ContextMask:
 
 @dataclass(frozen=True)
 class Context:
-    """How a sequence is spread over `ranks` context-parallel ranks.
+    """How the sequence of a component is spread over `ranks` of the context-parallel ranks.
 
+    ranks divides mesh.cp: consecutive ranks share a sequence, and the next ones share it again.
     tokens: of the whole sequence; block: those that stay together; share: slots of each rank, padding included.
     graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.
     tile_flops, tile_seconds: attention of one block to another; block_bytes, block_seconds: one block's keys and values
     and how long they are on their way (seconds are filled in by pass `partition`).
     """
 
+    component: str
     ranks: int
     tokens: int
     block: int
@@ -277,7 +281,7 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
-    context: Context | None = None  # if cp > 1
+    contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
     shared: fx.Graph | None = None
     loss_weight: str = ""
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"

@@ -193,7 +193,7 @@ class Distributed:
     def _context_group(self, wait: timedelta) -> dist.ProcessGroup | None:
         """The group of the ranks that share a sequence with this one; all ranks make all groups."""
         mesh, own = self._manifest.mesh, None
-        if self._manifest.context is None:
+        if not self._manifest.contexts:
             return None
         for d, p in product(range(mesh.dp), range(mesh.pp)):
             ranks = [mesh.rank_of(dp=d, pp=p, cp=c) for c in range(mesh.cp)]

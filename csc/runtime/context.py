@@ -1,14 +1,16 @@
-"""Attention over the tokens of a context-parallel group: what an emitted program calls as `plan.attention(...)`.
+"""What an emitted program asks of a context-parallel group: attention over the tokens of all its ranks, and wholes.
 
-    attach(rank, microbatch) -> the microbatch with "context": its Plan         nothing to do with cp = 1
+    attach(rank, microbatch) -> the microbatch with "context": {component: Plan}      nothing to do with cp = 1
+    prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
     Plan.tokens, .real          int64 [share], bool [share]: the rank's tokens by slot; which slots hold one
     Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
     Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
+    Plan.gather(x, dim) -> whole                Plan.gather_backward(d_whole, dim) -> dx
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
 rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.exchange_keys), or
 ranks divide the heads (csc.runtime.exchange_heads). Plans hold nothing of a microbatch but its masks: those with equal
-masks share one.
+masks share one. A component's group is the part of the cp axis that its tokens are spread over.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from csc.planning.dispatch.collectives import ALL_GATHER, HEADS
 from csc.runtime.exchange import Group
 from csc.runtime.exchange_heads import Heads
 from csc.runtime.exchange_keys import Keys
+from csc.runtime.exchange_wholes import Wholes
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import Spread
@@ -32,15 +35,35 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def attach(rank: Rank, microbatch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The microbatch with its plan under the key "context"."""
-    spec = rank.program.manifest.context
-    if spec is None or rank.visibility is None or not any(stage.context for stage in rank.stages):
+    """The microbatch with its plans, by component, under the key "context"."""
+    specs = contexts(rank)
+    if not specs:
         return microbatch
-    masks = [_mask(spec, given) for given in rank.visibility(microbatch, rank.constants)]
+    return {**microbatch, "context": {spec.component: _plan(spec, rank, microbatch) for spec in specs}}
+
+
+def prepare(rank: Rank, microbatch: Mapping[str, Any]) -> None:
+    """Plan a microbatch and all that its attention will ask for, as far as the steps before have shown it.
+
+    microbatch: of its entries, those that masks are made of.
+    """
+    for spec in contexts(rank):
+        _plan(spec, rank, microbatch).prepare()
+
+
+def contexts(rank: Rank) -> list[ContextSpec]:
+    """The components of whose tokens the rank's stages have shares."""
+    asked = {name for stage in rank.stages for name in stage.contexts}
+    return [spec for spec in rank.program.manifest.contexts if spec.component in asked]
+
+
+def _plan(spec: ContextSpec, rank: Rank, batch: Mapping[str, Any]) -> Plan:
+    masks = [_mask(spec, given) for given in rank.visibility[spec.component](batch, rank.constants)]
     known = rank.endpoint.recent.of(spec, masks)
     if rank.rank not in known.plans:
-        known.plans[rank.rank] = Plan(spec, known.masks, known.spread, rank)
-    return {**microbatch, "context": known.plans[rank.rank]}
+        known.plans.setdefault(rank.rank, Plan(spec, known.masks, known.spread, rank))
+    plan: Plan = known.plans[rank.rank]
+    return plan
 
 
 def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
@@ -63,9 +86,11 @@ class Plan:
     ) -> None:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
-        self._group = Group(rank.endpoint, rank.piece, rank.context_group)
+        self._group = Group(rank.endpoint, rank.piece % spec.ranks, rank.context_group(spec.ranks))
         self._ways: dict[Any, Keys | Heads] = {}
-        own = where.tokens[rank.piece]
+        self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
+        self._wholes = Wholes(self._group, where, spec.share, rank.device)
+        own = where.tokens[self._group.piece]
         padded = torch.zeros(spec.share, dtype=torch.int64)
         padded[: len(own)] = own
         self.tokens = padded.to(rank.device)
@@ -84,18 +109,34 @@ class Plan:
         """The gradients of this rank's q, k and v."""
         return self._way(mask, q, k).backward(d_out, q, k, v, out, lse, scale, softcap)
 
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """A share, whose slots count along `dim`, as the whole value: the same on every rank of the group."""
+        return self._wholes.gather(x, dim)
+
+    def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's share of the sum, over the group, of the ranks' parts of the gradient of the whole."""
+        return self._wholes.sum_to_shares(d_whole, dim)
+
     def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> Keys | Heads:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""
         key = (mask, q.shape[1], k.shape[1], q.shape[3], q.dtype)
         if key not in self._ways:
-            chosen = self._collective or self._spread.collective(q.shape[1], k.shape[1])
-            blocks = kernels.blocks(self._device, q.shape[3], q.dtype)
-            if chosen == HEADS:
-                way: Keys | Heads = Heads(self._group, self._spread, self._masks[mask], blocks, self._device)
-            else:
-                way = Keys(
-                    self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
-                    everything=chosen == ALL_GATHER,
-                )  # fmt: skip
-            self._ways[key] = way
+            self._asked.add(key)
+            self._ways[key] = self._made(*key)
         return self._ways[key]
+
+    def prepare(self) -> None:
+        """Make what plans like this one have been asked for."""
+        for key in list(self._asked):
+            if key not in self._ways:
+                self._ways[key] = self._made(*key)
+
+    def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> Keys | Heads:
+        chosen = self._collective or self._spread.collective(heads, kv_heads)
+        blocks = kernels.blocks(self._device, width, dtype)
+        if chosen == HEADS:
+            return Heads(self._group, self._spread, self._masks[mask], blocks, self._device)
+        return Keys(
+            self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
+            everything=chosen == ALL_GATHER,
+        )  # fmt: skip

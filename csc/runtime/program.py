@@ -18,7 +18,7 @@ import json
 import sys
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -144,16 +144,18 @@ class StageFunctions:
 Visibility = Callable[..., list[tuple[torch.Tensor | None, ...]]]
 
 
-def visibility(program: LoadedProgram) -> Visibility | None:
-    """What the masks of spread tokens are made of, from layers/tables.py; None if the program spreads none. Call it
-    after `functions`. ProgramError if the file does not define it.
+def visibility(program: LoadedProgram) -> Mapping[str, Visibility]:
+    """What the masks of each component's spread tokens are made of, from layers/tables.py; empty if none are spread.
+    Call it after `functions`. ProgramError if the file does not define it.
     """
-    if program.manifest.context is None:
-        return None
+    if not program.manifest.contexts:
+        return {}
     tables = importlib.import_module(f"{program.package}.layers.tables")
-    found = getattr(tables, "visibility", None)
-    if not callable(found):
-        raise ProgramError("function visibility is missing", str(program.directory / "layers/tables.py"), "Mend it")
+    found = getattr(tables, "VISIBILITY", None)
+    names = [one.component for one in program.manifest.contexts]
+    if not isinstance(found, dict) or not all(callable(found.get(name)) for name in names):
+        what = f"VISIBILITY should have a function for each of {', '.join(names)}"
+        raise ProgramError(what, str(program.directory / "layers/tables.py"), "Mend it")
     return found
 
 

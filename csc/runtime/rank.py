@@ -9,7 +9,7 @@ the cp axis.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,7 +28,7 @@ class Rank:
     endpoint: Endpoint
     constants: Mapping[str, torch.Tensor]
     device: torch.device
-    visibility: Visibility | None = None  # what the masks of a microbatch are made of, if tokens are spread
+    visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
 
     @property
     def position(self) -> int:
@@ -50,8 +50,8 @@ class Rank:
         """Index on the cp axis."""
         return self.program.manifest.mesh.coordinates(self.rank).cp
 
-    @property
-    def context_group(self) -> tuple[int, ...]:
-        """The ranks among which the tokens of its microbatches are spread, itself included."""
+    def context_group(self, ranks: int) -> tuple[int, ...]:
+        """The ranks among which tokens that are spread over `ranks` of the cp axis are, itself included."""
         mesh = self.program.manifest.mesh
-        return tuple(mesh.rank_of(dp=self.replica, pp=self.position, cp=c) for c in range(mesh.cp))
+        first = self.piece // ranks * ranks
+        return tuple(mesh.rank_of(dp=self.replica, pp=self.position, cp=first + c) for c in range(ranks))

@@ -21,7 +21,7 @@ from csc.ir.layout import overlaps
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
-FORMAT = 2
+FORMAT = 3
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 
@@ -104,7 +104,7 @@ class StageSpec:
     forward: bool
     backward_input: bool
     backward_weight: bool
-    context: bool = False  # it asks the plan of a microbatch where its tokens are
+    contexts: tuple[str, ...] = ()  # components of which it asks the plan of a microbatch where their tokens are
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,14 @@ class ContextMaskSpec:
 
 @dataclass(frozen=True)
 class ContextSpec:
-    """How a sequence of `tokens` is spread over `ranks` in blocks; `share` slots a rank, padding included.
+    """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `share` slots a rank, padding
+    included. Consecutive ranks of the cp axis share a sequence, so many of them; the next ones share it again.
 
+    inputs: the batch's entries that its masks are made of.
     tile_seconds: attention of one block of queries to one of keys; block_seconds: sending one block's K and V.
     """
 
+    component: str
     ranks: int
     tokens: int
     block: int
@@ -136,6 +139,7 @@ class ContextSpec:
     tile_seconds: float
     block_seconds: float
     masks: tuple[ContextMaskSpec, ...]
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Manifest:
     messages: tuple[MessageSpec, ...]
     stages: tuple[StageSpec, ...]
     loss: LossSpec
-    context: ContextSpec | None
+    contexts: tuple[ContextSpec, ...]
     random: bool  # its microbatches take a seed
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
@@ -256,7 +260,7 @@ def manifest(table: Any, where: str) -> Manifest:
         messages=tuple(_message(row, len(stages)) for row in top.rows("messages")),
         stages=stages,
         loss=LossSpec(_end(loss, "stage", len(stages)), weight),
-        context=_context(top, mesh),
+        contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
         frozen=tuple(top.get("frozen", list, [])),
         plan=top.get("plan", dict, {}),
@@ -264,16 +268,31 @@ def manifest(table: Any, where: str) -> Manifest:
     )
 
 
-def _context(top: _Table, mesh: Mesh) -> ContextSpec | None:
-    if mesh.cp == 1:
-        return None
-    table = _Table(top.get("context", dict), f"{top.where}, context")
-    sizes = {name: table.get(name, int) for name in ("tokens", "block", "share")}
-    if min(sizes.values()) < 1 or sizes["share"] * mesh.cp < sizes["tokens"]:
-        raise ProgramError(f"{sizes} cannot hold a sequence on cp={mesh.cp} ranks", table.where, _REMEDY)
-    masks = tuple(ContextMaskSpec(row.get("layers", int)) for row in table.rows("masks"))
-    tile, block = (float(table.get(name, (int, float))) for name in ("tile_seconds", "block_seconds"))
-    return ContextSpec(mesh.cp, **sizes, tile_seconds=tile, block_seconds=block, masks=masks)
+def _contexts(top: _Table, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[ContextSpec, ...]:
+    found = tuple(_context(row, mesh) for row in top.rows("context")) if mesh.cp > 1 else ()
+    names = [one.component for one in found]
+    if len(set(names)) < len(names):
+        raise ProgramError(f"field 'context' lists {', '.join(names)}: a component twice", top.where, _REMEDY)
+    for stage in stages:
+        unknown = set(stage.contexts) - set(names)
+        if unknown:
+            what = f"stage {stage.stage} asks for the tokens of {min(unknown)!r}, which 'context' does not list"
+            raise ProgramError(what, top.where, _REMEDY)
+    return found
+
+
+def _context(row: _Table, mesh: Mesh) -> ContextSpec:
+    ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "share")}
+    if ranks < 1 or mesh.cp % ranks:
+        raise ProgramError(f"{ranks} ranks do not divide cp={mesh.cp}", row.where, _REMEDY)
+    if min(sizes.values()) < 1 or sizes["share"] * ranks < sizes["tokens"]:
+        raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of cp={mesh.cp}", row.where, _REMEDY)
+    masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
+    tile, block = (float(row.get(name, (int, float))) for name in ("tile_seconds", "block_seconds"))
+    return ContextSpec(
+        row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
+        inputs=tuple(row.get("inputs", list)),
+    )  # fmt: skip
 
 
 def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
@@ -298,7 +317,7 @@ def _stage(row: _Table, ranks: int) -> StageSpec:
         row.get("forward", bool),
         row.get("backward_input", bool),
         row.get("backward_weight", bool),
-        row.get("context", bool, False),
+        tuple(row.get("context", list, [])),
     )
 
 

@@ -8,13 +8,14 @@ Terms
     parts(mask, spread, number, rank, share, blocks, device) -> (own, foreign): a Part each, or None
     part(mask, keys, width, own, share, blocks, device) -> Part
     forward(q, k, v, part, scale, softcap), backward(d_out, q, k, v, out, lse, part, scale, softcap)
-    Recent().of(spec, masks) -> Known          what was worked out for equal masks not long ago
+    Recent().of(spec, masks) -> Known          what was worked out for equal masks not long ago; any thread may ask
 
 A plan is made for one mask or several (layers may differ), for all samples of the microbatch together.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,21 +99,40 @@ class Known:
 
 @dataclass
 class Recent:
-    """The last few spreads: microbatches and steps often have equal masks. The ranks of a process share them."""
+    """The last few spreads: microbatches and steps often have equal masks. The ranks of a process share them.
+
+    asked: of each spec, the ways of attention that plans were asked for: what the next plan will be asked for too.
+    """
 
     most: int = 8
     known: list[Known] = field(default_factory=list)
+    asked: dict[ContextSpec, set[Any]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known:
         """How these masks' tokens are spread. Masks are compared element by element."""
-        found = next((one for one in self.known if one.spec == spec and _equal(one.masks, masks)), None)
-        if found is None:
+        with self.lock:
+            found = self._latest(spec, masks)
+        if found is None:  # planned without the lock: another thread may plan the next batch meanwhile
             kept = tuple(_copy(mask) for mask in masks)  # a caller may write the next batch into the same memory
-            found = Known(spec, kept, spread(spec, kept))
-            del self.known[: max(0, len(self.known) + 1 - self.most)]
-        else:
+            made = Known(spec, kept, spread(spec, kept))
+            with self.lock:
+                found = self._latest(spec, masks) or made
+                if found is made:
+                    del self.known[: max(0, len(self.known) + 1 - self.most)]
+                    self.known.append(made)
+        return found
+
+    def keep(self, most: int) -> None:
+        """Keep at least so many from now on."""
+        self.most = max(self.most, most)
+
+    def _latest(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known | None:
+        """What is known of equal masks, which thereby are the latest that were asked for."""
+        found = next((one for one in self.known if one.spec == spec and _equal(one.masks, masks)), None)
+        if found is not None:
             self.known.remove(found)
-        self.known.append(found)
+            self.known.append(found)
         return found
 
 

@@ -7,6 +7,7 @@ several of them hold.
     Trainer(program, weights=None, transport=None, device=None, trace=False)
     .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
+    .prepare(batch)                 what `train_step` of that batch will need, ahead of it
     .named_parameters()             .parameters()                           .state_dict()    .save(directory)
 
 Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
@@ -15,6 +16,7 @@ Any torch optimizer over `.parameters()` makes the step; the same one on every r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError
-from csc.runtime import batches, seeds, weights
+from csc.runtime import batches, context, seeds, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.family import check_member
@@ -132,10 +134,29 @@ class Trainer:
         self._set_gradients(results)
         return loss
 
+    @torch.no_grad()
+    def prepare(self, batch: batches.GlobalBatch, steps: int = 1) -> None:
+        """Plan where the tokens of a coming batch will be, so that its `train_step` finds that done. Nothing to do
+        without cp. Any one thread may call it while another trains; `steps`: how many batches it is ahead at most.
+        """
+        most = max(len(context.contexts(rank)) for rank in self._ranks)
+        if not most:
+            return
+        pieces = batches.split(self._manifests, batch)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            for index, first in enumerate(self._ranks):
+                first.endpoint.recent.keep(2 * (steps + 1) * most * sum(map(len, pieces)))
+                for piece in pieces[first.replica]:
+                    rank = self._members[piece.program][index]
+                    names = [name for spec in context.contexts(rank) for name in spec.inputs]
+                    context.prepare(rank, self._on_device(piece.tensors, names))
+
     def _read(self, rank: Rank, microbatch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a rank's stages read of a microbatch, on the device."""
-        names = dict.fromkeys(name for stage in rank.stages for name in stage.inputs)
-        return {name: microbatch[name].to(self.device) for name in names}
+        return self._on_device(microbatch, [name for stage in rank.stages for name in stage.inputs])
+
+    def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
+        return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
 
     def _set_gradients(self, results: Mapping[int, StepResult]) -> None:
         done: set[str] = set()

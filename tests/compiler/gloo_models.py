@@ -33,4 +33,5 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain_long": lambda samples: plain_batch(samples, length=30),
     "dropped": lambda samples: small.text_batch(samples, length=10),
     "packed": lambda samples: packed.batch(samples, length=200),
+    "packed_otherwise": lambda samples: packed.batch(samples, 200, (11, 40, 2)),
 }

@@ -31,8 +31,14 @@ def main() -> None:
         placement=case.get("placement"),
         precision=case.get("precision"),
         recompute=case.get("recompute"),
+        context=case.get("context"),
+        hardware=case.get("hardware"),
     )
-    losses = [float(compiled.train_step(batch))]
+    losses = list[float]()
+    before = [BATCHES[name](case["samples"]) for name in case.get("ahead", [])]
+    for coming in compiled.ahead([*before, batch]) if before else [batch]:
+        compiled.zero_grad()
+        losses = [float(compiled.train_step(coming))]
     norm = float(compiled.clip_grad_norm_(1e9))
     rank = dist.get_rank()
     gradients = {name: p.grad for name, p in compiled.named_parameters() if p.grad is not None}
@@ -46,7 +52,10 @@ def main() -> None:
         compiled = compiled.with_options(freeze=case["then_freeze"])
         losses.append(float(compiled.train_step(batch)))
         compiled.save(directory / "weights")
-    (directory / f"result_{rank}.json").write_text(json.dumps({"losses": losses, "norm": norm}))
+    known = compiled.trainer().transport.endpoint(rank).recent.known
+    ways = {type(way).__name__ for one in known for plan in one.plans.values() for way in plan._ways.values()}
+    result = {"losses": losses, "norm": norm, "ways": sorted(ways)}
+    (directory / f"result_{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -251,6 +251,8 @@ BAD = [
         "'vision_towr' matches no parameter",
         "did you mean 'vision_tower'",
     ),
+    (["explain", TARGET, "--context", "vision_tower"], "--context has 'vision_tower'", "component=ranks"),
+    (["explain", TARGET, "--context", "tower=2"], "'tower', which is no component", "vision_tower"),
     (["explain", TARGET, "--cut", "nowhere"], "'nowhere'", ""),
     (["explain", TARGET, "--schedule", "zigzag"], "no schedule 'zigzag'", "gpipe, 1f1b"),
     (["dump", TARGET, "--after", "magic"], "no pass 'magic'", "choose one of capture, shapes"),

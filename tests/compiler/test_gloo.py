@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import csc
+from csc.analysis.hardware import Wire, hardware, toml_text
 from tests.compiler.gloo_models import BATCHES, MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,8 @@ def in_process(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
         placement=case.get("placement"),
         precision=case.get("precision"),
         recompute=case.get("recompute"),
+        context=case.get("context"),
+        hardware=case.get("hardware"),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes have: reductions over threads round in another order
@@ -79,14 +83,35 @@ CASES = [
     {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2, "precision": "bf16",
      "recompute": "full"},
     {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
-    {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto"},
+    {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
+     "ahead": ["packed_otherwise", "packed", "packed_otherwise"]},
+    {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2}},
+    {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2},
+     "freeze": ["vision_tower"]},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c['model']}-{c['mesh']}-{c.get('schedule', '1f1b')}-{'freeze' in c}"
-)
+    "case", CASES,
+    ids=lambda c: f"{c['model']}-{c['mesh']}-{c.get('schedule', '1f1b')}-{'freeze' in c}-{len(c.get('context', ()))}",
+)  # fmt: skip
 def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+def test_ranks_divide_the_heads_where_links_are_slow(tmp_path: Path) -> None:
+    """Wires of a kilobyte a second make the model choose the all-to-all over four ranks; over two it saves nothing."""
+    slow = replace(hardware("cpu"), within=Wire(0.0, 1e3), between=Wire(0.0, 1e3))
+    (tmp_path / "slow.toml").write_text(toml_text(slow))
+    case = {
+        "model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1, "context": {"vision": 2, "audio": 4},
+        "hardware": str(tmp_path / "slow.toml"),
+    }  # fmt: skip
+    assert all(result["ways"] == ["Heads", "Keys"] for result in check(case, tmp_path))
+
+
+def check(case: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """Losses, gradients and their norm from processes against those from one process; what the ranks left."""
     results = launch(case, tmp_path)
     loss, expected = in_process(case)
     assert {result["losses"][0] for result in results} == {loss}
@@ -104,6 +129,7 @@ def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: 
         assert error <= summed * max(size, 1e-2 * largest), name
     norm = torch.stack([g.double().norm() for g in expected.values()]).norm().item()
     assert all(abs(result["norm"] - norm) <= 1e-5 * norm for result in results)
+    return results
 
 
 def test_another_phase_trains_on_the_weights_of_the_first(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(llama_config(3))
 
 
-def batch(samples: int = 2, length: int = 57) -> dict[str, torch.Tensor]:
-    """Counting documents of LENGTHS, again and again; the last one is cut. No label for the first token of each."""
+def batch(samples: int = 2, length: int = 57, documents: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    """Counting documents of these lengths, again and again; the last is cut. No label for the first token of each."""
     lengths: list[int] = []
     while sum(lengths) < length:
-        lengths.append(min(LENGTHS[len(lengths) % len(LENGTHS)], length - sum(lengths)))
+        lengths.append(min(documents[len(lengths) % len(documents)], length - sum(lengths)))
     positions = torch.cat([torch.arange(one) for one in lengths]).expand(samples, -1).contiguous()
     document = (positions == 0).cumsum(1)
     ids = 1 + (7 * document + positions + torch.arange(samples)[:, None]) % (VOCABULARY - 5)

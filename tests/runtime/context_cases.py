@@ -25,7 +25,9 @@ def spec_of(
 ) -> ContextSpec:
     """Sizes as pass `context` makes them, for `count` masks."""
     share = ceil(ceil(tokens / block) / ranks) * block
-    return ContextSpec(ranks, tokens, block, share, tile_seconds, block_seconds, (ContextMaskSpec(2),) * count)
+    return ContextSpec(
+        "language_model", ranks, tokens, block, share, tile_seconds, block_seconds, (ContextMaskSpec(2),) * count
+    )
 
 
 def square(mask: Mask, tokens: int) -> Mask:
@@ -57,10 +59,10 @@ def _longer(mask: Mask, tokens: int) -> Mask:
     return square(Mask(ranges, admits, kinds, tokens), tokens)
 
 
-def ranks_of(spec: ContextSpec) -> tuple[list[Rank], InProcess]:
-    """The ranks of a context-parallel group in this process, as far as attention needs them."""
-    stage = SimpleNamespace(context=True)
-    manifest = SimpleNamespace(mesh=Mesh(cp=spec.ranks), context=spec, stages_of=lambda position: (stage,))
+def ranks_of(spec: ContextSpec, groups: int = 1) -> tuple[list[Rank], InProcess]:
+    """The ranks of context-parallel groups in this process, as far as attention needs them."""
+    stage = SimpleNamespace(contexts=(spec.component,))
+    manifest = SimpleNamespace(mesh=Mesh(cp=groups * spec.ranks), contexts=(spec,), stages_of=lambda position: (stage,))
     program = cast(LoadedProgram, SimpleNamespace(manifest=manifest))
     transport = InProcess(program)
 
@@ -68,7 +70,8 @@ def ranks_of(spec: ContextSpec) -> tuple[list[Rank], InProcess]:
         return [(batch.get("ranges"), None, None)]
 
     cpu = torch.device("cpu")
-    ranks = [Rank(program, r, {}, transport.endpoint(r), {}, cpu, visibility) for r in range(spec.ranks)]
+    made = {spec.component: visibility}
+    ranks = [Rank(program, r, {}, transport.endpoint(r), {}, cpu, made) for r in transport.ranks]
     return ranks, transport
 
 

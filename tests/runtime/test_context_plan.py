@@ -151,7 +151,8 @@ def test_microbatches_and_steps_with_equal_masks_share_a_plan() -> None:
     ranks, transport = ranks_of(spec)
     whole, narrow = ({"ranges": ranges} for ranges in (causal(24).ranges, causal(24).ranges.clamp(max=9)))
     batches = [whole, narrow, {**whole}, {}]
-    first, second = ([[one["context"] for one in attach(rank, batches)] for rank in ranks] for _ in range(2))
+    name = spec.component
+    first, second = ([[attach(rank, one)["context"][name] for one in batches] for rank in ranks] for _ in range(2))
     assert first == second
     assert all(mine[0] is mine[2] and len(set(map(id, mine))) == 3 for mine in first)
     assert len(transport.endpoint(0).recent.known) == 3  # planned once for all ranks

@@ -1,0 +1,68 @@
+"""Shares made whole on every rank of a group, and the gradients of wholes brought back to the tokens' owners."""
+
+from __future__ import annotations
+
+import torch
+from context_cases import on_ranks, ranks_of, spreads
+from csc.kernels.context import GATHER
+from csc.kernels.mask import Mask
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from csc.runtime.context import Plan
+from csc.runtime.specs import ContextMaskSpec, ContextSpec
+from csc.runtime.spread import spread
+from csc.torch_private import FakeTensorMode
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spreads(), st.integers(0, 2), st.integers(1, 2))
+def test_every_token_once_and_back(drawn: tuple[ContextSpec, list[Mask]], dim: int, groups: int) -> None:
+    """Each group has a value of its own. Whatever a padding slot holds goes nowhere, and its gradient is zero."""
+    spec, masks = drawn
+    ranks, transport = ranks_of(spec, groups)
+    where = spread(spec, masks)
+    plans = [Plan(spec, masks, where, rank) for rank in ranks]
+    shape = [2, 3, 2]
+    shape[dim] = spec.tokens
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for _ in range(groups)]
+    parts = [torch.randn(shape, generator=generator) for _ in ranks]
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = plans[rank]
+        share = wholes[rank // spec.ranks].index_select(dim, plan.tokens)
+        share.transpose(0, dim)[~plan.real] = float("nan")
+        return plan.gather(share, dim), plan.gather_backward(parts[rank], dim)
+
+    for rank, (whole, gradient) in enumerate(on_ranks(transport, work)):
+        assert torch.equal(whole, wholes[rank // spec.ranks]) and whole.is_contiguous()
+        first = rank // spec.ranks * spec.ranks
+        total = parts[first].clone()
+        for other in parts[first + 1 : first + spec.ranks]:
+            total += other
+        plan = plans[rank]
+        expected = total.index_select(dim, plan.tokens)
+        expected.transpose(0, dim)[~plan.real] = 0
+        assert torch.equal(gradient, expected) and gradient.is_contiguous()
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    """1 and three times half of what bfloat16 can add to it: rounded once, not three times."""
+    spec = ContextSpec("encoder", 4, 4, 1, 1, 1e-6, 1e-6, (ContextMaskSpec(1),))
+    ranks, transport = ranks_of(spec)
+    everything = Mask(torch.tensor([0, 4], dtype=torch.int32).expand(1, 1, 4, 2), None, None, 4)
+    plans = [Plan(spec, [everything], spread(spec, [everything]), rank) for rank in ranks]
+    small = torch.full((4,), 2.0**-8, dtype=torch.bfloat16)
+    parts = [torch.ones(4, dtype=torch.bfloat16), small, small, small]
+    for gradient in on_ranks(transport, lambda rank: plans[rank].gather_backward(parts[rank], 0)):
+        assert gradient.dtype == torch.bfloat16 and gradient.tolist() == [1 + 2.0**-6]
+
+
+def test_the_operator_says_what_the_runtime_gives() -> None:
+    with FakeTensorMode():
+        x, plan = torch.empty(2, 5, 4, requires_grad=True), torch.empty(5, dtype=torch.int64)
+        whole = GATHER(x, plan, 1, 17)
+        assert whole.shape == (2, 17, 4) and whole.is_contiguous()
+        (dx,) = torch.autograd.grad(whole, x, torch.empty_like(whole))
+        assert dx.shape == x.shape and dx.is_contiguous()
