@@ -86,7 +86,7 @@ def loss_of(result: Any) -> torch.Tensor:
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise InputError(
-            f"the loss has shape {list(loss.shape)} and dtype {loss.dtype}",
+            f"the loss is no single number: it has {loss.dim()} dimensions, dtype {loss.dtype}",
             "model output",
             "return one floating-point number, for example loss.mean()",
         )
