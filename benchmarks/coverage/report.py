@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,13 @@ def _short(result: str) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    return [(row.name, way, result) for row in rows for way, result in row.ways.items() if not fine(result)]
+    """(model, ways, reason), each reason once; library files by their place in the library."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for way, result in row.ways.items():
+            if not fine(result):
+                found.setdefault((row.name, re.sub(r"\S*site-packages/", "", result)), []).append(way)
+    return [(name, ", ".join(ways), reason) for (name, reason), ways in found.items()]
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -22,8 +22,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain_long": plain,
     "packed": packed.llama,
     "dropped": small.dropped,
+    "llava_lengths": llava,
 }
-BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+BATCHES: dict[str, Callable[[int], Any]] = {
     "llava": llava_batch,
     "llava_tied": llava_batch,
     "whisper": whisper_batch,
@@ -33,5 +34,6 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain_long": lambda samples: plain_batch(samples, length=30),
     "dropped": lambda samples: small.text_batch(samples, length=10),
     "packed": lambda samples: packed.batch(samples, length=200),
+    "llava_lengths": lambda count: [llava_batch(2, length=20 + 9 * (i % 3)) for i in range(count)],  # microbatches
     "packed_otherwise": lambda samples: packed.batch(samples, 200, (11, 40, 2)),
 }
