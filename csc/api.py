@@ -289,13 +289,18 @@ class CompiledModel:
         """
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        manifest = self._before.program.manifest
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for spec in manifest.parameters:
-                if spec.trainable:
-                    dist.broadcast(parameters[spec.name].data, src=manifest.mesh.rank_of(pp=spec.owner))
+        self._before.collect(dict(self.model.named_parameters()))
         self._before = None
+
+    def gather(self) -> nn.Module:
+        """Bring what any rank has trained or loaded into `model`, in every process; returns it. All ranks call it.
+
+        For what needs the whole model: evaluation, `generate`, `save_pretrained` (PEFT's writes adapters alone).
+        """
+        trained = self._last or self._before
+        if trained is not None:
+            trained.collect(dict(self.model.named_parameters()))
+        return self.model
 
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
@@ -414,6 +419,24 @@ class CompiledModel:
         Parameters that the step does not use are written as they are: the directory holds the whole model.
         """
         self._current().save(directory, self._others())
+
+    def save_adapter(self, directory: str | Path) -> None:
+        """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.
+
+        `PeftModel.from_pretrained(base_model, directory)` reads them. All ranks call it, the first one writes.
+        InputError if the model is not PEFT's.
+        """
+        if not hasattr(self.model, "peft_config"):
+            raise InputError(
+                f"{type(self.model).__name__} has no adapters", "save_adapter",
+                "save all weights with save(directory), or make the model with peft.get_peft_model",
+            )  # fmt: skip
+        model = self.gather()
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if alone or dist.get_rank() == 0:
+            model.save_pretrained(str(directory))  # type: ignore[operator]
+        if not alone:
+            dist.barrier()
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

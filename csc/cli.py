@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -163,7 +164,10 @@ def explain(
 
 
 def explain_table(title: str, rows: list[Any]) -> Table:
-    """The rows of csc.analysis.explain as a table."""
+    """The rows of csc.analysis.explain as a table; what all names begin with (PEFT's wrappers) is in the title."""
+    around = os.path.commonprefix([row.name.split(".")[:-1] for row in rows])
+    if around:
+        title = f"{title} of {'.'.join(around)}"
     table = Table(
         "name",
         "stage",
@@ -179,7 +183,7 @@ def explain_table(title: str, rows: list[Any]) -> Table:
     )
     for row in rows:
         table.add_row(
-            escape(row.name), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
+            escape(".".join(row.name.split(".")[len(around) :])), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
             "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
             "/".join(map(str, row.matmuls)), "/".join(f"{f / 1e6:.2f}" for f in row.flops),
             f"{row.pruned_flops / 1e6:.2f}", escape(row.why),

@@ -7,7 +7,8 @@ several of them hold.
     Trainer(program, weights=None, transport=None, device=None, trace=False)
     .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
-    .named_parameters()             .parameters()                           .state_dict()    .save(directory)
+    .named_parameters()             .parameters()                           .state_dict()
+    .load(path)                     .save(directory)                        .collect(into)
 
 Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
 """
@@ -65,6 +66,7 @@ class Trainer:
         self._members = [self._loaded(program)]
         self.trace = trace
         self.timeline: dict[int, list[Timed]] = {}
+        self._loaded = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -206,6 +208,23 @@ class Trainer:
         """
         for name, tensor in weights.read(path, self._specs, self.device).items():
             self._weights[name].copy_(tensor)
+        self._loaded = True
+
+    @torch.no_grad()
+    def collect(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Copy what was trained (after `load`: all that was read) into these tensors, from the ranks that own it.
+
+        All ranks call it; `into` has every parameter of the program by name, on any device.
+        """
+        manifest = self.program.manifest
+        for spec in manifest.parameters:
+            if not spec.trainable and not self._loaded:
+                continue
+            value = self._weights.get(spec.name, into[spec.name]).detach()
+            if isinstance(self.transport, Distributed):
+                value = value.to(self.device).contiguous()
+                dist.broadcast(value, src=manifest.mesh.rank_of(pp=spec.owner))
+            into[spec.name].copy_(value)
 
     def save(self, directory: str | Path, others: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call.
