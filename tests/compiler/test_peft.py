@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,10 @@ import csc
 from csc.analysis.explain import explain
 from csc.errors import InputError
 from csc.verification import verify
+from tests.compiler.launching import launch
 from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch
 from tests.compiler.test_parity import FLOAT32, check, training_only
 from tests.models import hf
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +109,7 @@ def test_a_model_without_adapters_has_none_to_save(plain: csc.CompiledModel, tmp
 
 @pytest.mark.gloo
 def test_adapters_of_several_processes_are_gathered(tmp_path: Path) -> None:
-    case = {"peft": "llama", "steps": 2}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests/compiler/weights_worker.py"), json.dumps(case), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("weights_worker.py", {"peft": "llama", "steps": 2}, tmp_path)
     alone = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
     trained(alone, text_batch(2))
     assert_same(alone.model, PeftModel.from_pretrained(base("llama"), str(tmp_path / "adapter")))
