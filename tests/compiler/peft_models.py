@@ -27,7 +27,7 @@ def text_batch(samples: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
     ids[:, 3] = 98
     labels = ids.clone()
     for sample in range(samples):
-        labels[sample, : 2 + sample] = hf.IGNORED
+        labels[sample, : 2 + sample % 4] = hf.IGNORED
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
