@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import BatchEncoding, BatchFeature, Trainer, TrainerCallback, 
 import csc
 from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
+from tests.compiler.launching import launch
 from tests.compiler.peft_models import llama, peft_model, text_batch
 
 ROWS, STEPS, RATE, NORM = 4, 4, 1e-2, 0.5
@@ -148,6 +150,7 @@ def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Pa
     assert same(parameters(saved), expected)
 
 
+@pytest.mark.slow
 def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
     compiled = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
@@ -161,6 +164,23 @@ def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert same(parameters(compiled.model), expected)
     assert same(parameters(PeftModel.from_pretrained(llama(), str(tmp_path / "checkpoint-2"))), expected)
+
+
+@pytest.mark.gloo
+def test_hf_trainer_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    """Shuffled batches, saved and resumed halfway: what one process does, to the bit."""
+    launch("trainer_worker.py", {}, tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    log = Losses()
+    alone = CompiledTrainer(
+        fresh(), arguments(tmp_path, train_sampling_strategy="random"), train_dataset=samples(), data_collator=collate,
+        callbacks=[log],
+    )  # fmt: skip
+    alone.train()
+    assert found["losses"] == log.seen
+    saved = type(alone.compiled.model).from_pretrained(tmp_path / "checkpoint-4")
+    assert same(parameters(saved), parameters(alone.compiled.model))
+    assert found["evaluated"] == pytest.approx(alone.evaluate(samples()[:ROWS])["eval_loss"], rel=1e-5)
 
 
 def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
