@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from sklearn.datasets import load_digits
 from torch import nn
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, get_scheduler
 
 import csc
 
@@ -73,11 +73,13 @@ def accuracy(model: nn.Module) -> float:
 
 def main() -> None:
     optimizer = torch.optim.AdamW(llava.parameters(), lr=5e-3)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=10, num_training_steps=STEPS)
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         loss = llava.train_step(batch_of(torch.randint(0, 1500, (SAMPLES,), generator=generator)))
         llava.clip_grad_norm_(1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         if step % 10 == 9:
             print(f"step {step}: loss {loss:.4f}")
