@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.capture import device_of, pieces, split_batch
+from csc.checkpoint import format_of, read_rest, write_config
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -34,9 +35,8 @@ from csc.runtime.ahead import ahead
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
 from csc.runtime.recording import gathered, timeline
-from csc.runtime.specs import ParameterSpec
 from csc.runtime.trainer import Trainer
-from csc.runtime.weights import read
+from csc.runtime.weights import Format
 from csc.simulation.timeline import Timeline
 
 log = logging.getLogger("csc")
@@ -310,13 +310,18 @@ class CompiledModel:
         """
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        manifest = self._before.program.manifest
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for spec in manifest.parameters:
-                if spec.trainable:
-                    dist.broadcast(parameters[spec.name].data, src=manifest.mesh.rank_of(pp=spec.owner))
+        self._before.collect(dict(self.model.named_parameters()))
         self._before = None
+
+    def gather(self) -> nn.Module:
+        """Bring what any rank has trained or loaded into `model`, in every process; returns it. All ranks call it.
+
+        For what needs the whole model: evaluation, `generate`, `save_pretrained` (PEFT's writes adapters alone).
+        """
+        trained = self._last or self._before
+        if trained is not None:
+            trained.collect(dict(self.model.named_parameters()))
+        return self.model
 
     def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
@@ -439,33 +444,55 @@ class CompiledModel:
         """This process' parameters by name."""
         return self._current().state_dict()
 
-    def _others(self) -> dict[str, nn.Parameter]:
-        """The model's parameters that the program does not use, such as the pooling head of an encoder."""
-        trainers = [self._current()]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            trainers += self._trainers.values()  # what those use is trained on another rank, not in this copy
-        used = {p.name for trainer in trainers for p in trainer.program.manifest.parameters}
-        return {name: p for name, p in self.model.named_parameters() if name not in used}
-
     def load(self, path: str | Path) -> None:
         """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.
 
-        Parameters that the step does not use are read too where they are there, so that a later `save` has them right.
+        Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
+        (where they are there), so that a later `save` has them right. InputError if one is missing or of another shape
+        or dtype.
         """
-        trainer, others = self._current(), self._others()
-        specs = [ParameterSpec(name, tuple(p.shape), p.dtype, False, (), ()) for name, p in others.items()]
-        found = read(path, specs, optional=True)
-        trainer.load(path)
+        trainer = self._current()
+        form = self._format(trainer)
+        found = read_rest(path, form)
+        trainer.load(path, form)
         with torch.no_grad():
             for name, tensor in found.items():
-                others[name].copy_(tensor)
+                form.rest[name].copy_(tensor)
 
     def save(self, directory: str | Path) -> None:
-        """Write the weights as safetensors under the model's names; each rank writes what it owns.
+        """Write the weights as safetensors; each rank writes what it owns. All ranks call it.
 
-        Parameters that the step does not use are written as they are: the directory holds the whole model.
+        Parameters that the step does not use are written as they are: the directory holds the whole model. Of a
+        transformers model it is one that `from_pretrained` reads; else names are the model's own.
         """
-        self._current().save(directory, self._others())
+        trainer = self._current()
+        trainer.save(directory, self._format(trainer))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_config(self.model, directory)
+
+    def _format(self, trainer: Trainer) -> Format:
+        trainers = [trainer]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            trainers += self._trainers.values()  # what those use is trained on another rank, not in this copy
+        return format_of(self.model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+
+    def save_adapter(self, directory: str | Path) -> None:
+        """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.
+
+        `PeftModel.from_pretrained(base_model, directory)` reads them. All ranks call it, the first one writes.
+        InputError if the model is not PEFT's.
+        """
+        if not hasattr(self.model, "peft_config"):
+            raise InputError(
+                f"{type(self.model).__name__} has no adapters", "save_adapter",
+                "save all weights with save(directory), or make the model with peft.get_peft_model",
+            )  # fmt: skip
+        model = self.gather()
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if alone or dist.get_rank() == 0:
+            model.save_pretrained(str(directory))  # type: ignore[operator]
+        if not alone:
+            dist.barrier()
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

@@ -163,7 +163,10 @@ def explain(
 
 
 def explain_table(title: str, rows: list[Any]) -> Table:
-    """The rows of csc.analysis.explain as a table."""
+    """The rows of csc.analysis.explain as a table; what all names begin with (PEFT's wrappers) is in the title."""
+    around = "".join(f"{part}." for part in _common([row.name.split(".")[:-1] for row in rows]))
+    if around:
+        title = f"{title} of {around[:-1]}"
     table = Table(
         "name",
         "stage",
@@ -179,12 +182,20 @@ def explain_table(title: str, rows: list[Any]) -> Table:
     )
     for row in rows:
         table.add_row(
-            escape(row.name), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
+            escape(row.name.removeprefix(around)), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
             "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
             "/".join(map(str, row.matmuls)), "/".join(f"{f / 1e6:.2f}" for f in row.flops),
             f"{row.pruned_flops / 1e6:.2f}", escape(row.why),
         )  # fmt: skip
     return table
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """What all paths begin with."""
+    alike = 0
+    while paths and all(path[alike : alike + 1] == paths[0][alike : alike + 1] != [] for path in paths):
+        alike += 1
+    return paths[0][:alike] if paths else []
 
 
 @app.command()

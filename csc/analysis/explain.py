@@ -75,7 +75,8 @@ def _why(region: Region, trains: bool) -> str:
         return "frozen, on the way of a gradient: no W" if region.parameters else "on the way of a gradient"
     partly = "" if all(region.dw) else f"{sum(region.dw)} of {len(region.dw)} parameters train"
     if region.activations and not region.needs_dx:
-        return "nothing trainable above: no B" + (f"; {partly}" if partly else "")
+        led = f"; {partly}, W holds what leads to them" if partly else ""
+        return f"nothing trainable above: no B{led}"
     return partly or ("trained" if trains else "")
 
 

@@ -167,7 +167,14 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
     path = re.sub(r"@\d+", "", paths[-1]) if paths else ""
+    path = re.sub(r"slice\((\d+|None), [^,]*, (\d+|None)\)\.(\d+)", _in_the_whole_list, path)
     return path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else ""
+
+
+def _in_the_whole_list(sliced: re.Match[str]) -> str:
+    """The index of `layers[2:].0` in `layers`: where modules are shared, the tracer records the slice."""
+    start, step, index = sliced.groups()
+    return str((0 if start == "None" else int(start)) + int(index) * (1 if step == "None" else int(step)))
 
 
 def source_of(node: fx.Node) -> str:

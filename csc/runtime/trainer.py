@@ -8,7 +8,8 @@ several of them hold.
     .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
     .prepare(batch)                 what `train_step` of that batch will need, ahead of it
-    .named_parameters()             .parameters()                           .state_dict()    .save(directory)
+    .named_parameters()             .parameters()                           .state_dict()
+    .load(path)                     .save(directory)                        .collect(into)
 
 Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
 """
@@ -67,6 +68,7 @@ class Trainer:
         self._members = [self._loaded(program)]
         self.trace = trace
         self.timeline: dict[int, list[Timed]] = {}
+        self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -223,29 +225,43 @@ class Trainer:
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
 
     @torch.no_grad()
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
         """Read this process' parameters from a safetensors file or a directory of them. InputError if one is missing or
         of another shape or dtype; then nothing was changed.
         """
-        for name, tensor in weights.read(path, self._specs, self.device).items():
+        for name, tensor in weights.read(path, self._specs, self.device, format).items():
             self._weights[name].copy_(tensor)
+        self._filled = True
 
-    def save(self, directory: str | Path, others: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call.
+    @torch.no_grad()
+    def collect(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Copy what was trained (after `load`: all that was read) into these tensors, from the ranks that own it.
 
-        others: what the model has and the program does not use, to be stored with the rest.
+        All ranks call it; `into` has every parameter of the program by name, on any device.
         """
-        manifest, others = self.program.manifest, others or {}
+        manifest = self.program.manifest
+        for spec in manifest.parameters:
+            if not spec.trainable and not self._filled:
+                continue
+            value = self._weights.get(spec.name, into[spec.name]).detach()
+            if isinstance(self.transport, Distributed):
+                value = value.to(self.device).contiguous()
+                dist.broadcast(value, src=manifest.mesh.rank_of(pp=spec.owner))
+            into[spec.name].copy_(value)
+
+    def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
+        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call."""
+        manifest = self.program.manifest
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
-            weights.write(directory, manifest, None, self.state_dict(), others)
+            weights.write(directory, manifest, None, self.state_dict(), format)
             return
         done = torch.zeros(1, device=self.device)
         for rank in self._ranks:
             if rank.replica == rank.piece == 0:
-                weights.write(directory, manifest, rank.position, self.state_dict(), others)
+                weights.write(directory, manifest, rank.position, self.state_dict(), format)
         self.transport.sum_over_processes(done, "saving: all shards are written")
         if self._ranks[0].rank == 0:
-            weights.write_index(directory, manifest, others)
+            weights.write_index(directory, manifest, format)
         self.transport.sum_over_processes(done, "saving: the index is written")
 
 

@@ -2,13 +2,16 @@
 
 Terms: a *shard* is one file of several; its *index* (model.safetensors.index.json) says which parameter is in
 which shard. The first dp replica of a rank writes what it *owns*: a tied parameter is written by its owner
-alone. *Others* are parameters of the model that the program does not use: nothing trains them, a whole model has them,
-and they go with the first shard.
+alone.
 
-    read(path, parameters, device) -> {name: tensor}         only these, lazily; a file, or a directory as of HF
-    write(directory, manifest, position, tensors, others)    a rank's shard, or (None) all in one file
-    write_index(directory, manifest, others)                 once all shards are there
-    check(parameters, tensors)                           tensors in memory against what the program needs
+A *format* says how files name and lay out the parameters where they do not do so as the program does (see
+csc.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the model has
+and the program does not use: nothing trains it, a whole model has it, and it goes with the first shard.
+
+    read(path, parameters, device, format) -> {name: tensor}   only these, lazily; a file, or a directory as of HF
+    write(directory, manifest, position, tensors, format)      a rank's shard, or (None) all in one file
+    write_index(directory, manifest, format)                   once all shards are there
+    check(parameters, tensors)                                 tensors in memory against what the program needs
 
 Files appear whole or not at all: written under another name, then renamed.
 """
@@ -17,11 +20,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,10 +38,39 @@ INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "weights.safetensors")
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tensors of the files (`keys`) and the parameters that `make` gives for them (`names`)."""
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    make: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """pieces: of the tensors that the files have. stored: parameters as files have them (meta tensors: their names and
+    shapes). rest: tensors of the model that no program reads, by the model's names; the first shard takes them.
+    """
+
+    pieces: Callable[[Iterable[str]], list[Piece]]
+    stored: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    rest: Mapping[str, torch.Tensor]
+
+
+def own_pieces(keys: Iterable[str]) -> list[Piece]:
+    """Every tensor is the parameter of its name."""
+    return [Piece((key,), (key,), dict) for key in keys]
+
+
+OWN = Format(own_pieces, dict, {})
+
+
 def read(
     path: str | Path,
     parameters: Iterable[ParameterSpec],
     device: torch.device | str = "cpu",
+    format: Format = OWN,
     optional: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Read these parameters, nothing else. InputError for a file, name, shape or dtype that does not fit.
@@ -45,49 +78,61 @@ def read(
     optional: those that are not there are left out.
     """
     specs = {spec.name: spec for spec in parameters}
+    table = _table(Path(path))
+    pieces = [piece for piece in format.pieces(table) if not specs.keys().isdisjoint(piece.names)]
+    there = {name for piece in pieces for name in piece.names}
+    for name in specs:
+        if name not in there and not optional:
+            raise _unknown(name, table, str(path))
     found: dict[str, torch.Tensor] = {}
-    for file, names in _files(Path(path), list(specs), optional).items():
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as opened:
-                there = set(opened.keys())
-                for name in names:
-                    if name not in there:
-                        if optional:
-                            continue
-                        raise _unknown(name, there, str(file))
-                    piece = opened.get_slice(name)
-                    dtype = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
-                    _check(specs[name], tuple(piece.get_shape()), dtype, str(file))
-                    found[name] = opened.get_tensor(name)
-        except FileNotFoundError:
-            raise InputError("there is no such file", str(file), "Give a safetensors file or directory") from None
-        except SafetensorError as error:
-            raise InputError(f"it is not safetensors: {error}", str(file), "Save the weights again") from None
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for piece in pieces:
+            tensors = {}
+            for key in piece.keys:
+                file = table[key]
+                if file not in opened:
+                    opened[file] = stack.enter_context(_opened(file, device))
+                if piece.keys == piece.names:  # the header tells, before anything is read
+                    header = opened[file].get_slice(key)
+                    dtype = _DTYPES.get(header.get_dtype(), header.get_dtype())
+                    _check(specs[key], tuple(header.get_shape()), dtype, str(file))
+                tensors[key] = opened[file].get_tensor(key)
+            for name, tensor in piece.make(tensors).items():
+                if name in specs:
+                    _check(specs[name], tuple(tensor.shape), tensor.dtype, str(path))
+                    found[name] = tensor
     return found
 
 
-def _files(path: Path, names: list[str], optional: bool) -> dict[Path, list[str]]:
+def _opened(file: Path, device: torch.device | str) -> Any:
+    try:
+        return safe_open(file, framework="pt", device=str(device))
+    except FileNotFoundError:
+        raise InputError("there is no such file", str(file), "Give a safetensors file or directory") from None
+    except SafetensorError as error:
+        raise InputError(f"it is not safetensors: {error}", str(file), "Save the weights again") from None
+
+
+def _table(path: Path) -> dict[str, Path]:
+    """The file of every tensor."""
     if not path.is_dir():
-        return {path: names}
+        with _opened(path, "cpu") as opened:
+            return dict.fromkeys(opened.keys(), path)
     index = path / INDEX
     if index.is_file():
         try:
-            table = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"it is not an index of shards: {error}", str(index), "Save the weights again") from None
-        files: dict[Path, list[str]] = {}
-        for name in names:
-            if name not in table:
-                if optional:
-                    continue
-                raise _unknown(name, table, str(index))
-            files.setdefault(path / table[name], []).append(name)
-        return files
     for single in SINGLE:
         if (path / single).is_file():
-            return {path / single: names}
+            return _table(path / single)
+    adapter = " It holds PEFT adapters: read them with PeftModel.from_pretrained, then compile"
     raise InputError(
-        f"it has neither {INDEX} nor {' nor '.join(SINGLE)}", str(path), "Give a directory that holds weights"
+        f"it has neither {INDEX} nor {' nor '.join(SINGLE)}",
+        str(path),
+        "Give a directory that holds weights." + adapter * (path / "adapter_config.json").is_file(),
     )
 
 
@@ -139,24 +184,30 @@ def shard_name(manifest: Manifest, position: int) -> str:
     return SINGLE[0] if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
 
 
+def _parameters_of(manifest: Manifest, position: int | None) -> list[ParameterSpec]:
+    return [p for p in manifest.parameters if position is None or p.owner == position]
+
+
 def write(
     directory: str | Path,
     manifest: Manifest,
     position: int | None,
     tensors: Mapping[str, torch.Tensor],
-    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    format: Format = OWN,
 ) -> None:
-    """Write what `position` owns into its shard, others into the first; None: everything into model.safetensors."""
+    """Write what `position` owns into its shard; None: everything into model.safetensors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    owned = {p.name: tensors[p.name] for p in manifest.parameters if position is None or p.owner == position}
-    owned |= {} if position else others
+    owned = {p.name: tensors[p.name] for p in _parameters_of(manifest, position)}
+    if not position:
+        owned |= format.rest
     name = SINGLE[0] if position is None else shard_name(manifest, position)
     if owned or name == SINGLE[0]:
         file = path / name
         temporary = path / f".{name}.{os.getpid()}.tmp"
         try:
-            save_file({n: _alone(t) for n, t in owned.items()}, temporary, metadata={"format": "pt"})
+            stored = {n: _alone(t) for n, t in format.stored(owned).items()}
+            save_file(stored, temporary, metadata={"format": "pt"})
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
@@ -164,21 +215,23 @@ def write(
         (path / INDEX).unlink(missing_ok=True)  # of an older save: readers would prefer it
 
 
-def write_index(
-    directory: str | Path, manifest: Manifest, others: Mapping[str, torch.Tensor] = MappingProxyType({})
-) -> None:
+def write_index(directory: str | Path, manifest: Manifest, format: Format = OWN) -> None:
     """Write the index over all shards; one process does this, after all have written. Nothing to do for one
     stage.
     """
     if manifest.mesh.pp == 1:
         return
     path = Path(directory)
-    size = sum(math.prod(p.shape) * p.dtype.itemsize for p in manifest.parameters)
-    table = {
-        "metadata": {"total_size": size + sum(tensor.nbytes for tensor in others.values())},
-        "weight_map": {p.name: shard_name(manifest, p.owner) for p in manifest.parameters}
-        | dict.fromkeys(others, shard_name(manifest, 0)),
-    }
+    files: dict[str, str] = {}
+    size = 0
+    for position in range(manifest.mesh.pp):
+        owned = {
+            p.name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in _parameters_of(manifest, position)
+        } | ({name: t.to("meta") for name, t in format.rest.items()} if position == 0 else {})
+        stored = format.stored(owned)
+        files |= dict.fromkeys(stored, shard_name(manifest, position))
+        size += sum(tensor.nbytes for tensor in stored.values())
+    table = {"metadata": {"total_size": size}, "weight_map": files}
     temporary = path / f".{INDEX}.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(table, indent=2) + "\n")
     os.replace(temporary, path / INDEX)

@@ -54,3 +54,20 @@ def test_a_composed_model_learns_to_see_and_hear() -> None:
     alone = re.findall(r"step 20: loss ([\d.]+)", said)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     assert losses(*launcher, "examples/compose.py", "21", step=20) == [float(loss) for loss in alone] * 3
+
+
+@pytest.mark.slow
+def test_lora_reads_digits_and_its_adapters_come_back() -> None:
+    shown = output("examples/lora.py")
+    assert "build/lora_adapter read into a new model: the same bits" in shown
+    (accuracy,) = re.findall(r"accuracy on held-out scans: ([\d.]+)", shown)
+    assert float(accuracy) > 0.6  # a guess is right one time in ten
+
+
+@pytest.mark.slow
+def test_an_edited_rank_file_and_an_edited_order_run() -> None:
+    shown = output("examples/edit_rank_file.py")
+    assert "edited files: rank_1.py, schedule.txt" in shown
+    assert len(re.findall(r"rank 1: model\.language_model\.layers\.\d gives a norm of [\d.]+", shown)) == 4
+    assert "gradients: the same bits" in shown
+    assert re.search(r"refused: .*schedule\.txt", shown)

@@ -55,10 +55,11 @@ def test_shards_and_index(tmp_path: Path) -> None:
 def test_what_the_program_does_not_use_is_saved_too(sharded: bool, tmp_path: Path) -> None:
     manifest = load(handmade.write(tmp_path / "p")).manifest
     tensors, others = handmade.weights(), {"pooler.weight": torch.arange(6.0)}
+    form = weights.Format(weights.own_pieces, dict, others)
     for stage in range(3) if sharded else [None]:
-        weights.write(tmp_path / "out", manifest, stage, tensors, others)
+        weights.write(tmp_path / "out", manifest, stage, tensors, form)
     if sharded:
-        weights.write_index(tmp_path / "out", manifest, others)
+        weights.write_index(tmp_path / "out", manifest, form)
         assert "pooler.weight" in load_file(tmp_path / "out/model-00001-of-00003.safetensors")
         size = json.loads((tmp_path / "out" / weights.INDEX).read_text())["metadata"]["total_size"]
         assert size == sum(t.nbytes for t in (*tensors.values(), *others.values()))

@@ -1,0 +1,196 @@
+"""A compiled model in transformers' Trainer.
+
+    trainer = CompiledTrainer(compiled, args=TrainingArguments(...), train_dataset=..., data_collator=...)
+    trainer.train()
+
+One optimizer step is one `train_step`: the batches of gradient accumulation are its microbatches, weighted so that
+gradients are those of all of them together. Data, logging, schedulers, callbacks and resuming are the Trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from csc.api import CompiledModel
+from csc.capture import pieces, split_batch
+from csc.errors import InputError
+
+# Arguments that change what the model computes, or how: the compiled program has its own say in that.
+REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
+
+
+class CompiledTrainer(Trainer):
+    """transformers.Trainer whose training step is a compiled model's.
+
+    per_device_train_batch_size is the global batch that `train_step` divides. Evaluation runs the eager model, which
+    has the same parameters. Checkpoints are those of `compiled.save` (PEFT models: of `compiled.save_adapter`). Under
+    torchrun every process runs one rank, gets the same batches, and keeps the optimizer state of its own parameters.
+    InputError for arguments that contradict the compiled program.
+    """
+
+    def __init__(self, compiled: CompiledModel, args: TrainingArguments, **kwargs: Any) -> None:
+        if not hasattr(Trainer, "_prepare_for_training"):
+            raise InputError(
+                f"transformers {transformers.__version__} has another Trainer than this adapter is for",
+                "CompiledTrainer", "install a newer transformers (tested: 5.23), or call train_step in a loop",
+            )  # fmt: skip
+        for name in REFUSED:
+            if getattr(args, name, None):
+                raise InputError(
+                    f"{name} is set, which the compiled program knows nothing of", "CompiledTrainer",
+                    "leave it out; dtypes, recomputation and parallelism are decided when the model is compiled",
+                )  # fmt: skip
+        if kwargs.get("compute_loss_func") is not None:
+            raise InputError(
+                "compute_loss_func is set, and the loss is part of the compiled program", "CompiledTrainer",
+                "compute the loss in the model's forward, and compile that",
+            )  # fmt: skip
+        super().__init__(model=compiled.model, args=args, **kwargs)
+        self.compiled = compiled
+        self._waiting: list[Mapping[str, Any]] = []
+
+    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Gather the batches of one optimizer step, then run them. Returns the loss of them all; 0 before the last."""
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        self.compiled.zero_grad()
+        options = self.compiled.options
+        if len(batches) == 1:
+            loss = self.compiled.train_step(batches[0])
+        else:
+            ready = _microbatches(batches, options.mesh.dp, options.microbatches)
+            loss = self.compiled.train_step(ready, microbatches=options.microbatches * len(batches))
+        return loss.to(self.args.device)
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of one process, in every process: all ranks take part in each batch."""
+        if self.args.world_size == 1:
+            return super().get_train_dataloader()
+        dataset: Any = self.train_dataset
+        loader = DataLoader(
+            dataset,
+            batch_size=self._train_batch_size,
+            sampler=self._get_train_sampler(),
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            num_workers=self.args.dataloader_num_workers,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return prepare_data_loader(
+            loader, self.args.device, num_processes=1, process_index=0, put_on_device=True, use_seedable_sampler=True,
+            data_seed=seed,
+        )  # fmt: skip
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """The Trainer's, but for wrapping the model: it is parallel already."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.optimizer = self.accelerator.prepare(self.create_optimizer())
+        self.create_scheduler(num_training_steps=max_steps)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.world_size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = {name: one.state_dict() for name, one in self._stateful().items()}
+        torch.save(state, _state_file(output_dir, self.args.process_index))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.args.world_size == 1:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            file = _state_file(checkpoint, self.args.process_index)
+            if not file.is_file():
+                raise InputError(
+                    "there is no such file", str(file), "resume with as many processes as the checkpoint was written by"
+                )
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            for name, one in self._stateful().items():
+                one.load_state_dict(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """By the eager model, in every process, with what all ranks have trained."""
+        self.compiled.gather()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `evaluate`."""
+        self.compiled.gather()
+        return super().predict(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer that the arguments name, over what trains in the compiled model."""
+        if self.optimizer is None:
+            kind, arguments = self.get_optimizer_cls_and_kwargs(self.args)
+            if not isinstance(kind, type) or not arguments.keys().isdisjoint({"params", "model", "optimizer_dict"}):
+                raise InputError(
+                    f"optim={self.args.optim} wants the model itself", "CompiledTrainer",
+                    "pass optimizers=(optimizer, scheduler) with an optimizer over compiled.parameters()",
+                )  # fmt: skip
+            decaying = set(self.get_decay_parameter_names(self.compiled.model))
+            named = list(self.compiled.named_parameters())
+            others = [p for n, p in named if n not in decaying] if named else list(self.compiled.parameters())
+            groups = [
+                {"params": [p for n, p in named if n in decaying], "weight_decay": self.args.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ]
+            self.optimizer = kind(groups, **arguments)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return self.compiled.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self.compiled.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """What `from_pretrained` (of PEFT for adapters) reads."""
+        directory = str(output_dir if output_dir is not None else self.args.output_dir)
+        if hasattr(self.compiled.model, "peft_config"):
+            self.compiled.save_adapter(directory)
+        else:
+            self.compiled.save(directory)
+        if self.processing_class is not None and self.args.should_save:
+            self.processing_class.save_pretrained(directory)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if hasattr(self.compiled.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self.compiled.load(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+
+def _state_file(directory: str, rank: int) -> Path:
+    return Path(directory) / f"optimizer_{rank}.pt"
+
+
+def _microbatches(batches: list[Mapping[str, Any]], replicas: int, each: int) -> list[dict[str, Any]]:
+    """Every batch in `each` microbatches per replica; replica after replica, as train_step wants them."""
+    ready: list[list[dict[str, Any]]] = [[] for _ in range(replicas)]
+    for batch in batches:
+        tensors, extra = split_batch(batch)
+        cut = [piece | extra for piece in pieces(tensors, each * replicas)]
+        for replica, own in enumerate(ready):
+            own += cut[replica * each : (replica + 1) * each]
+    return [microbatch for own in ready for microbatch in own]

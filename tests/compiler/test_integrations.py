@@ -1,0 +1,219 @@
+"""A compiled model in HF's Trainer, in Lightning and in a plain loop: the same losses and the same parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding, BatchFeature, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+
+import csc
+from csc.errors import InputError
+from csc.integrations.hf import CompiledTrainer
+from tests.compiler.launching import launch
+from tests.compiler.peft_models import llama, peft_model, text_batch
+
+ROWS, STEPS, RATE, NORM = 4, 4, 1e-2, 0.5
+Samples = list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def base() -> csc.CompiledModel:
+    return csc.compile(llama(), mesh="pp=2", example=text_batch(ROWS), microbatches=2)
+
+
+@pytest.fixture
+def fresh(base: csc.CompiledModel) -> Callable[[], csc.CompiledModel]:
+    """The compiled model with the parameters that it had at first."""
+    first = {name: tensor.clone() for name, tensor in llama().state_dict().items()}
+
+    def make() -> csc.CompiledModel:
+        base.model.load_state_dict(first)
+        base.zero_grad()
+        return base
+
+    return make
+
+
+def samples(steps: int = STEPS) -> Samples:
+    whole = text_batch(ROWS * steps)
+    return [{name: tensor[row] for name, tensor in whole.items()} for row in range(ROWS * steps)]
+
+
+def collate(rows: Samples) -> BatchEncoding:
+    """What an HF processor gives."""
+    return BatchEncoding({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def batches(rows: int = ROWS) -> list[BatchEncoding]:
+    every = samples()
+    return [collate(every[start : start + rows]) for start in range(0, len(every), rows)]
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def loop(compiled: csc.CompiledModel, steps: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A plain loop: torch.optim, HF's scheduler, gradient clipping."""
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=RATE, weight_decay=0.0)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=len(steps))
+    losses = []
+    for batch in steps:
+        losses.append(float(compiled.train_step(batch)))
+        compiled.clip_grad_norm_(NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, parameters(compiled.model)
+
+
+class Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.seen += [logs["loss"]] if "loss" in logs else []
+
+
+def arguments(directory: Path, **changes: Any) -> TrainingArguments:
+    settings = {
+        "per_device_train_batch_size": ROWS, "num_train_epochs": 1, "learning_rate": RATE, "max_grad_norm": NORM,
+        "lr_scheduler_type": "linear", "warmup_steps": 1, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "optim": "adamw_torch", "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(str(directory), **{**settings, **changes})
+
+
+def test_a_loop_takes_what_processors_give(fresh: Callable[[], csc.CompiledModel]) -> None:
+    expected = loop(fresh(), [dict(batch) for batch in batches()])
+    losses, trained = loop(fresh(), [BatchFeature(dict(batch)) for batch in batches()])
+    assert losses == expected[0] and same(trained, expected[1])
+    assert not same(trained, parameters(llama()))
+
+
+def test_hf_trainer_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    expected, trained = loop(fresh(), batches())
+    log = Losses()
+    trainer = CompiledTrainer(
+        fresh(), arguments(tmp_path), train_dataset=samples(), data_collator=collate, callbacks=[log]
+    )
+    trainer.train()
+    assert log.seen == pytest.approx(expected, abs=1e-6)  # the Trainer rounds what it logs
+    assert same(parameters(trainer.compiled.model), trained)
+    evaluated = trainer.evaluate(samples()[:ROWS])  # by the eager model, with what was trained
+    with torch.no_grad():
+        assert evaluated["eval_loss"] == pytest.approx(float(trainer.compiled.model(**batches()[0]).loss), rel=1e-5)
+
+
+def test_hf_trainer_agrees_with_its_eager_self(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    """With accumulation over batches of unequal numbers of labels, which the Trainer weights by tokens."""
+    change = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    logs = Losses(), Losses()
+    eager = Trainer(
+        llama(), arguments(tmp_path, **change), train_dataset=samples(), data_collator=collate, callbacks=[logs[0]]
+    )
+    eager.train()
+    compiled = fresh()
+    CompiledTrainer(
+        compiled, arguments(tmp_path, **change), train_dataset=samples(), data_collator=collate, callbacks=[logs[1]]
+    ).train()
+    assert len(logs[0].seen) == STEPS and logs[1].seen == pytest.approx(logs[0].seen, abs=1e-4)
+    for name, parameter in eager.model.named_parameters():
+        torch.testing.assert_close(compiled.model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
+
+
+def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    def trainer(compiled: csc.CompiledModel) -> CompiledTrainer:
+        changes = {"save_strategy": "steps", "save_steps": 2}
+        return CompiledTrainer(compiled, arguments(tmp_path, **changes), train_dataset=samples(), data_collator=collate)
+
+    whole = trainer(fresh())
+    whole.train()
+    expected = parameters(whole.compiled.model)
+    again = trainer(fresh())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(parameters(again.compiled.model), expected)
+    saved = type(whole.compiled.model).from_pretrained(tmp_path / "checkpoint-4")
+    assert same(parameters(saved), expected)
+
+
+@pytest.mark.slow
+def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
+    compiled = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
+    first = parameters(compiled.model)
+    made = {"train_dataset": samples(1), "data_collator": collate}
+    CompiledTrainer(compiled, arguments(tmp_path, **changes), **made).train()
+    expected = parameters(compiled.model)
+    assert not same(expected, first)
+    compiled.model.load_state_dict(first)
+    again = CompiledTrainer(compiled, arguments(tmp_path, **changes), **made)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(parameters(compiled.model), expected)
+    assert same(parameters(PeftModel.from_pretrained(llama(), str(tmp_path / "checkpoint-2"))), expected)
+
+
+@pytest.mark.gloo
+def test_hf_trainer_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    """Shuffled batches, saved and resumed halfway: what one process does, to the bit."""
+    launch("trainer_worker.py", {}, tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    log = Losses()
+    alone = CompiledTrainer(
+        fresh(), arguments(tmp_path, train_sampling_strategy="random"), train_dataset=samples(), data_collator=collate,
+        callbacks=[log],
+    )  # fmt: skip
+    alone.train()
+    assert found["losses"] == log.seen
+    saved = type(alone.compiled.model).from_pretrained(tmp_path / "checkpoint-4")
+    assert same(parameters(saved), parameters(alone.compiled.model))
+    assert found["evaluated"] == pytest.approx(alone.evaluate(samples()[:ROWS])["eval_loss"], rel=1e-5)
+
+
+def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="gradient_checkpointing is set"):
+        CompiledTrainer(fresh(), arguments(tmp_path, gradient_checkpointing=True))
+    with pytest.raises(InputError, match="the loss is part of the compiled program"):
+        CompiledTrainer(fresh(), arguments(tmp_path), compute_loss_func=lambda *_: None)
+
+
+def test_lightning_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from csc.integrations.lightning import CompiledModule
+
+    expected, trained = loop(fresh(), batches())
+    losses: list[float] = []
+
+    class Recorded(CompiledModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            losses.append(float(loss := super().training_step(batch, batch_idx)))
+            return loss
+
+    module = Recorded(
+        fresh(),
+        lambda own: torch.optim.AdamW(own, lr=RATE, weight_decay=0.0),
+        lambda optimizer: get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=STEPS),
+        max_norm=NORM,
+    )
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(samples(), batch_size=ROWS, collate_fn=collate))
+    assert losses == expected and same(parameters(module.compiled.model), trained)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    assert same({n: stored[f"model.{n}"] for n in trained}, trained)

@@ -1,0 +1,115 @@
+"""Parameter-efficient training: PEFT's adapters in the compiled form, and in PEFT's own files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+import csc
+from csc.analysis.explain import explain
+from csc.errors import InputError
+from csc.verification import verify
+from tests.compiler.launching import launch
+from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch
+from tests.compiler.test_parity import FLOAT32, check, training_only
+from tests.models import hf
+
+
+@pytest.fixture(scope="module")
+def lora() -> csc.CompiledModel:
+    """LoRA on the LLM of a LLaVA whose encoder is frozen."""
+    return csc.compile(peft_model("llava"), mesh="pp=2", example=hf.llava_batch(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+def test_lora_on_the_llm_with_a_frozen_encoder(lora: csc.CompiledModel, stages: int) -> None:
+    check(verify(lora.with_options(mesh={"pp": stages})), 0, 16)
+
+
+@pytest.mark.slow
+def test_explain_shows_what_lora_costs(lora: csc.CompiledModel) -> None:
+    components, regions = explain(lora.program)
+    of = {row.name: row for row in components}
+    assert of["vision_tower"].flops[1:] == (0, 0) and of["vision_tower"].trainable == 0
+    assert of["language_model"].trainable == 4 * 4 * (48 + 48 + 48 + 24)
+    first, *later = (row for row in regions if ".layers." in row.name and row.component == "language_model")
+    for row in later:  # the frozen base passes gradients on (B); only the adapters have W
+        assert row.flops[1] > row.flops[0] and 0 < row.flops[2] < 0.05 * row.flops[0]
+    assert first.flops[1] == 0 and "leads to them" in first.why
+    head = next(row for row in regions if row.name.endswith("lm_head"))
+    assert head.flops[1] == head.flops[0] and head.flops[2] == 0
+
+
+@pytest.fixture(scope="module")
+def mixed() -> csc.CompiledModel:
+    """DoRA, embeddings of new tokens, and a head that is trained and saved whole."""
+    model = adapted(llama(), use_dora=True, modules_to_save=["lm_head"], trainable_token_indices=[98])
+    return csc.compile(model, mesh="pp=2", example=text_batch(2))
+
+
+def test_dora_new_tokens_and_a_trained_head(mixed: csc.CompiledModel) -> None:
+    check(verify(mixed), 0, 6 * 3 + 1 + 1)
+
+
+def test_new_tokens_alone_in_tied_embeddings() -> None:
+    """The new rows are one parameter that the input embedding and the head read, on two stages."""
+    model = adapted(llama(tied=True), trainable_token_indices=[97, 98])
+    with training_only(model, lambda name: "trainable_tokens" in name) as count:
+        compiled = csc.compile(model, mesh="pp=3", example=text_batch(2))
+        check(verify(compiled), FLOAT32, count)
+    assert count == 1
+
+
+@pytest.fixture(scope="module")
+def plain() -> csc.CompiledModel:
+    return csc.compile(llama(), mesh="pp=3", example=text_batch(4), microbatches=2)
+
+
+def test_norms_alone(plain: csc.CompiledModel) -> None:
+    with training_only(plain.model, lambda name: "norm" in name) as count:
+        check(verify(plain.with_options()), FLOAT32, count)
+    assert count == 7
+
+
+def trained(compiled: csc.CompiledModel, batch: Any) -> None:
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    for _ in range(2):
+        compiled.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    expected, found = dict(one.named_parameters()), dict(other.named_parameters())
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_adapters_go_to_pefts_files_and_back(mixed: csc.CompiledModel, tmp_path: Path) -> None:
+    before = copy.deepcopy(mixed.model)
+    trained(mixed, text_batch(2))
+    mixed.save_adapter(tmp_path / "adapter")
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {f.name for f in (tmp_path / "adapter").iterdir()}
+    assert_same(mixed.model, PeftModel.from_pretrained(llama(), str(tmp_path / "adapter")))
+    now = dict(mixed.model.named_parameters())
+    changed = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, now[name])}
+    assert changed == {name for name, parameter in now.items() if parameter.requires_grad}
+
+
+def test_a_model_without_adapters_has_none_to_save(plain: csc.CompiledModel, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"LlamaForCausalLM has no adapters.*peft\.get_peft_model"):
+        plain.save_adapter(tmp_path)
+
+
+@pytest.mark.gloo
+def test_adapters_of_several_processes_are_gathered(tmp_path: Path) -> None:
+    launch("weights_worker.py", {"peft": "llama", "steps": 2}, tmp_path)
+    alone = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
+    trained(alone, text_batch(2))
+    assert_same(alone.model, PeftModel.from_pretrained(base("llama"), str(tmp_path / "adapter")))

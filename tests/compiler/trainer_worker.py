@@ -1,0 +1,43 @@
+"""One rank of the test that trains with HF's Trainer on two processes, with a checkpoint on the way.
+
+torchrun --nproc-per-node 2 tests/compiler/trainer_worker.py '{}' DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import csc
+from csc.integrations.hf import CompiledTrainer
+from tests.compiler.peft_models import llama, text_batch
+from tests.compiler.test_integrations import ROWS, Losses, arguments, collate, samples
+
+
+def main() -> None:
+    directory = Path(sys.argv[2])
+    log, again = Losses(), Losses()
+    changes = {"train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 2}
+    for seen, checkpoint in ((log, None), (again, str(directory / "checkpoint-2"))):
+        compiled = csc.compile(llama(), mesh="pp=2", example=text_batch(ROWS), microbatches=2)
+        trainer = CompiledTrainer(
+            compiled,
+            arguments(directory, **changes),
+            train_dataset=samples(),
+            data_collator=collate,
+            callbacks=[seen],
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+    evaluated = trainer.evaluate(samples()[:ROWS])
+    assert again.seen == log.seen[2:], (again.seen, log.seen)
+    if dist.get_rank() == 0:
+        result = {"losses": log.seen, "evaluated": evaluated["eval_loss"]}
+        (directory / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""One rank of the tests that write and read weights on two processes.
+
+torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"peft": "llama", "steps": 2}' DIR
+torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"model": "llama"}' DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+import csc
+from tests.compiler.peft_models import llama, peft_model, text_batch
+
+
+def adapter(case: dict[str, Any], directory: Path) -> None:
+    """Train adapters, and write them."""
+    batch = text_batch(2)
+    compiled = csc.compile(peft_model(case["peft"]), mesh="pp=2", example=batch)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    for _ in range(case["steps"]):
+        compiled.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled.save_adapter(directory / "adapter")
+
+
+def checkpoint(directory: Path) -> None:
+    """Read a checkpoint and write it again; every process then has the whole of it, if asked."""
+    compiled = csc.compile(llama(tied=True), mesh="pp=2", example=text_batch(2))
+    compiled.load(directory / "hf")
+    compiled.save(directory / "csc")
+    expected = LlamaForCausalLM.from_pretrained(directory / "hf").state_dict()
+    found = compiled.gather().state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def main() -> None:
+    case, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+    if "peft" in case:
+        adapter(case, directory)
+    else:
+        checkpoint(directory)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
