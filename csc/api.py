@@ -31,6 +31,9 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.options import changed
+from csc.passes.runner import TRACING
+from csc.passes.shapes import shapes
+from csc.placeholders import Places, places_for_features
 from csc.runtime.ahead import ahead
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
@@ -140,6 +143,7 @@ class CompiledModel:
         self._histories: dict[Any, list[Program]] = {}
         self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
         self._served: dict[int, set[Any]] = {}  # the signatures that each has a program for
+        self._places: dict[Any, Places] = {}  # of placeholders, by signature
         self._compiling = threading.Lock()
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         self._last: Trainer | None = None
@@ -281,6 +285,8 @@ class CompiledModel:
             else:
                 self._trainers[count] = Trainer(loaded, weights=dict(self.model.named_parameters()))
             served.add(self._signature(microbatch))
+            shaped = self._history(microbatch, options)[1 + TRACING.index(shapes)]
+            self._places[self._signature(microbatch)] = places_for_features(shaped)
             sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
             log.info("a program for microbatches of %s, made in %.1f s", sizes, time.perf_counter() - start)
         return self._trainers[count]
@@ -337,6 +343,9 @@ class CompiledModel:
         options = self._options(microbatches)
         ready = self._ready(batch, options)
         self._last = trainer = self._serving(ready, options)
+        for number, microbatch in enumerate(map(self.compiler.complete, ready)):
+            name = f"microbatch {number}" if len(ready) > 1 else "the batch"
+            self._places[self.compiler.signature(microbatch)].check(microbatch, name)
         return trainer.train_step(self._complete(ready, trainer))
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:

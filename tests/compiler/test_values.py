@@ -149,6 +149,27 @@ def test_a_batch_that_the_host_function_refuses(reader: csc.CompiledModel) -> No
         reader.train_step(batch)
 
 
+@pytest.mark.parametrize(("sample", "found"), [(0, "sample 0: 8, sample 1: 9"), (1, "sample 0: 9, sample 1: 10")])
+def test_placeholders_are_counted_before_the_step(sample: int, found: str) -> None:
+    """One too few would drop a row of features in silence; one too many ends in a kernel's error on a GPU."""
+    compiled = csc.compile(hf.llava(), mesh="pp=2", example=hf.llava_batch(2))
+    batch = hf.llava_batch(2)
+    batch["input_ids"][sample, 9 if sample == 0 else 10] = 5 if sample == 0 else hf.IMAGE_TOKEN
+    with pytest.raises(csc.CscError, match="placeholders for 18 rows") as caught:
+        compiled.train_step(batch)
+    assert found in caught.value.what and "modeling_llava.py" in caught.value.where
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
+def test_placeholders_for_rows_that_a_mask_selects() -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Selecting("scatter"), example=selecting_batch())
+    batch = selecting_batch((4, 3))
+    batch["heard"][0, 4] = 1
+    with pytest.raises(csc.CscError, match=r"7 placeholders for 8 rows of features \(sample 0: 4, sample 1: 3\)"):
+        compiled.train_step(batch)
+
+
 # selections by masks
 
 
