@@ -82,7 +82,7 @@ def check(name: str, build: Build) -> Row:
         templates=len(program.templates),
         seconds=round(seconds, 1),
         fixed=tuple(sorted(program.fixed)),
-        host=tuple(call.name for call in learned.calls),
+        host=tuple(call.name for call in learned.host.calls),
         ways=ways,
     )
 

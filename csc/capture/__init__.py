@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
-from csc.capture.export import HostFunctionFound, export, loss_of, training, without_kv_cache
+from csc.capture.export import Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
-from csc.capture.host import HostCall
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
 from csc.errors import CscError
@@ -39,17 +38,17 @@ __all__ = [
 class Learned:
     """What traces of a model have shown about its batches. It only grows.
 
-    calls: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
+    host: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
     what the graph is; a capture holds for the values it was made with.
     """
 
-    calls: list[HostCall] = field(default_factory=list)
+    host: Host = field(default_factory=Host)
     consulted: set[str] = field(default_factory=set)
 
     def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The microbatch with what the host functions make of it."""
         tensors, extra = split_batch(microbatch)
-        for call in self.calls:
+        for call in self.host.calls:
             if all(entry in tensors for _, entry in call.arguments):
                 tensors |= call.entries(model, tensors)
         return {**tensors, **extra}
@@ -92,10 +91,10 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None) -> P
     while True:
         tensors, extra = split_batch(learned.completed(model, example))
         try:
-            exported, consulted = export(model, placed(tensors, device), extra, learned.calls)
+            exported, consulted = export(model, placed(tensors, device), extra, learned.host)
             break
         except HostFunctionFound as found:
-            learned.calls.append(found.call)
+            learned.host = found.host
     learned.consulted |= consulted
     try:
         graph, constants = flatten(exported, model)

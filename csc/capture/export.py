@@ -10,18 +10,19 @@ import keyword
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from csc.capture import host
+from csc.capture import host as hosting
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
 from csc.capture.failures import untraceable
-from csc.capture.host import HostCall
+from csc.capture.host import HostCall, Method
 from csc.capture.known import Watching
 from csc.errors import CscError, InputError
 
@@ -29,38 +30,59 @@ from csc.errors import CscError, InputError
 class LossOnly(nn.Module):
     """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
 
-    calls: host functions of the model; what they return comes with the batch, beside the model's own arguments.
+    host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
+    arguments.
     """
 
     def __init__(
-        self, model: nn.Module, extra: Mapping[str, Any], calls: Sequence[HostCall], values: Mapping[str, torch.Tensor]
+        self, model: nn.Module, extra: Mapping[str, Any], host: Host, values: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__()
         self.model = model
-        self._extra, self._calls, self._example = dict(extra), calls, values
+        self._extra, self._host, self._example = dict(extra), host, values
         known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
         self.watching = Watching(known, self._asked)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        made = {name for call in self._calls for name in call.entries(self.model, self._example)}
+        calls = self._host.calls
+        made = {name for call in calls for name in call.entries(self.model, self._example)}
         self._names = {id(tensor): name for name, tensor in batch.items()}
-        with self.watching.entries(batch), host.patched(self.model, self._calls, self._example, batch):
+        with (
+            self.watching.entries(batch),
+            hosting.patched(self.model, calls, self._example, batch),
+            hosting.recorded(self.model, self._host.asking, self._names, self._found),
+        ):
             own = {name: tensor for name, tensor in batch.items() if name not in made}
             return loss_of(self.model(**own, **self._extra))
 
     def _asked(self, sources: frozenset[str]) -> None:
-        """The model asks for values that only the batch has: is a function around it that can be run before?"""
-        call = host.find(self.model, self._names, host.caller()) if sources else None
-        if call is not None and call.gives_tensors(self.model, self._example):
-            raise HostFunctionFound(call)
+        """The model asks for values that only the batch has: is a method around it that can be run before?"""
+        method = hosting.find(self.model, self._names, sys._getframe(1)) if sources else None
+        if method is not None and method not in self._host.tried:
+            raise HostFunctionFound(replace(self._host, asking=method, tried=(*self._host.tried, method)))
+
+    def _found(self, call: HostCall) -> None:
+        if call.gives_tensors(self.model, self._example):
+            raise HostFunctionFound(replace(self._host, asking=None, calls=(*self._host.calls, call)))
+
+
+@dataclass(frozen=True)
+class Host:
+    """What runs on the host: calls; asking: a method of which the next trace shows how it is called; tried: those that
+    were asked.
+    """
+
+    calls: tuple[HostCall, ...] = ()
+    asking: Method | None = None
+    tried: tuple[Method, ...] = ()
 
 
 class HostFunctionFound(Exception):
-    """Ends a trace: it has to start again with this function outside the graph."""
+    """Ends a trace: it has to start again with `host`."""
 
-    def __init__(self, call: HostCall) -> None:
-        super().__init__(call.name)
-        self.call = call
+    def __init__(self, host: Host) -> None:
+        super().__init__(str(host))
+        self.host = host
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -126,7 +148,7 @@ def _check_names(model: nn.Module, entries: Iterable[str]) -> None:
 
 
 def export(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], calls: Sequence[HostCall] = ()
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], host: Host = Host()
 ) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
     """Export the training step of the model on an example microbatch, with these functions run on the host.
 
@@ -137,11 +159,11 @@ def export(
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
-        return _exported(LossOnly(model, extra, calls, tensors), tensors, symbolic_dimensions)
+        return _exported(LossOnly(model, extra, host, tensors), tensors, symbolic_dimensions)
     except (CscError, HostFunctionFound):
         raise
     except Exception:  # some code cannot do with a symbolic number of samples; then with the one at hand
-        wrapped = LossOnly(model, extra, calls, tensors)
+        wrapped = LossOnly(model, extra, host, tensors)
         try:
             return _exported(wrapped, tensors, dynamic_dimensions)
         except (CscError, HostFunctionFound):
