@@ -343,16 +343,16 @@ class CompiledModel:
         options = self._options(microbatches)
         ready = self._ready(batch, options)
         self._last = trainer = self._serving(ready, options)
-        for number, microbatch in enumerate(map(self.compiler.complete, ready)):
-            name = f"microbatch {number}" if len(ready) > 1 else "the batch"
-            self._places[self.compiler.signature(microbatch)].check(microbatch, name)
         return trainer.train_step(self._complete(ready, trainer))
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
-        """Microbatches as the runtime takes them."""
+        """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
         manifest = trainer.program.manifest
         used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
-        complete = map(self.compiler.complete, ready)
+        complete = [self.compiler.complete(microbatch) for microbatch in ready]
+        for number, microbatch in enumerate(complete):
+            name = f"microbatch {number}" if len(complete) > 1 else "the batch"
+            self._places[self.compiler.signature(microbatch)].check(microbatch, name)
         return [{n: v for n, v in one.items() if n in used} for one in complete]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:

@@ -89,10 +89,11 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
         program, component, lambda node: (found[node][0],) if node in found else (), sizes, local, ranks
     )  # fmt: skip
     graph = spreading.graph()
+    between = _between(program.graph, local)
     notes = tuple(
         f"{_place(node)}: {g.op_name(node)} runs on all tokens of {component}, on every rank: not spread"
         for node in calls
-        if node not in local and _between(node, local) and not g.is_view(node) and node.target is not operator.getitem
+        if node in between and not g.is_view(node) and node.target is not operator.getitem
     )
     contexts = (*program.contexts, spreading.context(attentions[0]))
     return replace(program, graph=graph, contexts=contexts, notes=(*program.notes, *notes))
@@ -131,20 +132,13 @@ def _local(calls: Collection[fx.Node], found: Mapping[fx.Node, Axis], tokens: in
         local -= torn
 
 
-def _between(node: fx.Node, local: set[fx.Node]) -> bool:
-    """Whether a call stands between others that run on shares."""
-    return any(used in local for used in g.ancestors([node])) and any(user in local for user in _descendants(node))
-
-
-def _descendants(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(node.users)
-    while stack:
-        user = stack.pop()
-        if user not in found:
-            found.add(user)
-            stack.extend(user.users)
-    return found
+def _between(graph: fx.Graph, local: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that stand between others that run on shares: behind one of them, and in front of one."""
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(used in local or used in behind for used in node.all_input_nodes):
+            behind.add(node)
+    return (behind & g.ancestors(local)) - local
 
 
 def _shape(node: fx.Node, argument: int | None = 0) -> tuple[int, ...]:
