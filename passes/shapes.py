@@ -10,6 +10,7 @@ from torch import fx
 
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
 from csc.ir.program import Options, Program
 from csc.torch_private import FakeTensorMode
 
@@ -34,40 +35,43 @@ def lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Progr
     graph = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     values: dict[fx.Node, Any] = {}
-    with mode:
-        for node in symbolic.nodes:
-            if node.op == "placeholder":
-                kind, name = node.meta["role"]
-                old = node.meta["val"]
-                if kind == "input" and name not in shape_of:
-                    continue  # a batch entry that the loss does not use
+    evaluate = Evaluation(mode)
+    for node in symbolic.nodes:
+        if node.op == "placeholder":
+            kind, name = node.meta["role"]
+            old = node.meta["val"]
+            if kind == "input" and name not in shape_of:
+                continue  # a batch entry that the loss does not use
+            with mode:
                 if kind == "input":
                     val = torch.empty(shape_of[name], dtype=old.dtype, device=old.device)
                 else:
                     val = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
-                mapping[node] = g.add_placeholder(graph, node.target, val, node.meta["role"])
-                values[node] = val
-            elif node.op == "output":
-                graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
-            else:
-                _evaluate(node, graph, mapping, values)
+            mapping[node] = g.add_placeholder(graph, node.target, val, node.meta["role"])
+            values[node] = val
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
+        else:
+            _lower(node, graph, mapping, values, evaluate)
     g.erase_dead(graph)
     return replace(program, graph=graph, fake_mode=mode)
 
 
-def _evaluate(node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any]) -> None:
+def _lower(
+    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any], evaluate: Evaluation
+) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
     target: Any = node.target
     try:
         try:
-            result = target(*arguments, **keywords)
+            result = evaluate(target, arguments, keywords)
         except (RuntimeError, ValueError):
             if g.op_name(node) != "aten::view":
                 raise
             # A view for the strides of another attention kernel (another device or length): copy where needed.
             target = torch.ops.aten.reshape.default
-            result = target(*arguments, **keywords)
+            result = evaluate(target, arguments, keywords)
     except Exception as error:
         raise _misfit(node, error) from error
     values[node] = result

@@ -25,6 +25,7 @@ from torch import fx
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, ContextMask, Program
 from csc.torch_private import OpOverload
@@ -68,6 +69,7 @@ class Spreading:
         self.local, self.ignored, self.last = local, ignored, last
         self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
         self.labels = _what_moves(labels)
+        self.evaluate = Evaluation(program.fake_mode)
         self.new = fx.Graph()
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
@@ -389,12 +391,11 @@ class Spreading:
         name = "" if target is operator.getitem else target._schema.name.split("::")[1].strip("_")
         kept = like.name if target is like.target else f"{like.name}_{name}"
         node = self.new.create_node("call_function", target, arguments, keywords, name=kept)
-        with self.program.fake_mode:
-            values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
-            try:
-                node.meta["val"] = target(*values[0], **values[1])
-            except Exception as error:
-                raise self._mixed(like, f"cannot run on a share of the tokens: {error}") from error
+        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+        try:
+            node.meta["val"] = self.evaluate(target, *values)
+        except Exception as error:
+            raise self._mixed(like, f"cannot run on a share of the tokens: {error}") from error
         node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
         if "hint" in like.meta:
             node.meta["hint"] = like.meta["hint"]

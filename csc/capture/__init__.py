@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
 from csc.capture.export import Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
+from csc.capture.repeats import CannotRepeat
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program
@@ -32,6 +34,8 @@ __all__ = [
     "training",
     "without_kv_cache",
 ]
+
+log = logging.getLogger("csc")
 
 
 @dataclass
@@ -78,30 +82,31 @@ def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
     return fixed and sizes_allowed(program.fake_mode, sizes)
 
 
-def capture(model: nn.Module, example: Any, learned: Learned | None = None) -> Program:
+def capture(model: nn.Module, example: Any, learned: Learned | None = None, whole: bool = False) -> Program:
     """Trace `loss = model(**example)` in training mode, sequence dimensions symbolic.
 
     model: any module whose forward takes the batch's entries as keyword arguments and returns a loss.
     example: one microbatch, a mapping; its tensors are traced, other values are baked in.
     learned: what is known from earlier captures of the model; this one adds to it.
+    whole: trace every layer, equal ones too (see csc.capture.repeats); the Program is the same.
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     learned = Learned() if learned is None else learned
     device = device_of(model)
+    modules = describe(model)
+    layers = {path: model.get_submodule(path) for path, info in modules.items() if info.role == "layer" and not whole}
     while True:
         tensors, extra = split_batch(learned.completed(model, example))
         try:
-            exported, consulted = export(model, placed(tensors, device), extra, learned.host)
+            exported, consulted = export(model, placed(tensors, device), extra, learned.host, layers)
+            graph, constants = _flat(exported, model)
             break
         except HostFunctionFound as found:
             learned.host = found.host
+        except CannotRepeat as reason:
+            log.info("equal layers are traced one by one: %s", reason)
+            layers = {}
     learned.consulted |= consulted
-    try:
-        graph, constants = flatten(exported, model)
-    except CscError:
-        raise
-    except Exception as error:
-        raise untraceable(error) from error
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -121,9 +126,18 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None) -> P
         inputs=inputs,
         parameters=parameters,
         constants=constants,
-        modules=describe(model),
+        modules=modules,
         device=device.type,
         graph=graph,
         fake_mode=loss.meta["val"].fake_mode,
         fixed={name: tensors[name] for name in sorted(consulted)},
     )
+
+
+def _flat(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    try:
+        return flatten(exported, model)
+    except (CscError, CannotRepeat):
+        raise
+    except Exception as error:
+        raise untraceable(error) from error

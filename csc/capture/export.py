@@ -24,6 +24,7 @@ from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensio
 from csc.capture.failures import untraceable
 from csc.capture.host import HostCall, Method
 from csc.capture.known import Watching
+from csc.capture.repeats import Repeats
 from csc.errors import CscError, InputError
 
 
@@ -31,17 +32,23 @@ class LossOnly(nn.Module):
     """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
 
     host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
-    arguments.
+    arguments. layers: those of which equal ones are traced once, by path.
     """
 
     def __init__(
-        self, model: nn.Module, extra: Mapping[str, Any], host: Host, values: Mapping[str, torch.Tensor]
+        self,
+        model: nn.Module,
+        extra: Mapping[str, Any],
+        host: Host,
+        values: Mapping[str, torch.Tensor],
+        layers: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
         self.model = model
         self._extra, self._host, self._example = dict(extra), host, values
         known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
         self.watching = Watching(known, self._asked)
+        self._repeats = Repeats(layers, self.watching.knows)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         calls = self._host.calls
@@ -49,6 +56,7 @@ class LossOnly(nn.Module):
         self._names = {id(tensor): name for name, tensor in batch.items()}
         with (
             self.watching.entries(batch),
+            self._repeats.patched(),
             hosting.patched(self.model, calls, self._example, batch),
             hosting.recorded(self.model, self._host.asking, self._names, self._found),
         ):
@@ -148,9 +156,14 @@ def _check_names(model: nn.Module, entries: Iterable[str]) -> None:
 
 
 def export(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], host: Host = Host()
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    extra: Mapping[str, Any],
+    host: Host = Host(),
+    layers: Mapping[str, nn.Module] = {},
 ) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
-    """Export the training step of the model on an example microbatch, with these functions run on the host.
+    """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
+    ones of these layers traced once (see csc.capture.repeats).
 
     Returns the program and the batch entries whose values it was traced for. Raises CscError with the user's source
     line, or HostFunctionFound.
@@ -159,11 +172,11 @@ def export(
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
-        return _exported(LossOnly(model, extra, host, tensors), tensors, symbolic_dimensions)
+        return _exported(LossOnly(model, extra, host, tensors, layers), tensors, symbolic_dimensions)
     except (CscError, HostFunctionFound):
         raise
     except Exception:  # some code cannot do with a symbolic number of samples; then with the one at hand
-        wrapped = LossOnly(model, extra, host, tensors)
+        wrapped = LossOnly(model, extra, host, tensors, layers)
         try:
             return _exported(wrapped, tensors, dynamic_dimensions)
         except (CscError, HostFunctionFound):

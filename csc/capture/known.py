@@ -69,6 +69,10 @@ class Watching(TorchFunctionMode):
         self.consulted: set[str] = set()
         self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values are there, so that Python decisions may have been taken from them."""
+        return self._value(tensor) is not None
+
     @contextmanager
     def entries(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Watch what is computed from these tensors."""

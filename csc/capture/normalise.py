@@ -6,14 +6,17 @@ decomposition drops them and frozen layers would start to receive gradients.
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from csc.capture import repeats
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
@@ -90,10 +93,6 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
         functional = exported.run_decompositions({})
-    canonical = {id(p): name for name, p in model.named_parameters()}
-    by_any_name = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-
     for spec in functional.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT and spec.kind is not OutputKind.LOSS_OUTPUT:
             raise CscError(
@@ -102,55 +101,107 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
                 "put that module in eval mode (running statistics stay as they are) or move the update out of forward",
             )
 
-    graph = fx.Graph()
-    mapping: dict[fx.Node, Any] = {}
-    constants: dict[str, torch.Tensor] = {}
-    parameter_nodes: dict[str, fx.Node] = {}
-    specs = {spec.arg.name: spec for spec in functional.graph_signature.input_specs if hasattr(spec.arg, "name")}
-    assert exported.example_inputs is not None
-    entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
+    flat = _Flat(functional, model)
     for node in functional.graph.nodes:
+        flat.add(node)
+    g.erase_dead(flat.graph)
+    without_selections(flat.graph, flat.mode)
+    return _named_by_order(flat.graph), flat.constants
+
+
+class _Flat:
+    """The flat graph as it grows, node by node of the functional one."""
+
+    def __init__(self, functional: torch.export.ExportedProgram, model: nn.Module) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.mode: Any = None
+        self._mapping: dict[fx.Node, Any] = {}
+        self._parameters: dict[str, fx.Node] = {}
+        self._own: dict[str, fx.Node] = {}  # parameters and buffers by any name of theirs
+        self._canonical = {id(p): name for name, p in model.named_parameters()}
+        self._by_any_name = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._lifted = functional.constants
+        self._specs = {s.arg.name: s for s in functional.graph_signature.input_specs if hasattr(s.arg, "name")}
+        assert functional.example_inputs is not None
+        self._entries = iter(functional.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
+        self._bodies = repeats.bodies(functional.graph, module_of)
+
+    def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            spec = specs[node.name]
-            target = _plain(str(spec.target))
-            if spec.kind is InputKind.PARAMETER:
-                name = canonical[id(by_any_name[target])]
-                if name not in parameter_nodes:
-                    parameter_nodes[name] = g.add_placeholder(
-                        graph, _identifier(name), node.meta["val"], ("parameter", name)
-                    )
-                mapping[node] = parameter_nodes[name]
-            elif spec.kind is InputKind.USER_INPUT:
-                name = next(entries)
-                mapping[node] = g.add_placeholder(graph, _identifier(name), node.meta["val"], ("input", name))
-            else:
-                tensor = buffers[target] if spec.kind is InputKind.BUFFER else functional.constants[str(spec.target)]
-                constants[target] = tensor.detach()
-                mapping[node] = g.add_placeholder(graph, _identifier(target), node.meta["val"], ("constant", target))
+            self._mapping[node] = self._placeholder(node)
         elif node.op == "output":
-            loss = node.args[0][0]
+            loss = node.args[0][0]  # type: ignore[index]
             if not isinstance(loss, fx.Node):
                 raise InputError(
                     "the loss does not depend on the batch", "model output", "return the loss of the batch"
                 )
-            graph.output((mapping[loss],))
-        elif node.op == "call_function":
-            if g.op_name(node) in ASSERTIONS:
-                continue
-            copied = graph.create_node(
-                node.op, node.target, fx.map_arg(node.args, mapping.__getitem__),
-                fx.map_arg(node.kwargs, mapping.__getitem__), name=node.name,
-            )  # fmt: skip
-            copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
-            mapping[node] = copied
-        else:
+            self.mode = loss.meta["val"].fake_mode
+            self.graph.output((self._mapping[loss],))
+        elif node.op != "call_function":
             raise CscError(
                 f"the traced graph holds a {node.op} ({node.target})", source_of(node) or "model",
                 "control flow operators inside a model are not supported; write the block with tensor operations",
             )  # fmt: skip
-    g.erase_dead(graph)
-    without_selections(graph, loss.meta["val"].fake_mode)
-    return graph, constants
+        elif repeats.is_again(node):
+            body = self._bodies[node.args[0]]  # type: ignore[index]
+            self._mapping[node] = repeats.copied(node, body, self._mapping, self._of_the_other, self._call)
+        elif node.target is operator.getitem and isinstance(self._mapping[node.args[0]], list):  # type: ignore[index]
+            self._mapping[node] = self._mapping[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif g.op_name(node) not in ASSERTIONS and not repeats.is_first(node):
+            self._mapping[node] = self._call(node, self._mapping.__getitem__)
+
+    def _call(self, node: fx.Node, lookup: Callable[[fx.Node], Any]) -> fx.Node:
+        arguments, keywords = fx.map_arg(node.args, lookup), fx.map_arg(node.kwargs, lookup)
+        copied = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
+        copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
+        return copied
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        spec = self._specs[node.name]
+        target = _plain(str(spec.target))
+        val = node.meta["val"]
+        if spec.kind is InputKind.PARAMETER:
+            name = self._canonical[id(self._by_any_name[target])]
+            if name not in self._parameters:
+                self._parameters[name] = g.add_placeholder(self.graph, _identifier(name), val, ("parameter", name))
+            self._own[target] = self._own[name] = self._parameters[name]
+            return self._parameters[name]
+        if spec.kind is InputKind.USER_INPUT:
+            name = next(self._entries)
+            return g.add_placeholder(self.graph, _identifier(name), val, ("input", name))
+        tensor = self._buffers[target] if spec.kind is InputKind.BUFFER else self._lifted[str(spec.target)]
+        self.constants[target] = tensor.detach()
+        placed = g.add_placeholder(self.graph, _identifier(target), val, ("constant", target))
+        if spec.kind is InputKind.BUFFER:
+            self._own[target] = placed
+        return placed
+
+    def _of_the_other(self, node: fx.Node, path: str, other: str) -> Any:
+        """What a placeholder of the layer at `path` is for the `other` one; any other placeholder is the same."""
+        spec = self._specs[node.name]
+        target = _plain(str(spec.target))
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not target.startswith(f"{path}."):
+            return self._mapping[node]
+        name = other + target.removeprefix(path)
+        if name not in self._own:
+            raise repeats.CannotRepeat(f"{name} is not in the graph")
+        return self._own[name]
+
+
+def _named_by_order(graph: fx.Graph) -> fx.Graph:
+    """A copy in which a call is named after its operation and its turn among those left, however it was traced."""
+    named = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            mapping[node] = g.add_placeholder(named, node.name, node.meta["val"], node.meta["role"])
+        elif node.op == "output":
+            named.output(fx.map_arg(node.args[0], mapping.__getitem__))
+        else:
+            g.copy_node(named, node, mapping, re.sub(r"_\d+$", "", node.name))
+    return named
 
 
 def _plain(target: str) -> str:

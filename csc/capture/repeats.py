@@ -1,0 +1,300 @@
+"""Equal layers, traced once.
+
+Eighty equal layers need eighty copies in the graph, but not eighty traces of the same Python code. The model's own
+loop over its layers runs as it is; a layer that does what an earlier one did becomes one call in the trace, which is
+replaced by a copy of the earlier one's operations once the graph is flat.
+
+Terms
+  first    a layer that was traced, with what it was called with and what it looked at
+  again    a call of a layer that does the same as a first: equal in structure and in all attributes that the first
+           read, called with equal plain values and tensors of the same shapes, dtypes and strides
+  body     the operations of a first, between its inputs and its outputs
+
+    Repeats(layers, known).patched()                    context: while the model is traced
+    bodies(graph, layers) -> {again call: body}         of a flat functional graph; CannotRepeat if one is not closed
+
+A first counts only if it is a function of its arguments and its own parameters and buffers: if it writes neither to
+its inputs nor to its attributes, reads no tensor computed elsewhere, and gives away none but its outputs. The first
+two are seen while it runs, the others in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from csc.capture.alike import Read, attributes_read, equal, same, structure
+from csc.ir import graph as g
+from csc.torch_private import pytree
+
+NOT_COPIED = frozenset({"csc::opaque"})  # names the one module that it runs
+
+
+@torch.library.custom_op("csc::layer_first", mutates_args=())
+def _first(inputs: list[torch.Tensor], outputs: list[torch.Tensor], path: str) -> torch.Tensor:
+    """Marks, in a trace, where a first begins and ends; what it returns names it to the calls that repeat it."""
+    raise RuntimeError("csc::layer_first stands in traces only")
+
+
+@_first.register_fake
+def _(inputs: list[torch.Tensor], outputs: list[torch.Tensor], path: str) -> torch.Tensor:
+    return outputs[0].new_empty(0, dtype=torch.int64)
+
+
+@torch.library.custom_op("csc::layer_again", mutates_args=())
+def _again(first: torch.Tensor, like: list[torch.Tensor], inputs: list[torch.Tensor], path: str) -> list[torch.Tensor]:
+    """The layer at `path` does with these inputs what the first did; like: what the first returned."""
+    raise RuntimeError("csc::layer_again stands in traces only")
+
+
+@_again.register_fake
+def _(first: torch.Tensor, like: list[torch.Tensor], inputs: list[torch.Tensor], path: str) -> list[torch.Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+
+
+class CannotRepeat(Exception):
+    """A layer was not a function of its arguments after all: the model has to be traced whole."""
+
+
+@dataclass(frozen=True)
+class _Called:
+    """The leaves of a call's arguments. `kinds` has a tensor's metadata, and which earlier leaf is the same tensor."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    kinds: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class _First:
+    layer: nn.Module
+    called: _Called
+    read: Read
+    token: torch.Tensor
+    outputs: tuple[Any, ...]  # leaves: a tensor, the index of the input that it is, or a plain value in a tuple
+    structure: Any
+
+
+def _called(args: Any, kwargs: Any) -> _Called:
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    places: dict[int, int] = {}
+    kinds = tuple(
+        (
+            tuple(map(str, leaf.shape)), tuple(map(str, leaf.stride())), leaf.dtype, leaf.device, leaf.requires_grad,
+            places.setdefault(id(leaf), place),
+        ) if isinstance(leaf, torch.Tensor) else None
+        for place, leaf in enumerate(leaves)
+    )  # fmt: skip
+    return _Called(tuple(leaves), tree, (torch.is_grad_enabled(), *kinds))
+
+
+class Repeats:
+    """Watches the layers of a model during one trace. known(tensor): whether its values may have been looked at, so
+    that another tensor in its place may lead to other operations.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], known: Callable[[torch.Tensor], bool]) -> None:
+        """layers: by path."""
+        self._known = known
+        self._structures = {path: structure(layer) for path, layer in layers.items()}
+        self._layers = dict(layers)
+        self._firsts: dict[Any, list[_First]] = {}
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Layers trace their first call of a kind, and repeat it after that."""
+        self._firsts.clear()
+        before = {layer: layer.__dict__.get("forward") for layer in self._layers.values()}
+        try:
+            for path, layer in self._layers.items():
+                layer.__dict__["forward"] = self._forward(path, layer, layer.forward)
+            yield
+        finally:
+            for layer, own in before.items():
+                if own is None:
+                    layer.__dict__.pop("forward", None)
+                else:
+                    layer.__dict__["forward"] = own
+
+    def _forward(self, path: str, layer: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            called = _called(args, kwargs)
+            if not called.tensors or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+                return real(*args, **kwargs)
+            firsts = self._firsts.setdefault(self._structures[path], [])
+            for first in firsts:
+                if self._serves(first, layer, called):
+                    return _repeated(first, called, path)
+            return self._traced(firsts, path, layer, real, called)
+
+        return forward
+
+    def _serves(self, first: _First, layer: nn.Module, called: _Called) -> bool:
+        if called.structure != first.called.structure or called.kinds != first.called.kinds:
+            return False
+        for mine, its in zip(first.called.leaves, called.leaves):
+            if isinstance(mine, torch.Tensor):
+                if mine is not its and (self._known(mine) or self._known(its)):
+                    return False
+            elif not _equal_leaf(mine, its):
+                return False
+        return same(first.layer, layer, first.read)
+
+    def _traced(
+        self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called
+    ) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(called.leaves), called.structure)
+        versions = [tensor._version for tensor in called.tensors]
+        attributes = _attributes(layer)
+        with attributes_read(layer) as read:
+            result = real(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        unchanged = (
+            versions == [tensor._version for tensor in called.tensors]
+            and attributes == _attributes(layer)
+            and pytree.tree_structure((args, kwargs)) == called.structure
+        )
+        inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
+        fresh = [tensor for tensor in tensors if id(tensor) not in inputs]
+        if unchanged and fresh and not any(tensor._is_view() for tensor in fresh):
+            token = torch.ops.csc.layer_first(called.tensors, fresh, path)
+            outputs = tuple(
+                inputs.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves
+            )
+            seen = _called(args, kwargs)  # while it ran, sizes may have been found to be equal
+            firsts.append(_First(layer, seen, read, token, outputs, tree))
+        return result
+
+
+def _equal_leaf(one: Any, other: Any) -> bool:
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    if isinstance(one, symbolic) and isinstance(other, symbolic):
+        return str(one) == str(other)
+    return equal(one, other, {})
+
+
+def _attributes(layer: nn.Module) -> list[tuple[str, int]]:
+    """What each attribute of the layer and the modules below is, by identity."""
+    return [(name, id(value)) for module in layer.modules() for name, value in module.__dict__.items()]
+
+
+def _repeated(first: _First, called: _Called, path: str) -> Any:
+    like = [leaf for leaf in first.outputs if isinstance(leaf, torch.Tensor)]
+    made = iter(torch.ops.csc.layer_again(first.token, like, called.tensors, path))
+    leaves = []
+    for leaf in first.outputs:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(next(made))
+        else:
+            leaves.append(leaf[0] if isinstance(leaf, tuple) else called.tensors[leaf])
+    return pytree.tree_unflatten(leaves, first.structure)
+
+
+@dataclass(frozen=True)
+class Body:
+    """The operations of the first at `path`, in order."""
+
+    path: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def is_first(node: fx.Node) -> bool:
+    """Whether a call marks a layer that was traced."""
+    return node.op == "call_function" and g.op_name(node) == "csc::layer_first"
+
+
+def is_again(node: fx.Node) -> bool:
+    """Whether a call stands for a layer that does what another one did."""
+    return node.op == "call_function" and g.op_name(node) == "csc::layer_again"
+
+
+def bodies(graph: fx.Graph, module_of: Callable[[fx.Node], str]) -> dict[fx.Node, Body]:
+    """What each first that is repeated does, by its mark in a flat functional graph. module_of: path of the module that
+    ran a node. CannotRepeat if one reads or gives away what it should not.
+    """
+    marks = {node.args[2]: node for node in graph.nodes if is_first(node) and node.users}
+    inside: dict[Any, set[fx.Node]] = {path: set() for path in marks}
+    position: dict[fx.Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        position[node] = place
+        path = _around(module_of(node), marks) if node.op == "call_function" and not is_first(node) else None
+        if path is not None:
+            inside[path].add(node)
+    return {mark: _body(mark, inside[path], position, module_of) for path, mark in marks.items()}
+
+
+def _around(module: str, paths: Collection[Any]) -> str | None:
+    """The one of these paths that a module is at or below."""
+    while module and module not in paths:
+        module = module.rpartition(".")[0]
+    return module or None
+
+
+def _body(
+    mark: fx.Node, inside: set[fx.Node], position: Mapping[fx.Node, int], module_of: Callable[[fx.Node], str]
+) -> Body:
+    """inside: the calls that modules at and below the first's path ran."""
+    marked: Any = mark.args
+    inputs, outputs, path = tuple(marked[0]), tuple(marked[1]), marked[2]
+    found: set[fx.Node] = set()
+    stack = [node for node in outputs if node not in inputs]
+    while stack:
+        node = stack.pop()
+        if node in found or node in inputs or node.op == "placeholder":
+            continue
+        if node in inside:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            raise CannotRepeat(f"{path} reads {node.name}, which {module_of(node) or 'the model'} computes")
+    for node in inside.difference(outputs):
+        if g.op_name(node) in NOT_COPIED:
+            raise CannotRepeat(f"{path} runs {g.op_name(node)}")
+        for user in node.users:
+            if user is not mark and user not in inside and isinstance(node.meta.get("val"), torch.Tensor):
+                raise CannotRepeat(f"{module_of(user) or 'the model'} reads {node.name} of {path}")
+    return Body(path, tuple(sorted(found, key=position.__getitem__)), inputs, outputs)
+
+
+def copied(
+    again: fx.Node,
+    body: Body,
+    mapping: Mapping[fx.Node, Any],
+    own: Callable[[fx.Node, str, str], Any],
+    copy: Callable[[fx.Node, Callable[[fx.Node], Any]], fx.Node],
+) -> list[Any]:
+    """Copies a first's body for a layer that repeats it; returns what stands for its results.
+
+    mapping: from the nodes before it. own(placeholder, path, of): the parameter or buffer of the layer at path `of`
+    that a placeholder is for the layer at `path`. copy(node, lookup): appends a copy of an operation.
+    """
+    called: Any = again.args
+    _, _, inputs, path = called
+    inner: dict[fx.Node, Any] = {}
+    for given, now in zip(body.inputs, inputs, strict=True):
+        if inner.setdefault(given, mapping[now]) is not mapping[now]:
+            raise CannotRepeat(f"two arguments of {body.path} are one tensor, those of {path} are two")
+
+    def lookup(node: fx.Node) -> Any:
+        if node in inner:
+            return inner[node]
+        return own(node, body.path, path) if node.op == "placeholder" else mapping[node]
+
+    for node in body.nodes:
+        inner[node] = copy(node, lookup)
+        inner[node].meta["module"] = path + inner[node].meta["module"].removeprefix(body.path)
+    return [inner[node] if node in inner else mapping[node] for node in body.outputs]

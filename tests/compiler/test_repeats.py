@@ -1,0 +1,210 @@
+"""Equal layers are traced once, and the Program is the one of the model traced whole, text for text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from benchmarks.coverage.models import CASES
+from csc.capture import capture
+from csc.capture.alike import attributes_read, same
+from csc.ir.printer import program_text
+from csc.verification import verify
+
+WIDTH, DEPTH = 8, 5
+RUN: list[int] = []  # a number for every forward of a layer
+SEEN: list[torch.Tensor] = []
+
+
+class Layer(nn.Module):
+    """One of many. `number` is passed on and never looked at."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.scale, self.calls = number, 0.5, 0
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), float(number)))
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        RUN.append(1)
+        return hidden + self.scale * F.gelu(self.linear(self.norm(hidden) + position)) + self.shift
+
+
+class ByNumber(Layer):
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden, position) * (2.0 if self.number % 2 else 3.0)
+
+
+class OtherScale(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.scale = 0.5 if number < 2 else 0.25
+
+
+class Writing(Layer):
+    """Changes its argument."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        hidden += position
+        return super().forward(hidden, position)
+
+
+class Counting(Layer):
+    """Keeps something for its next call."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(hidden, position) * self.calls
+
+
+class Telling(Layer):
+    """Gives away more than its result."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        SEEN.append(self.linear(hidden))
+        return super().forward(hidden, position)
+
+
+class Looking(Layer):
+    """Reads what another layer gave away."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        before = SEEN[-1]
+        SEEN.append(2.0 * hidden)
+        return super().forward(hidden, position) + before
+
+
+class Viewing(Layer):
+    """Returns a view of what it was given, and that itself."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> Any:
+        return super().forward(hidden, position), position, {"kept": True}
+
+
+class Dropping(Layer):
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(hidden, position), 0.1, self.training)
+
+
+class Deciding(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if hidden.sum().item() > 0 else -hidden
+
+
+class Opaque(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.deciding = csc.opaque(Deciding())
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return self.deciding(super().forward(hidden, position))
+
+
+class Hooked(Layer):
+    """A hook below it changes what it does, in every other layer."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        if number % 2:
+            self.linear.register_forward_hook(lambda module, args, output: 3.0 * output)
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList(layer(number) for number in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        SEEN[:] = [signal.mean() * torch.ones(WIDTH)]
+        hidden = self.embed(signal)
+        position = hidden.mean(1, keepdim=True)
+        for layer in self.layers:
+            layer.calls = 0
+        for layer in self.layers:
+            result = layer(hidden, position)
+            hidden, position, *_ = result if isinstance(result, tuple) else (result, position)
+        telling = sum(one.mean() for one in SEEN) if isinstance(self.layers[0], (Telling, Looking)) else 0.0
+        return self.head(hidden).pow(2).mean() + telling
+
+
+class InPlaceAfter(Model):
+    """Adds to the result of the first layer where it stands, as DeepStack does."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(signal)
+        position = hidden.mean(1, keepdim=True)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, position)
+            if number < 2:
+                hidden[:, 0] += 1.0
+        return self.head(hidden).pow(2).mean()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"signal": torch.arange(2 * 4 * 3).view(2, 4, 3) / 10.0}
+
+
+def texts(model: nn.Module, example: dict[str, torch.Tensor]) -> tuple[str, str, int]:
+    """The captured Program with equal layers traced once, and traced whole; how many layers' code the former ran."""
+    whole = program_text(capture(model, example, whole=True))
+    RUN.clear()
+    return program_text(capture(model, example)), whole, len(RUN)
+
+
+@pytest.mark.parametrize(
+    "layer, traced",
+    [
+        (Layer, 1), (OtherScale, 2), (ByNumber, DEPTH), (Viewing, 1), (Dropping, 1), (Hooked, 2),
+        (Writing, DEPTH), (Counting, DEPTH), (Opaque, DEPTH),
+        (Telling, 1 + DEPTH), (Looking, 1 + DEPTH),  # found in the graph: then it is traced whole
+    ],
+)  # fmt: skip
+def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[int], nn.Module], traced: int) -> None:
+    one, whole, ran = texts(Model(layer), batch())
+    assert one == whole
+    assert ran == traced
+
+
+def test_a_result_that_is_changed_afterwards_is_not_what_its_layer_gave() -> None:
+    one, whole, ran = texts(InPlaceAfter(Layer), batch())
+    assert one == whole and ran == 1
+
+
+def test_gradients_of_repeated_layers_are_those_of_eager() -> None:
+    compiled = csc.compile(Model(Layer), mesh=csc.Mesh(pp=2), example=batch(), microbatches=1, schedule="1f1b")
+    found = verify(compiled)
+    assert found.loss_rel == 0 and found.grad_rel_max == 0 and not found.params_missing
+
+
+def test_attributes_that_a_layer_looks_at() -> None:
+    one, other = Layer(1), Layer(2)
+    with attributes_read(one) as read:
+        one(torch.ones(1, 2, WIDTH), torch.ones(1, 1, WIDTH))
+    assert ("", "scale") in read and ("", "number") not in read and ("norm", "eps") in read
+    assert same(one, other, read)
+    other.norm.eps = 1e-3
+    assert not same(one, other, read)
+    assert "__getattribute__" not in vars(Layer)
+
+
+def test_a_trace_leaves_the_layers_as_they_were() -> None:
+    model = Model(Layer)
+    before = [dict(vars(module)) for module in model.modules()]
+    capture(model, batch())
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 3, text", pytest.param("Qwen3-VL", marks=pytest.mark.slow)])
+def test_models_of_hugging_face_traced_once_are_those_traced_whole(name: str) -> None:
+    torch.manual_seed(0)
+    model, example = CASES[name]()
+    one, whole, _ = texts(model, example)
+    assert one == whole
