@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def write(
     """Write the program directory. An earlier program of that name is replaced; anything else there is an InputError.
 
     example: one microbatch, saved for `csc run`. weights: saved under the model's names if given.
+    program.json also gets the seconds of every step of the compilation; they are no part of its fingerprint.
     """
+    start = time.perf_counter()
     directory = Path(directory).resolve()
     if directory.exists() and not _replaceable(directory):
         raise InputError(
@@ -75,6 +78,8 @@ def write(
         save_file(_plain({i.name: example[i.name] for i in program.inputs}), building / "example.safetensors")
         if weights is not None:
             save_file(_plain(weights), building / "weights.safetensors")
+        steps = [*((r.name, r.seconds) for r in program.history), ("emission", time.perf_counter() - start)]
+        content["timings"] = {name: round(seconds, 4) for name, seconds in steps}
         (building / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
         os.chmod(building, 0o755)
         _swap_in(building, directory)

@@ -12,10 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["CompiledModel", "CscError", "InputError", "Mask", "Mesh", "attention", "compile", "compose", "opaque"]
+__all__ = [
+    "CompiledModel", "CscError", "InputError", "Mask", "Mesh",
+    "attention", "compile", "compose", "opaque", "weightless",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from csc.api import CompiledModel, compile
+    from csc.capture.weightless import weightless
     from csc.composition import compose
     from csc.errors import CscError, InputError
     from csc.ir.mesh import Mesh
@@ -31,6 +35,7 @@ _HOMES = {
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
     "opaque": "csc.kernels.opaque",
+    "weightless": "csc.capture.weightless",
     "CscError": "csc.errors",
     "InputError": "csc.errors",
 }

@@ -18,6 +18,7 @@ from csc.errors import CscError, InputError
 from csc.mask_command import mask
 from csc.simulation.look import bytes_text, seconds_text
 from csc.target_options import Opening, on_target
+from csc.timings import compile_times, timings_table
 
 ABOUT = "Compile the training step of a multimodal LLM into one readable Python program per rank."
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=ABOUT)
@@ -58,6 +59,7 @@ def compile_command(
     opening: Opening,
     output: Annotated[Path, typer.Option("-o", "--output", help="directory to write")],
     weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
+    timings: Annotated[bool, typer.Option("--timings", help="show what each step of the compilation took")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -66,6 +68,7 @@ def compile_command(
         directory = compiled.write(output, weights)
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
+    spent = compile_times(directory)
     if json_output:
         _json(
             {
@@ -73,13 +76,14 @@ def compile_command(
                 "ranks": ranks,
                 "templates": sorted(program.variants),
                 "passes": passes,
+                "timings": spent,
             }
         )
         return
-    table = Table("pass", "seconds", "leaves", title=f"{program.name}: {len(program.stages)} stages, {ranks} ranks")
-    for row in passes:
-        table.add_row(row["name"], f"{row['seconds']:.3f}", row["summary"])
-    console.print(table)
+    if timings:
+        console.print(timings_table(program.name, spent, {row["name"]: row["summary"] for row in passes}))
+    held = f"{len(program.stages)} stages on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    console.print(f"{program.name}: {held}, {len(program.variants)} layer files, in {spent['total']:.1f} s")
     console.print(f"wrote {escape(str(directory))}", soft_wrap=True)
     console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
 

@@ -29,7 +29,7 @@ from torch import fx, nn
 from csc.analysis.costs import Work, seconds, variant_cost, variant_key
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
 from csc.api import CompiledModel
-from csc.capture import device_of, placed, split_batch
+from csc.capture import device_of, placed, split_batch, with_weights
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes
@@ -101,7 +101,7 @@ def profile(
         raise InputError(
             f"{output} is no .toml file", "--output", f"call it {output.with_suffix('.toml').name}: profiles are TOML"
         )
-    device = device_of(compiled.model)
+    device = device_of(with_weights(compiled.model, "profile"))
     chosen = hardware(base if base is not None else profile_of(device))
     source = sampler(compiled)
     program = source.program()

@@ -61,6 +61,9 @@ def _options(
         list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
     ] = None,
     example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="make the model without weights: a mesh and a model of any size")
+    ] = False,
 ) -> None:
     """Never called: its signature is what `on_target` gives to commands."""
 
@@ -86,11 +89,15 @@ def on_target(command: Command) -> Command:
 
 @contextlib.contextmanager
 def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
+    from csc.capture.weightless import weightless
     from csc.target import load_target, overridden
 
     errors = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with (
+        weightless() if given["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
+        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress,
+    ):
         task = progress.add_task("loading")
         compiled = load_target(given["target"], given["example"])
         changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from csc.api import CompiledModel
-from csc.capture import device_of, loss_of, placed, split_batch, training, without_kv_cache
+from csc.capture import device_of, loss_of, placed, split_batch, training, with_weights, without_kv_cache
 from csc.ir import graph as g
 from csc.ir.program import Options
 
@@ -61,7 +61,7 @@ def default_tolerance(options: Options) -> float:
 def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
     """Run eager and compiled on the example (or a given) batch, in this process. `.grad` is left as it was."""
     batch = compiled.example if batch is None else batch
-    model = compiled.model
+    model = with_weights(compiled.model, "verify")
     trainable = {p.name for p in compiled.program.parameters if p.trainable}
     kept = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,10 @@ from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
 from csc.capture.repeats import CannotRepeat
+from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.program import Input, Parameter, Program
+from csc.ir.program import Input, Parameter, Program, Record
 from csc.torch_private import sizes_allowed
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "serves",
     "split_batch",
     "training",
+    "weightless",
+    "with_weights",
     "without_kv_cache",
 ]
 
@@ -93,19 +97,9 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
     """
     learned = Learned() if learned is None else learned
     device = device_of(model)
-    modules = describe(model)
-    layers = {path: model.get_submodule(path) for path, info in modules.items() if info.role == "layer" and not whole}
-    while True:
-        tensors, extra = split_batch(learned.completed(model, example))
-        try:
-            exported, consulted = export(model, placed(tensors, device), extra, learned.host, layers)
-            graph, constants = _flat(exported, model)
-            break
-        except HostFunctionFound as found:
-            learned.host = found.host
-        except CannotRepeat as reason:
-            log.info("equal layers are traced one by one: %s", reason)
-            layers = {}
+    with standing_in(model, device):
+        layers = {} if whole else _layers(model)
+        graph, constants, tensors, consulted, history = _traced(model, example, learned, device, layers)
     learned.consulted |= consulted
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -126,12 +120,42 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         inputs=inputs,
         parameters=parameters,
         constants=constants,
-        modules=modules,
+        modules=describe(model),
         device=device.type,
         graph=graph,
         fake_mode=loss.meta["val"].fake_mode,
         fixed={name: tensors[name] for name in sorted(consulted)},
+        history=history,
     )
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: model.get_submodule(path) for path, info in describe(model).items() if info.role == "layer"}
+
+
+def _traced(
+    model: nn.Module, example: Any, learned: Learned, device: torch.device, layers: Mapping[str, nn.Module]
+) -> tuple[fx.Graph, dict[str, torch.Tensor], dict[str, torch.Tensor], frozenset[str], tuple[Record, ...]]:
+    """(graph, constants, the batch's tensors, entries consulted, times), equal ones of the layers traced once if they
+    can be; functions found to run on the host are added to what is learned.
+    """
+    start = time.perf_counter()
+    while True:
+        tensors, extra = split_batch(learned.completed(model, example))
+        try:
+            exported, consulted = export(model, placed(tensors, device), extra, learned.host, layers)
+            traced = time.perf_counter()
+            graph, constants = _flat(exported, model)
+            times = (
+                Record("capture", traced - start, f"{len(exported.graph.nodes)} nodes"),
+                Record("normalise", time.perf_counter() - traced, f"{len(graph.nodes)} nodes"),
+            )
+            return graph, constants, tensors, consulted, times
+        except HostFunctionFound as found:
+            learned.host = found.host
+        except CannotRepeat as reason:
+            log.info("equal layers are traced one by one: %s", reason)
+            layers = {}
 
 
 def _flat(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:

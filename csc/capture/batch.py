@@ -46,8 +46,11 @@ def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's parameters, the CPU if it has none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """The device of the model's parameters, the CPU if it has none; where they have no data, the one to train on."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:

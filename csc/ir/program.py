@@ -192,7 +192,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Record:
-    """Provenance of one pass: what ran, how long, what it left."""
+    """Provenance of one step, of the capture or a pass: what ran, how long, what it left."""
 
     name: str
     seconds: float
