@@ -16,7 +16,7 @@ from csc.capture.export import Host, HostFunctionFound, export, loss_of, trainin
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
-from csc.capture.repeats import CannotRepeat
+from csc.capture.repeats import CannotRepeat, Layers, NotHidden
 from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -98,7 +98,8 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
     learned = Learned() if learned is None else learned
     device = device_of(model)
     with standing_in(model, device):
-        layers = {} if whole else _layers(model)
+        paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
+        layers = Layers.of(model, paths)
         graph, constants, tensors, consulted, history = _traced(model, example, learned, device, layers)
     learned.consulted |= consulted
     aliases: dict[int, list[str]] = {}
@@ -129,12 +130,8 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
     )
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {path: model.get_submodule(path) for path, info in describe(model).items() if info.role == "layer"}
-
-
 def _traced(
-    model: nn.Module, example: Any, learned: Learned, device: torch.device, layers: Mapping[str, nn.Module]
+    model: nn.Module, example: Any, learned: Learned, device: torch.device, layers: Layers
 ) -> tuple[fx.Graph, dict[str, torch.Tensor], dict[str, torch.Tensor], frozenset[str], tuple[Record, ...]]:
     """(graph, constants, the batch's tensors, entries consulted, times), equal ones of the layers traced once if they
     can be; functions found to run on the host are added to what is learned.
@@ -153,9 +150,11 @@ def _traced(
             return graph, constants, tensors, consulted, times
         except HostFunctionFound as found:
             learned.host = found.host
+        except NotHidden as needed:
+            layers = layers.without_hidden(needed.paths)
         except CannotRepeat as reason:
             log.info("equal layers are traced one by one: %s", reason)
-            layers = {}
+            layers = Layers.of(model, ())
 
 
 def _flat(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:

@@ -74,13 +74,10 @@ def attributes_read(layer: nn.Module) -> Iterator[Read]:
 
 def same(one: nn.Module, other: nn.Module, read: Read) -> bool:
     """Whether two layers of one structure have equal values for all of these attributes."""
-    pairs = {
-        id(a): b for (_, a), (_, b) in zip(
-            one.named_modules(remove_duplicate=False), other.named_modules(remove_duplicate=False), strict=True
-        )
-    }  # fmt: skip
+    first, second = (dict(layer.named_modules(remove_duplicate=False)) for layer in (one, other))
+    pairs = {id(module): second[path] for path, module in first.items()}
     for path, name in read:
-        mine, its = (layer.get_submodule(path).__dict__ for layer in (one, other))
+        mine, its = first[path].__dict__, second[path].__dict__
         if (name in mine) != (name in its) or (name in mine and not equal(mine[name], its[name], pairs)):
             return False
     return True

@@ -24,7 +24,7 @@ from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensio
 from csc.capture.failures import untraceable
 from csc.capture.host import HostCall, Method
 from csc.capture.known import Watching
-from csc.capture.repeats import Repeats
+from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.errors import CscError, InputError
 
 
@@ -32,7 +32,7 @@ class LossOnly(nn.Module):
     """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
 
     host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
-    arguments. layers: those of which equal ones are traced once, by path.
+    arguments. layers: those of which equal ones are traced once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LossOnly(nn.Module):
         extra: Mapping[str, Any],
         host: Host,
         values: Mapping[str, torch.Tensor],
-        layers: Mapping[str, nn.Module],
+        layers: Layers,
     ) -> None:
         super().__init__()
         self.model = model
@@ -160,33 +160,39 @@ def export(
     tensors: Mapping[str, torch.Tensor],
     extra: Mapping[str, Any],
     host: Host = Host(),
-    layers: Mapping[str, nn.Module] = {},
+    layers: Layers | None = None,
 ) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
     """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
     ones of these layers traced once (see csc.capture.repeats).
 
     Returns the program and the batch entries whose values it was traced for. Raises CscError with the user's source
-    line, or HostFunctionFound.
+    line, HostFunctionFound, or NotHidden: then it has to be done again.
     """
+    layers = Layers({}, frozenset()) if layers is None else layers
     _check_names(model, tensors)
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
-        return _exported(LossOnly(model, extra, host, tensors, layers), tensors, symbolic_dimensions)
-    except (CscError, HostFunctionFound):
+        return _exported(LossOnly(model, extra, host, tensors, layers), tensors, symbolic_dimensions, layers)
+    except (CscError, HostFunctionFound, NotHidden):
         raise
-    except Exception:  # some code cannot do with a symbolic number of samples; then with the one at hand
+    except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
+        if layers.hidden:  # perhaps it fails for something that was hidden from it
+            raise NotHidden(layers.hidden) from error
         wrapped = LossOnly(model, extra, host, tensors, layers)
         try:
-            return _exported(wrapped, tensors, dynamic_dimensions)
-        except (CscError, HostFunctionFound):
+            return _exported(wrapped, tensors, dynamic_dimensions, layers)
+        except (CscError, HostFunctionFound, NotHidden):
             raise
         except Exception as error:
             raise untraceable(error, wrapped.watching.asked_last) from error
 
 
 def _exported(
-    wrapped: LossOnly, tensors: Mapping[str, torch.Tensor], symbolic: Callable[[torch.Tensor], tuple[int, ...]]
+    wrapped: LossOnly,
+    tensors: Mapping[str, torch.Tensor],
+    symbolic: Callable[[torch.Tensor], tuple[int, ...]],
+    layers: Layers,
 ) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
@@ -196,6 +202,7 @@ def _exported(
         training(model),
         without_kv_cache(model),
         attributes_kept(model),
+        layers.kept_out(),
         warnings.catch_warnings(),
         redirect_stderr(said),
     ):

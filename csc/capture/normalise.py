@@ -20,7 +20,7 @@ from csc.capture import repeats
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
-from csc.torch_private import is_autocast_region, is_no_grad_region
+from csc.torch_private import FakeTensorMode, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(
@@ -106,7 +106,9 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
         flat.add(node)
     g.erase_dead(flat.graph)
     without_selections(flat.graph, flat.mode)
-    return _named_by_order(flat.graph), flat.constants
+    own = [("parameter", name) for name, _ in model.named_parameters()]
+    own += [("constant", name) for name, _ in model.named_buffers()]
+    return _ordered(flat.graph, own), flat.constants
 
 
 class _Flat:
@@ -127,11 +129,16 @@ class _Flat:
         assert functional.example_inputs is not None
         self._entries = iter(functional.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
         self._bodies = repeats.bodies(functional.graph, module_of)
+        self._whole = False  # all of the model's parameters and buffers have their placeholders
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._mapping[node] = self._placeholder(node)
-        elif node.op == "output":
+            return
+        if not self._whole:
+            self._whole = True
+            self._hidden(next(iter(self._mapping)).meta["val"].fake_mode)
+        if node.op == "output":
             loss = node.args[0][0]  # type: ignore[index]
             if not isinstance(loss, fx.Node):
                 raise InputError(
@@ -163,11 +170,7 @@ class _Flat:
         target = _plain(str(spec.target))
         val = node.meta["val"]
         if spec.kind is InputKind.PARAMETER:
-            name = self._canonical[id(self._by_any_name[target])]
-            if name not in self._parameters:
-                self._parameters[name] = g.add_placeholder(self.graph, _identifier(name), val, ("parameter", name))
-            self._own[target] = self._own[name] = self._parameters[name]
-            return self._parameters[name]
+            return self._parameter(target, val)
         if spec.kind is InputKind.USER_INPUT:
             name = next(self._entries)
             return g.add_placeholder(self.graph, _identifier(name), val, ("input", name))
@@ -177,6 +180,25 @@ class _Flat:
         if spec.kind is InputKind.BUFFER:
             self._own[target] = placed
         return placed
+
+    def _parameter(self, target: str, val: Any) -> fx.Node:
+        name = self._canonical[id(self._by_any_name[target])]
+        if name not in self._parameters:
+            self._parameters[name] = g.add_placeholder(self.graph, _identifier(name), val, ("parameter", name))
+        self._own[target] = self._own[name] = self._parameters[name]
+        return self._parameters[name]
+
+    def _hidden(self, mode: FakeTensorMode) -> None:
+        """Placeholders for what was hidden from the trace."""
+        for name, parameter in self._by_any_name.items():
+            if name not in self._own:
+                self._parameter(name, _like(parameter, mode))
+        for name, buffer in self._buffers.items():
+            if name not in self._own:
+                self.constants[name] = buffer.detach()
+                self._own[name] = g.add_placeholder(
+                    self.graph, _identifier(name), _like(buffer, mode), ("constant", name)
+                )
 
     def _of_the_other(self, node: fx.Node, path: str, other: str) -> Any:
         """What a placeholder of the layer at `path` is for the `other` one; any other placeholder is the same."""
@@ -190,18 +212,26 @@ class _Flat:
         return self._own[name]
 
 
-def _named_by_order(graph: fx.Graph) -> fx.Graph:
-    """A copy in which a call is named after its operation and its turn among those left, however it was traced."""
-    named = fx.Graph()
+def _like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _ordered(graph: fx.Graph, first: list[tuple[str, str]]) -> fx.Graph:
+    """A copy that does not show how it was traced: placeholders of these roles come first, in this order, and a call is
+    named after its operation and its turn among those left.
+    """
+    ordered = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
+    place = {role: number for number, role in enumerate(first)}
+    for node in sorted(g.placeholders(graph), key=lambda node: place.get(node.meta["role"], len(place))):
+        mapping[node] = g.add_placeholder(ordered, node.name, node.meta["val"], node.meta["role"])
     for node in graph.nodes:
-        if node.op == "placeholder":
-            mapping[node] = g.add_placeholder(named, node.name, node.meta["val"], node.meta["role"])
-        elif node.op == "output":
-            named.output(fx.map_arg(node.args[0], mapping.__getitem__))
-        else:
-            g.copy_node(named, node, mapping, re.sub(r"_\d+$", "", node.name))
-    return named
+        if node.op == "output":
+            ordered.output(fx.map_arg(node.args[0], mapping.__getitem__))
+        elif node.op != "placeholder":
+            g.copy_node(ordered, node, mapping, re.sub(r"_\d+$", "", node.name))
+    return ordered
 
 
 def _plain(target: str) -> str:

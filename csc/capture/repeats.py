@@ -21,7 +21,8 @@ two are seen while it runs, the others in the graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,77 @@ def _(first: torch.Tensor, like: list[torch.Tensor], inputs: list[torch.Tensor],
 
 class CannotRepeat(Exception):
     """A layer was not a function of its arguments after all: the model has to be traced whole."""
+
+
+class NotHidden(Exception):
+    """Ends a trace: the parameters of the layers at `paths` are needed in it."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(paths)))
+        self.paths = paths
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers by path. `hidden`: those that are likely to repeat one before them. A tracer pays for every parameter
+    that it sees, so it does not see theirs; should something ask for one, the trace starts again with it.
+    """
+
+    by_path: Mapping[str, nn.Module]
+    hidden: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, paths: Iterable[str]) -> Layers:
+        """The layers at these paths, all but the first of each structure hidden. Not those that share a parameter or
+        buffer with another module: which of its names a tracer keeps is up to it.
+        """
+        uses = _uses(model)
+        by_path: dict[str, nn.Module] = {}
+        first: dict[Any, str] = {}
+        for path in paths:
+            layer = model.get_submodule(path)
+            if all(uses[key] == count for key, count in _uses(layer).items()):
+                by_path[path] = layer
+                first.setdefault(structure(layer), path)
+        return cls(by_path, frozenset(by_path).difference(first.values()))
+
+    def without_hidden(self, shown: Collection[str]) -> Layers:
+        """With some of the hidden layers shown."""
+        return Layers(self.by_path, self.hidden.difference(shown))
+
+    @contextmanager
+    def kept_out(self, tensors: Callable[[str], dict[str, Any]] = lambda path: {}) -> Iterator[None]:
+        """The hidden layers have `tensors(path)` in place of their parameters and buffers."""
+        replaced = [
+            (path, module, module.__dict__["_parameters"], module.__dict__["_buffers"])
+            for path in self.hidden for module in self.by_path[path].modules()
+        ]  # fmt: skip
+        try:
+            for path, module, _, _ in replaced:
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors(path), tensors(path)
+            yield
+        finally:
+            for _, module, parameters, buffers in replaced:
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How often each parameter and buffer is registered, by its identity."""
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return Counter(id(tensor) for several in named for _, tensor in several)
+
+
+class _Asked(dict[str, Any]):
+    """Stands for the parameters of a hidden layer while the model runs: whoever looks at them ends the trace."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def _ask(self, *args: Any) -> Any:
+        raise NotHidden(self._paths)
+
+    __getitem__ = __contains__ = __iter__ = __len__ = get = items = keys = values = _ask
 
 
 @dataclass(frozen=True)
@@ -103,22 +175,23 @@ class Repeats:
     that another tensor in its place may lead to other operations.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], known: Callable[[torch.Tensor], bool]) -> None:
-        """layers: by path."""
+    def __init__(self, layers: Layers, known: Callable[[torch.Tensor], bool]) -> None:
         self._known = known
-        self._structures = {path: structure(layer) for path, layer in layers.items()}
-        self._layers = dict(layers)
+        self._layers = layers
+        self._structures = {path: structure(layer) for path, layer in layers.by_path.items()}
         self._firsts: dict[Any, list[_First]] = {}
 
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Layers trace their first call of a kind, and repeat it after that."""
         self._firsts.clear()
-        before = {layer: layer.__dict__.get("forward") for layer in self._layers.values()}
+        layers = self._layers.by_path
+        before = {layer: layer.__dict__.get("forward") for layer in layers.values()}
         try:
-            for path, layer in self._layers.items():
+            for path, layer in layers.items():
                 layer.__dict__["forward"] = self._forward(path, layer, layer.forward)
-            yield
+            with self._layers.kept_out(lambda path: _Asked(self._layers.hidden)):
+                yield
         finally:
             for layer, own in before.items():
                 if own is None:
@@ -130,12 +203,14 @@ class Repeats:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             called = _called(args, kwargs)
-            if not called.tensors or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+            if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)
             firsts = self._firsts.setdefault(self._structures[path], [])
             for first in firsts:
                 if self._serves(first, layer, called):
                     return _repeated(first, called, path)
+            if path in self._layers.hidden:
+                raise NotHidden(self._unlike(path, firsts))
             return self._traced(firsts, path, layer, real, called)
 
         return forward
@@ -150,6 +225,15 @@ class Repeats:
             elif not _equal_leaf(mine, its):
                 return False
         return same(first.layer, layer, first.read)
+
+    def _unlike(self, path: str, firsts: list[_First]) -> frozenset[str]:
+        """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
+        return frozenset(
+            other for other in self._layers.hidden if other == path or (
+                self._structures[other] == self._structures[path]
+                and not any(same(first.layer, self._layers.by_path[other], first.read) for first in firsts)
+            )
+        )  # fmt: skip
 
     def _traced(
         self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called
@@ -168,7 +252,7 @@ class Repeats:
         )
         inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
         fresh = [tensor for tensor in tensors if id(tensor) not in inputs]
-        if unchanged and fresh and not any(tensor._is_view() for tensor in fresh):
+        if unchanged and fresh and called.tensors and not any(tensor._is_view() for tensor in fresh):
             token = torch.ops.csc.layer_first(called.tensors, fresh, path)
             outputs = tuple(
                 inputs.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves

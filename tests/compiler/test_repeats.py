@@ -148,6 +148,21 @@ class InPlaceAfter(Model):
         return self.head(hidden).pow(2).mean()
 
 
+class Decaying(Model):
+    """Its loss looks at all parameters, at those of layers that would be repeated too."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return super().forward(signal) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Tied(Model):
+    """The last layer has the weight of the first one."""
+
+    def __init__(self, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__(layer)
+        self.layers[-1].linear.weight = self.layers[0].linear.weight
+
+
 def batch() -> dict[str, torch.Tensor]:
     return {"signal": torch.arange(2 * 4 * 3).view(2, 4, 3) / 10.0}
 
@@ -163,7 +178,7 @@ def texts(model: nn.Module, example: dict[str, torch.Tensor]) -> tuple[str, str,
     "layer, traced",
     [
         (Layer, 1), (OtherScale, 2), (ByNumber, DEPTH), (Viewing, 1), (Dropping, 1), (Hooked, 2),
-        (Writing, DEPTH), (Counting, DEPTH), (Opaque, DEPTH),
+        (Writing, DEPTH), (Counting, DEPTH), (Opaque, 1 + DEPTH),
         (Telling, 1 + DEPTH), (Looking, 1 + DEPTH),  # found in the graph: then it is traced whole
     ],
 )  # fmt: skip
@@ -176,6 +191,16 @@ def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[
 def test_a_result_that_is_changed_afterwards_is_not_what_its_layer_gave() -> None:
     one, whole, ran = texts(InPlaceAfter(Layer), batch())
     assert one == whole and ran == 1
+
+
+@pytest.mark.parametrize("kind", [Decaying, Tied])
+def test_parameters_of_repeated_layers_are_there_for_whoever_asks(kind: type[Model]) -> None:
+    model = kind(Layer)
+    one, whole, _ = texts(model, batch())
+    assert one == whole
+    compiled = csc.compile(model, mesh=csc.Mesh(pp=2), example=batch(), microbatches=1, schedule="1f1b")
+    found = verify(compiled)
+    assert found.grad_rel_max < 1e-6 and not found.params_missing
 
 
 def test_gradients_of_repeated_layers_are_those_of_eager() -> None:
