@@ -26,6 +26,7 @@ from torch import nn
 
 from csc.capture import device_of, pieces, split_batch
 from csc.checkpoint import format_of, read_rest, write_config
+from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -241,11 +242,16 @@ class CompiledModel:
         """The example's first microbatch."""
         return self._ready(self.example, self.options)[0]
 
-    def write(self, directory: str | Path, with_weights: bool = False) -> Path:
-        """Write the program directory for the example batch. InputError if something else is there."""
+    def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
+        """Write the program directory for the example batch. InputError if something else is there.
+
+        ranks: write the files of these ranks alone, and what they share with others: a directory that runs them.
+        InputError for a rank that the mesh does not have.
+        """
+        wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         program = self.program
         first = self.compiler.complete(self.microbatch)
-        return self.compiler.emit(program, self.options, Path(directory), first, with_weights)
+        return self.compiler.emit(program, self.options, Path(directory), first, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
