@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.capture import device_of, pieces, split_batch
-from csc.checkpoint import format_of, read_rest, write_config
+from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
@@ -284,8 +284,9 @@ class CompiledModel:
             start = time.perf_counter()
             program = self._history(microbatch, options)[-1]
             directory = self._program_directory(sum(map(len, self._served.values())))
-            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch))
-            loaded = load(directory)
+            own = [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None
+            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch), ranks=own)
+            loaded = load(directory, own)
             if count in self._trainers:
                 self._trainers[count].add(loaded)
             else:
@@ -465,14 +466,15 @@ class CompiledModel:
         Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
         (where they are there), so that a later `save` has them right. InputError if one is missing or of another shape
         or dtype.
+
+        A model on the meta device stays there, and each rank makes its own parameters only. What the step does not use
+        is then kept by the rank that saves it.
         """
         trainer = self._current()
         form = self._format(trainer)
-        found = read_rest(path, form)
+        found = read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
         trainer.load(path, form)
-        with torch.no_grad():
-            for name, tensor in found.items():
-                form.rest[name].copy_(tensor)
+        put_rest(self.model, form, found)
 
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.

@@ -121,7 +121,7 @@ def each(
             yield from ((name, made[name]) for name in wanted)
 
 
-PORTION = 32 * 2**20  # bytes
+PORTION = 16 * 2**20  # bytes
 
 
 class _Files:
@@ -283,6 +283,10 @@ def write(
     path.mkdir(parents=True, exist_ok=True)
     owned = {p.name: tensors[p.name] for p in _parameters_of(manifest, position)}
     if not position:
+        without = [name for name, tensor in format.rest.items() if tensor.is_meta]
+        if without:
+            what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
+            raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
         owned |= format.rest
     name = SINGLE[0] if position is None else shard_name(manifest, position)
     if owned or name == SINGLE[0]:

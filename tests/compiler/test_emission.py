@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 # --- short -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(8, 12), pytest.param((8, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(2, 8, 16), pytest.param((2, 8, 32), marks=pytest.mark.slow)], ids=str)
 def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     """The same model with so many layers."""
     return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}
@@ -50,12 +50,25 @@ def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
 @pytest.mark.parametrize("cut", [5, 6])
 def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | None, cut: int) -> None:
     lines: dict[int, list[int]] = {}
-    for layers, compiled in depths.items():
-        changed = compiled.with_options(freeze=freeze, cuts=[f"layers.{layers * cut // 8}"], schedule="1f1b")
+    for layers in (8, max(depths)):
+        changed = depths[layers].with_options(freeze=freeze, cuts=[f"layers.{layers * cut // 8}"], schedule="1f1b")
         files = sources(changed.program, changed.options)
         lines[layers] = [len(files[f"rank_{rank}.py"].splitlines()) for rank in range(2)]
         assert len([p for p in files if p.startswith("layers/")]) < 10
     assert lines[8] == lines[max(depths)]
+
+
+@pytest.mark.parametrize("freeze", [None, ["embed_tokens"], ["layers"]])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_lines_do_not_grow_with_depth_at_all(depths: dict, freeze: list[str] | None, mesh: str) -> None:
+    """One rank with all layers: the same number of lines in every file of 2 layers and of 16, layers/ included."""
+    lines = {}
+    for layers, compiled in depths.items():
+        changed = compiled.with_options(mesh=mesh, freeze=freeze, cuts=["layers.0"], schedule="1f1b")
+        files = sources(changed.program, changed.options)
+        lines[layers] = {path: len(text.splitlines()) for path, text in files.items()}
+    assert sum(count for path, count in lines[2].items() if path.startswith("layers/")) > 100
+    assert lines[2] == lines[8] == lines[max(depths)]
 
 
 def test_the_deep_model_is_right(depths: dict) -> None:
