@@ -14,13 +14,18 @@ from csc.codegen import write as writing
 from csc.codegen.write import sources
 from torch import nn
 
+import csc.run
 from csc.api import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.inspection import dump
 from csc.ir.mesh import Mesh
+from csc.runtime.launch import Launch
 from csc.runtime.program import functions, load
 from csc.runtime.trainer import Trainer
+from tests.compiler import small
 from tests.compiler.conftest import Models
+from tests.compiler.launching import launch
+from tests.compiler.peft_models import llama
 
 RANKS = 1024
 
@@ -127,11 +132,55 @@ def test_only_the_files_of_the_own_ranks_are_checked(models: Models, tmp_path: P
     assert load(directory, []).edited == ()
 
 
+def test_each_edited_file_is_said_by_one_rank(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = models("text", mesh="pp=2,dp=2").write(tmp_path / "program")
+    files = ("rank_0.py", "rank_3.py", "position_0.py", "position_1.py", "schedule.txt")
+    for name in files:
+        (directory / name).write_text((directory / name).read_text() + "# edited\n")
+    said = []
+    for rank in range(4):
+        csc.run._say_what_is_edited(load(directory, [rank]), Launch(rank, 4, torch.device("cpu")))
+        said.append(capsys.readouterr().err.partition("since it was compiled: ")[2].strip(" .\n"))
+    assert said == ["position_0.py, rank_0.py, schedule.txt", "position_1.py", "", "rank_3.py"]
+
+
 @pytest.mark.parametrize(("ranks", "said"), [([4], "no rank 4"), ([0, -1], "no rank -1"), ([], "no rank is named")])
 def test_ranks_that_the_mesh_does_not_have(models: Models, tmp_path: Path, ranks: list[int], said: str) -> None:
     with pytest.raises(InputError, match=f"{said}.*the mesh dp=2,pp=2 has ranks 0 to 3"):
         models("text", mesh="pp=2,dp=2").write(tmp_path / "program", ranks=ranks)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """In one process: its parameters are made where it runs, by `load`; what the step does not use is kept, too."""
+    model = small.text(2)
+    model.unused = nn.Linear(3, 3)
+    model.register_buffer("kept", torch.arange(5.0))
+    first = csc.compile(model, mesh="pp=2", example=small.text_batch())
+    first.save(tmp_path / "first")
+    loss = first.train_step(small.text_batch())
+    model.to("meta")
+    second = first.with_options()
+    with pytest.raises(InputError, match=r"parameters of TextModel have no values yet.* compiled\.load"):
+        second.train_step(small.text_batch())
+    second.load(tmp_path / "first")
+    assert torch.equal(second.train_step(small.text_batch()), loss)
+    second.save(tmp_path / "second")
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(InputError, match="of the model is on the meta device, which holds no values"):
+        second.gather()
+
+
+@pytest.mark.gloo
+def test_a_model_on_the_meta_device_in_two_processes(tmp_path: Path) -> None:
+    source = llama()
+    source.save_pretrained(tmp_path / "hf")
+    launch("weights_worker.py", {"meta": True}, tmp_path)
+    again = type(source).from_pretrained(tmp_path / "csc").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in source.state_dict().items())
 
 
 # --- a thousand --------------------------------------------------------------------------------------------------
