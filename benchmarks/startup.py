@@ -190,9 +190,10 @@ def main() -> None:
             print(json.dumps(asdict(row)))
         for weights in () if given.json else ("file", "meta"):
             rows = [row for row in found if row.weights == weights]
-            shard, growth, anon, file = (max(getattr(r, n) for r in rows) / MIB for n in ("shard", "growth", "anon", "file"))
+            most = [max(getattr(row, name) for row in rows) / MIB for name in ("shard", "growth", "anon", "file")]
+            shard, growth, anon, file = (f"{size:6.1f}" for size in most)
             seconds = max(row.seconds for row in rows)
-            print(f"{shard:6.1f}  {weights:7}  {growth:6.1f}  {growth - shard:7.1f}  {anon:6.1f}  {file:6.1f}  {seconds:7.2f}")
+            print(f"{shard}  {weights:7}  {growth}  {most[1] - most[0]:7.1f}  {anon}  {file}  {seconds:7.2f}")
 
 
 if __name__ == "__main__":
