@@ -58,6 +58,10 @@ def write(
     """
     start = time.perf_counter()
     wanted = None if ranks is None else checked_ranks(options.mesh, ranks)
+    without = next((name for name, tensor in (weights or {}).items() if tensor.is_meta), None)
+    if without is not None:
+        what = f"{without!r} has no data, the model is on the meta device"
+        raise InputError(what, "weights to write", "write the program without weights, or make the model with them")
     directory = Path(directory).resolve()
     if directory.exists() and not _replaceable(directory):
         raise InputError(
