@@ -1,39 +1,103 @@
-"""rank_R.py: what one rank holds, receives, computes and sends, top to bottom."""
+"""rank_R.py: what one rank holds, receives, computes and sends, top to bottom; position_P.py: what several ranks share.
+
+Terms: a *position* is an index on the pp axis. Its ranks, a replica and a piece of a sequence each, run the
+same functions. A rank that is alone at its position has them in its own file; else they stand once, in the file of the
+position, and the files of its ranks import them from there.
+
+    rank_sources(index, mesh) -> {path: text}
+    rank_path(rank) -> "rank_617.py"      position_path(position) -> "position_9.py"
+
+The work is linear in ranks, stages, regions and messages.
+"""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from csc.codegen import tables_file
-from csc.codegen.layer_file import signature
-from csc.codegen.python import WIDTH, comment, one_or_tuple, quoted, source, with_note, wrapped
-from csc.codegen.segments import Segment, prefixes_source, segments
-from torch import fx
+from csc.codegen.index import Index
+from csc.codegen.python import WIDTH, comment, wrapped
+from csc.codegen.segments import Segment
+from csc.codegen.stage_functions import StageWriter, place
 
-from csc.ir import graph as g
 from csc.ir.mesh import Mesh
-from csc.ir.naming import identifier
-from csc.ir.program import LOSS, Program, Region, Stage, Template, Variant
+from csc.ir.program import Program, Stage
 
 
-def rank_source(program: Program, mesh: Mesh, rank: int) -> str:
-    """The text of rank_R.py: the functions of its stages. Where there are several, names end in the stage."""
-    position = mesh.coordinates(rank).pp
-    stages = [stage for stage in program.stages if stage.rank == position]
+def rank_path(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank_{rank}.py"
+
+
+def position_path(position: int) -> str:
+    """The file of what the ranks of a position share; there is none if it has one rank."""
+    return f"position_{position}.py"
+
+
+def rank_sources(index: Index, mesh: Mesh) -> dict[str, str]:
+    """The text of each rank's file, and of the files that ranks share. Where a rank has several stages, names of
+    functions end in the stage.
+    """
+    stages: list[list[Stage]] = [[] for _ in range(mesh.pp)]
+    for stage in index.program.stages:
+        stages[stage.rank].append(stage)
+    files: dict[str, str] = {}
+    shared = mesh.size > mesh.pp
+    for position, own in enumerate(stages):
+        written = _position(index, position, own)
+        ranks = mesh.sharing(position)
+        if shared:
+            opening = f'"""Position {position} of {mesh.pp}: {_held(written, index.program)}, for {len(ranks)} ranks.'
+            files[position_path(position)] = _file([opening, "", *written.docstring], written.imports, written.code)
+            names = ["STAGES", *sorted(written.functions)]
+            note = f"# {len(ranks)} ranks share these; what is defined below is this rank's own."
+            line = f"from .position_{position} import {', '.join(names)}"
+            wide = wrapped(f"from .position_{position} import (", names, ")", indent=0)
+            code = "\n".join([note, *([line] if len(line) <= WIDTH else wide), ""])
+        for rank in ranks:
+            docstring = [*_opening(index.program, mesh, rank, written), *written.docstring]
+            parts = [code] if shared else [written.imports, written.code]
+            files[rank_path(rank)] = _file(docstring, *parts)
+    return files
+
+
+@dataclass(frozen=True)
+class _Position:
+    """What is the same on all ranks of a position: lines of the docstring, then the code."""
+
+    stages: tuple[int, ...]
+    functions: tuple[str, ...]
+    docstring: tuple[str, ...]
+    imports: str
+    code: str
+
+
+def _position(index: Index, position: int, stages: Sequence[Stage]) -> _Position:
     claimed: set[str] = set()
     writers = []
     for stage in stages:
-        writers.append(_Writer(program, stage, claimed, f"_{stage.index}" if len(stages) > 1 else ""))
+        writers.append(StageWriter(index, stage, claimed, f"_{stage.index}" if len(stages) > 1 else ""))
         claimed |= set(writers[-1].prefixes())
-    parts = [_docstring(program, mesh, rank, writers) + _imports(writers)]
+    docstring = []
     for writer in writers:
-        parts += writer.functions()
-    return "\n\n".join(parts)
+        docstring += [f"Stage {writer.stage.index}"] if len(writers) > 1 else []
+        docstring += _contents(index, writer.stage, writer.segments)
+    functions = {name: text for writer in writers for name, text in writer.functions().items()}
+    return _Position(
+        tuple(stage.index for stage in stages),
+        tuple(functions),
+        (*docstring, *_order(index.program, position)),
+        _imports(writers),
+        "\n\n".join(functions.values()),
+    )
 
 
-def _imports(writers: Sequence[_Writer]) -> str:
+def _file(docstring: Sequence[str], *parts: str) -> str:
+    return "\n".join([*docstring, '"""', "", ""]) + "\n\n".join(parts)
+
+
+def _imports(writers: Sequence[StageWriter]) -> str:
     stages = [writer.stage.index for writer in writers]
     lines = [
         "from csc.runtime.names import under",
@@ -47,35 +111,25 @@ def _imports(writers: Sequence[_Writer]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def value_type(program: Program, value: str) -> str:
-    """`f32[2, 20, 48]` of a value between regions."""
-    for region in program.regions:
-        if value in region.outputs:
-            template = program.templates[region.template]
-            return g.type_text(g.outputs(template.graph)[region.outputs.index(value)].meta["val"])
-    raise KeyError(value)
+def _held(position: _Position, program: Program) -> str:
+    *first, last = map(str, position.stages)
+    return (f"stages {', '.join(first)} and {last}" if first else f"stage {last}") + f" of {len(program.stages)}"
 
 
-def _docstring(program: Program, mesh: Mesh, rank: int, writers: Sequence[_Writer]) -> str:
-    numbers = [str(writer.stage.index) for writer in writers]
-    held = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(numbers[:-1])} and {numbers[-1]}"
-    lines = [
-        f'"""Rank {rank} of {mesh.size}: {held} of {len(program.stages)}, '
-        f"replica {mesh.coordinates(rank).dp} of {mesh.dp}, {comment(program.name)}.",
+def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> list[str]:
+    """The first lines of a rank's docstring: what no other rank's says."""
+    at = mesh.coordinates(rank)
+    piece = f", piece {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
+    return [
+        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{piece}, '
+        f"{comment(program.name)}.",
         "",
-        *_pieces(program, mesh, rank),
+        *_pieces(program, at.cp),
     ]
-    for writer in writers:
-        if len(writers) > 1:
-            lines += [f"Stage {writer.stage.index}"]
-        lines += _contents(program, writer.stage, writer.segments)
-    lines += _order(program, mesh.coordinates(rank).pp)
-    return "\n".join([*lines, '"""', "", ""])
 
 
-def _pieces(program: Program, mesh: Mesh, rank: int) -> list[str]:
+def _pieces(program: Program, piece: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
-    piece = mesh.coordinates(rank).cp
     rows = [
         f"piece {piece % one.ranks} of {one.ranks} of {comment(one.component)}: "
         f"{one.share} slots for {one.tokens} tokens"
@@ -84,16 +138,15 @@ def _pieces(program: Program, mesh: Mesh, rank: int) -> list[str]:
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
-def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[str]:
+def _contents(index: Index, stage: Stage, parts: Sequence[Segment]) -> list[str]:
     """What a stage holds, receives and sends."""
-    trainable = {p.name for p in program.parameters if p.trainable}
     lines = []
-    for position, segment in enumerate(parts):
+    for number, segment in enumerate(parts):
         name = comment(segment.first.name)
         if segment.loops:
             name += f" ... {comment(segment.last.name)} ({len(segment.regions)} layers)"
         own = [p for region in segment.regions for p in region.parameters]
-        trained = sum(p in trainable for p in own)
+        trained = sum(p in index.trainable for p in own)
         state = (
             "no parameters"
             if not own
@@ -103,15 +156,18 @@ def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[
             if trained == len(own)
             else (f"{trained} of {len(own)} parameters trained")
         )
-        lines.append(f"{'Holds' if not position else '':<9} {name}: {state}")
-    for title, end, other in (("Receives", "destination", "source"), ("Sends", "source", "destination")):
+        lines.append(f"{'Holds' if not number else '':<9} {name}: {state}")
+    for title, messages, other in (
+        ("Receives", index.arriving, "source"),
+        ("Sends", index.leaving, "destination"),
+    ):
         rows = [
-            f"{'' if m.kind == 'F' else 'gradient of '}{comment(value)} {value_type(program, value)} "
-            f"{'from' if other == 'source' else 'to'} {place(program, getattr(m, other), stage)}"
-            for m in sorted(program.messages, key=lambda m: m.kind, reverse=True)
-            if getattr(m, end) == stage.index
-            for value in m.values
-        ]  # fmt: skip
+            f"{'' if kind == 'F' else 'gradient of '}{comment(value)} {index.types[value]} "
+            f"{'from' if other == 'source' else 'to'} {place(index.program, getattr(message, other), stage)}"
+            for kind in "FB"
+            for message in messages.get((kind, stage.index), ())
+            for value in message.values
+        ]
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
     return lines
 
@@ -119,379 +175,15 @@ def _contents(program: Program, stage: Stage, parts: Sequence[Segment]) -> list[
 ORDER_LINES = 6
 
 
-def place(program: Program, index: int, seen_from: Stage) -> str:
-    """`stage 3`, with a note if the same rank runs it and nothing is sent."""
-    same = program.stages[index].rank == seen_from.rank
-    return f"stage {index}{' of this rank' if same else ''}"
-
-
 def _order(program: Program, position: int) -> list[str]:
     """The rank's actions as in schedule.txt, the first lines of them where there are many."""
     assert program.schedule is not None
-    text = " | ".join(map(str, program.schedule.ranks[position]))
+    text = ""
+    for action in program.schedule.ranks[position]:
+        text += f"{' | ' if text else ''}{action}"
+        if len(text) > (ORDER_LINES + 1) * WIDTH:  # more than can be shown
+            break
     rows = textwrap.wrap(text, WIDTH - 10)
     if len(rows) > ORDER_LINES:
         rows = [*rows[: ORDER_LINES - 1], f"... and so on: see 'rank {position}' in schedule.txt"]
     return [f"{'Order' if not i else '':<9} {row}" for i, row in enumerate(rows)]
-
-
-class _Writer:
-    """Writes the functions of one stage. A value keeps one variable name in all of them.
-
-    claimed: names that the file's earlier stages have at module level. suffix: what function names end in.
-    """
-
-    def __init__(self, program: Program, stage: Stage, claimed: set[str], suffix: str) -> None:
-        self.program = program
-        self.stage = stage
-        self.claimed = claimed
-        self.suffix = suffix
-        self.segments = segments(program, stage)
-        self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
-        self.taken: set[str] = set()
-        self.variables: dict[str, str] = {}
-        self.loop_names: dict[int, str] = {}
-        for segment in self.segments:
-            if segment.loops:
-                self.taken |= _companions(self._carried_variable(segment))
-        for index, segment in enumerate(self.segments):
-            if segment.loops:
-                self.loop_names[index] = self._claim(self._span(segment))
-        self.saved = [
-            f"saved_{self.loop_names.get(index) or self.variable(segment.first.outputs[0])}"
-            for index, segment in enumerate(self.segments)
-        ]
-        self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
-        self.seeds = {self.table_variables[name] for name in tables_file.seeds(program) if name in stage.shared}
-
-    # --- names ---------------------------------------------------------------------------------------------------
-
-    def _claim(self, wanted: str) -> str:
-        name, count = wanted, 0
-        while not self.taken.isdisjoint(_companions(name)) or name.upper() in self.claimed:
-            count += 1
-            name = f"{wanted}_{count}"
-        self.taken |= _companions(name)
-        return name
-
-    def _span(self, segment: Segment) -> str:
-        first, last = _short(segment.first.name), _short(segment.last.name)
-        return f"{first}_to_{last.rpartition('_')[2]}"
-
-    def variable(self, value: str) -> str:
-        """The variable that holds a value."""
-        if value not in self.variables:
-            self.variables[value] = self._claim("loss" if value == LOSS else _short(value))
-        return self.variables[value]
-
-    def template(self, segment: Segment) -> Template:
-        return self.program.templates[segment.first.template]
-
-    def variant(self, segment: Segment) -> Variant:
-        return self.program.variants[segment.first.variant]
-
-    def kept_name(self, index: int) -> str:
-        return self.saved[index].replace("saved_", "kept_", 1)
-
-    def prefixes_name(self, index: int) -> str:
-        return self.loop_names[index].upper()
-
-    def weights_of(self, region: Region) -> str:
-        prefix = f"{region.module}." if region.module and region.kind != "container" else ""
-        return f"under(weights, {quoted(prefix)})"
-
-    # --- parts ---------------------------------------------------------------------------------------------------
-
-    def prefixes(self) -> dict[str, str]:
-        """Name and source of the list of parameter prefixes of each loop."""
-        return {
-            self.prefixes_name(index): prefixes_source([region.module for region in segment.regions])
-            for index, segment in enumerate(self.segments)
-            if segment.loops
-        }
-
-    def functions(self) -> list[str]:
-        """The source of each function that the stage needs."""
-        parts = [self.forward()]
-        if self.stage.has_b:
-            parts.append(self.backward_input())
-        if self.stage.has_w:
-            parts.append(self.backward_weight())
-        if self.stage.has_b and self.stage.has_w:
-            parts.append(self.backward())
-        if LOSS in self.made and self.program.loss_tokens:
-            parts.append(self.loss_tokens())
-        return parts
-
-    def forward(self) -> str:
-        lines = [
-            f"def forward{self.suffix}(batch, received, weights, constants):",
-            f'    """F of stage {self.stage.index}."""',
-        ]
-        for name, role in tables_file.direct(self.program, self.stage).items():
-            lines.append(f"    {self.table_variables[name]} = {source(role)}")
-        wanted = tables_file.computed(self.program, self.stage)
-        if wanted:
-            function = tables_file.function_names(self.program)[tuple(wanted)]
-            closing = "," if len(wanted) == 1 else ""
-            lines += wrapped(
-                "(",
-                [self.table_variables[name] for name in wanted],
-                f"{closing}) = layers.tables.{function}(batch, constants)",
-            )
-        for message in self.program.messages:
-            if message.kind == "F" and message.destination == self.stage.index:
-                for value in message.values:
-                    note = f"{value_type(self.program, value)} from {place(self.program, message.source, self.stage)}"
-                    lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
-        for index, segment in enumerate(self.segments):
-            lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
-        sent = self._sent("F")
-        returned = [f"{quoted(value)}: {self.variable(value)}" for value in sent]
-        if LOSS in self.made:
-            returned.append(f"{quoted(LOSS)}: {self.variable(LOSS)}")
-        lines += wrapped("sent = {", returned, "}")
-        lines += _packed("saved", self._saved_names())
-        lines.append("    return sent, saved")
-        return "\n".join(lines) + "\n"
-
-    def _sent(self, kind: str) -> list[str]:
-        sending = [m for m in self.program.messages if m.kind == kind and m.source == self.stage.index]
-        return list(dict.fromkeys(value for message in sending for value in message.values))
-
-    def _saved_names(self) -> list[str]:
-        """What the stage's F keeps: the tables that B and W read, then what each segment saved."""
-        tables: list[str] = []
-        for segment in self.segments:
-            variant = self.variant(segment)
-            for part in (variant.backward_input, variant.backward_weight):
-                if part is not None:
-                    tables += self._tables_of(segment, part)
-        saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
-        return [*dict.fromkeys(tables), *saving]
-
-    def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
-        """The stage's variables of the tables that one part of a segment takes, in the order it takes them."""
-        placed = g.placeholders(self.template(segment).graph)
-        labels = [node.meta["role"][1] for node in placed if node.meta["role"][0] == "shared"]
-        own = dict(zip(labels, segment.first.shared))
-        return [self.table_variables[own[label]] for label in signature(part).tables]
-
-    def _arguments(self, segment: Segment, part: fx.Graph | None, weights: str) -> list[str]:
-        assert part is not None
-        return [*self._given_tables(segment, part), *([weights] if signature(part).takes_w else [])]
-
-    def _given_tables(self, segment: Segment, part: fx.Graph) -> list[str]:
-        """The tables as one part of a segment gets them: the seed of random numbers is that of each region."""
-        of = "layer" if segment.loops else quoted(f"{segment.first.name}.")
-        return [f"seed_of({name}, {of})" if name in self.seeds else name for name in self._tables_of(segment, part)]
-
-    def _forward_call(self, index: int, segment: Segment) -> list[str]:
-        region, variant = segment.first, self.variant(segment)
-        arguments = [self.variable(v) for v in region.activations]
-        arguments += self._arguments(segment, variant.forward, self.weights_of(region))
-        left = one_or_tuple(self.variable(value) for value in region.outputs)
-        if variant.backward_input is not None:
-            left = f"{left}, {self.saved[index]}"
-        return wrapped(f"{left} = layers.{variant.name}.forward(", arguments, ")")
-
-    def _carried_variable(self, segment: Segment) -> str:
-        return self.template(segment).activations[segment.carried]
-
-    def _forward_loop(self, index: int, segment: Segment) -> list[str]:
-        variant, name = self.variant(segment), f"{self._carried_variable(segment)}"
-        arguments = [
-            name if i == segment.carried else self.variable(v) for i, v in enumerate(segment.first.activations)
-        ]
-        arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
-        saving = variant.backward_input is not None
-        lines = [f"    {name} = {self.variable(segment.first.activations[segment.carried])}"]
-        lines += [f"    {self.saved[index]} = []"] if saving else []
-        lines.append(f"    for layer in {self.prefixes_name(index)}:")
-        lines += wrapped(
-            f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8
-        )
-        lines += [f"        {self.saved[index]}.append(saved)"] if saving else []
-        lines.append(f"    {self.variable(segment.last.outputs[0])} = {name}")
-        return lines
-
-    def backward_input(self) -> str:
-        lines = [
-            f"def backward_input{self.suffix}(saved, received, weights, constants):",
-            f'    """B of stage {self.stage.index}."""',
-            *self._taken_by_b(),
-        ]
-        lines += self._backwards()
-        lines += self._sent_by_b()
-        if self.stage.has_w:
-            lines += _packed("kept", self._kept_names())
-            lines.append("    return sent, kept")
-        else:
-            lines.append("    return sent, None")
-        return "\n".join(lines) + "\n"
-
-    def _taken_by_b(self) -> list[str]:
-        """What F saved and the gradients that have come, as variables."""
-        lines: list[str] = []
-        names = self._saved_names()
-        if names:
-            lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
-        arriving = [m for m in self.program.messages if m.kind == "B" and m.destination == self.stage.index]
-        for message in arriving:
-            for value in message.values:
-                note = f"{value_type(self.program, value)} from {place(self.program, message.source, self.stage)}"
-                lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
-        if LOSS in self.made:
-            note = "weight of this microbatch in the loss of the whole batch"
-            lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
-        return lines
-
-    def _sent_by_b(self) -> list[str]:
-        return wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
-
-    def _kept_names(self) -> list[str]:
-        tables: list[str] = []
-        keeping = []
-        for index, segment in enumerate(self.segments):
-            part = self.variant(segment).backward_weight
-            if part is not None:
-                tables += self._tables_of(segment, part)
-                keeping.append(self.kept_name(index))
-        return [*dict.fromkeys(tables), *keeping]
-
-    def _tangents(self, segment: Segment, region: Region, carried: str = "") -> list[str]:
-        """The gradients that B of a region takes: of outputs, then those of threaded activations so far."""
-        template, variant = self.template(segment), self.variant(segment)
-        assert variant.backward_input is not None
-        by_label: dict[str, str] = {}
-        for i, label in enumerate(template.outputs):
-            by_label[label] = carried or f"d_{self.variable(region.outputs[i])}"
-        for i in template.threaded:
-            by_label.setdefault(template.activations[i], f"d_{self.variable(region.activations[i])}")
-        return [by_label[label] for label in signature(variant.backward_input).tangents]
-
-    def _backward_left(self, segment: Segment, kept: str, carried: str = "") -> str:
-        region, variant = segment.first, self.variant(segment)
-        gradients = [
-            carried if carried and i == segment.carried else f"d_{self.variable(v)}"
-            for i, v in enumerate(region.activations) if variant.dx[i]
-        ]  # fmt: skip
-        left = one_or_tuple(gradients)
-        if variant.backward_weight is None:
-            return left
-        return f"{left}, {kept}" if gradients else kept
-
-    def _backwards(self, at_once: bool = False) -> list[str]:
-        """B of all regions, last first. at_once: with W of each right after it."""
-        lines: list[str] = []
-        for index, segment in reversed(list(enumerate(self.segments))):
-            variant = self.variant(segment)
-            write = self._backward_loop if segment.loops else self._backward_call
-            if variant.backward_input is not None:
-                lines += write(index, segment, at_once and variant.backward_weight is not None)
-        return lines
-
-    def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
-        region, variant = segment.first, self.variant(segment)
-        arguments = [
-            self.saved[index],
-            *self._arguments(segment, variant.backward_input, self.weights_of(region)),
-        ]
-        arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, "kept" if at_once else self.kept_name(index))
-        return [
-            *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
-            f"    del {self.saved[index]}",
-            *(self._weights_at_once(segment, self.weights_of(region)) if at_once else []),
-        ]
-
-    def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
-        variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
-        keeping = variant.backward_weight is not None and not at_once
-        arguments = [f"{self.saved[index]}.pop()"]
-        arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
-        arguments += self._tangents(segment, segment.last, carried=name)
-        lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]
-        lines += [f"    {self.kept_name(index)} = []"] if keeping else []
-        lines.append(f"    for layer in reversed({self.prefixes_name(index)}):")
-        left = self._backward_left(segment, "kept", carried=name)
-        lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
-        lines += [f"        {self.kept_name(index)}.append(kept)"] if keeping else []
-        lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
-        if variant.dx[segment.carried]:
-            lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
-        return lines
-
-    def backward_weight(self) -> str:
-        lines = [
-            f"def backward_weight{self.suffix}(kept, weights, constants):",
-            f'    """W of stage {self.stage.index}: (parameter name, gradient) pairs, last region first."""',
-        ]
-        names = self._kept_names()
-        lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = kept; del kept")
-        for index, segment in reversed(list(enumerate(self.segments))):
-            variant = self.variant(segment)
-            if variant.backward_weight is None:
-                continue
-            tail = self._arguments(segment, variant.backward_weight, "w")
-            if segment.loops:
-                lines.append(
-                    f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):"
-                )
-                lines.append("        w = under(weights, layer)")
-                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
-                lines.append("        yield from w.full_names(gradients)")
-            else:
-                lines.append(f"    w = {self.weights_of(segment.first)}")
-                lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", [self.kept_name(index), *tail], ")"
-                )
-                lines.append("    yield from w.full_names(gradients)")
-        return "\n".join(lines) + "\n"
-
-    def backward(self) -> str:
-        """B and W region by region: what B keeps for W is gone before the next region runs."""
-        lines = [
-            f"def backward{self.suffix}(saved, received, weights, constants):",
-            f'    """BW of stage {self.stage.index}: B and W, region by region; returns what is sent."""',
-            *self._taken_by_b(),
-        ]
-        lines += self._backwards(at_once=True)
-        return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
-
-    def _weights_at_once(self, segment: Segment, weights: str, indent: int = 4) -> list[str]:
-        """W of the region whose B has just run."""
-        variant, space = self.variant(segment), " " * indent
-        left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
-        arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
-        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del kept"]
-
-    def loss_tokens(self) -> str:
-        name = tables_file.function_names(self.program)[(self.program.loss_tokens,)]
-        return "\n".join(
-            [
-                f"def loss_tokens{self.suffix}(batch, constants):",
-                '    """Labels that the loss of this microbatch is a mean over."""',
-                f"    return layers.tables.{name}(batch, constants)",
-                "",
-            ]
-        )
-
-
-def _companions(name: str) -> set[str]:
-    """A variable and those that are named after it: its gradient, what its F saves for B and its B keeps for W."""
-    return {name, f"d_{name}", f"saved_{name}", f"kept_{name}"}
-
-
-def _packed(name: str, items: Sequence[str]) -> list[str]:
-    """`name = (a, b)`, over several lines where it is long."""
-    return wrapped(f"{name} = (", items, ",)" if len(items) == 1 else ")")
-
-
-def _short(value: str) -> str:
-    """A variable name from the end of a region's name: `layers_3`, `embed_tokens`, `merge`."""
-    words = re.split(r"[.:#]", value)
-    start = len(words) - 1
-    while start > 0 and words[start].isdigit():
-        start -= 1
-    return identifier("_".join(words[start:]))

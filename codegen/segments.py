@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from csc.codegen.index import Index
 from csc.codegen.python import quoted
-from csc.codegen.tables_file import seeds
 
-from csc.ir.program import Program, Region, Stage
+from csc.ir.program import Region, Stage
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,23 @@ class Segment:
         return self.regions[-1]
 
 
-def segments(program: Program, stage: Stage) -> list[Segment]:
+def segments(index: Index, stage: Stage) -> list[Segment]:
     """The stage's regions in order; neighbours join a loop if only the carried activation and the parameters differ."""
-    by_name = {region.name: region for region in program.regions}
-    readers: dict[str, int] = {}
-    for region in program.regions:
-        for value in set(region.activations):
-            readers[value] = readers.get(value, 0) + 1
-    found: list[Segment] = []
-    seeded = seeds(program)
+    runs: list[list[Region]] = []
+    carries: list[int] = []
     for name in stage.regions:
-        region = by_name[name]
-        if found:
-            carried = _carried(found[-1], region, readers)
-            if seeded.intersection(region.shared) and not _named_like_module(region, found[-1].last):
+        region = index.regions[name]
+        if runs:
+            carried = _carried(runs[-1], carries[-1], region, index.readers)
+            if index.seeds.intersection(region.shared) and not _named_like_module(region, runs[-1][-1]):
                 carried = None
             if carried is not None:
-                found[-1] = Segment((*found[-1].regions, region), carried)
+                runs[-1].append(region)
+                carries[-1] = carried
                 continue
-        found.append(Segment((region,)))
-    return found
+        runs.append([region])
+        carries.append(-1)
+    return [Segment(tuple(run), carried) for run, carried in zip(runs, carries, strict=True)]
 
 
 def _named_like_module(*regions: Region) -> bool:
@@ -62,15 +59,15 @@ def _named_like_module(*regions: Region) -> bool:
     return all(region.name == region.module for region in regions)
 
 
-def _carried(segment: Segment, region: Region, readers: dict[str, int]) -> int | None:
-    """The position of the activation that joins `region` to the segment; None if it does not fit."""
-    before = segment.last
+def _carried(run: Sequence[Region], carried: int, region: Region, readers: Mapping[str, int]) -> int | None:
+    """The position of the activation that joins `region` to the run; None if it does not fit."""
+    before = run[-1]
     if region.variant != before.variant or region.kind != "layer" or region.shared != before.shared:
         return None
     if len(before.outputs) != 1 or readers.get(before.outputs[0]) != 1 or before.outputs[0] not in region.activations:
         return None
     position = region.activations.index(before.outputs[0])
-    if segment.loops and position != segment.carried:
+    if len(run) > 1 and position != carried:
         return None
     others = [i for i in range(len(region.activations)) if i != position]
     if any(region.activations[i] != before.activations[i] for i in others):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from csc.codegen.layer_file import header
 from csc.codegen.python import body, comment, quoted, source, wrapped
@@ -20,15 +20,22 @@ Each stage that needs one computes it by itself: that is cheaper than a message,
 '''
 
 
-def computed(program: Program, stage: Stage) -> list[str]:
+Tables = Mapping[str, fx.Node]  # the nodes that make them, by name
+
+
+def tables(program: Program) -> Tables:
+    """All tables of the program."""
+    assert program.shared is not None
+    return dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
+
+
+def computed(program: Program, stage: Stage, nodes: Tables) -> list[str]:
     """The tables of a stage that take computation (the others are batch entries and constants as they are)."""
-    nodes = _nodes(program)
     return [name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens]
 
 
-def direct(program: Program, stage: Stage) -> dict[str, tuple[str, str]]:
+def direct(stage: Stage, nodes: Tables) -> dict[str, tuple[str, str]]:
     """The other tables: name -> (role, name of the batch entry or constant)."""
-    nodes = _nodes(program)
     return {name: nodes[name].meta["role"] for name in stage.shared if nodes[name].op == "placeholder"}
 
 
@@ -36,14 +43,14 @@ def seeds(program: Program) -> set[str]:
     """The tables that are the seed of a microbatch's random numbers; a region gets one of its own, by its name."""
     if program.shared is None:
         return set()
-    return {name for name, node in _nodes(program).items() if node.meta.get("role", ("",))[0] == "random"}
+    return {name for name, node in tables(program).items() if node.meta.get("role", ("",))[0] == "random"}
 
 
-def function_names(program: Program) -> dict[tuple[str, ...], str]:
+def function_names(program: Program, nodes: Tables) -> dict[tuple[str, ...], str]:
     """For each set of tables that some stage computes, the name of its function."""
     names: dict[tuple[str, ...], str] = {}
     for stage in program.stages:
-        wanted = tuple(computed(program, stage))
+        wanted = tuple(computed(program, stage, nodes))
         if wanted and wanted not in names:
             names[wanted] = f"of_stage_{stage.index}"
     if program.loss_tokens:
@@ -53,7 +60,8 @@ def function_names(program: Program) -> dict[tuple[str, ...], str]:
 
 def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
-    functions = [_function(program, name, wanted) for wanted, name in function_names(program).items()]
+    nodes = tables(program)
+    functions = [_function(program, nodes, name, wanted) for wanted, name in function_names(program, nodes).items()]
     if program.contexts:
         functions += [_visibility(context) for context in program.contexts]
         entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
@@ -81,14 +89,8 @@ def _visibility(context: Context) -> str:
     return "\n".join([*lines, *wrapped("return [", masks, "]")]) + "\n"
 
 
-def _nodes(program: Program) -> dict[str, fx.Node]:
+def _function(program: Program, nodes: Tables, name: str, wanted: Sequence[str]) -> str:
     assert program.shared is not None
-    return dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
-
-
-def _function(program: Program, name: str, wanted: Sequence[str]) -> str:
-    assert program.shared is not None
-    nodes = _nodes(program)
     needed = g.ancestors(nodes[table] for table in wanted)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}

@@ -7,17 +7,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from csc.codegen.index import index
 from csc.codegen.layer_file import layer_source
 from csc.codegen.manifest import manifest
-from csc.codegen.rank_file import rank_source
-from csc.codegen.tables_file import function_names, tables_source
+from csc.codegen.rank_file import position_path, rank_path, rank_sources
+from csc.codegen.tables_file import tables_source
 from safetensors.torch import save_file
 
 from csc.errors import InputError
+from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 
 MANIFEST = "program.json"
@@ -32,13 +34,12 @@ def sources(program: Program, options: Options) -> dict[str, str]:
         used.setdefault(region.variant, []).append(region)
     for name, regions in used.items():
         files[f"layers/{name}.py"] = layer_source(program, program.variants[name], regions)
-    if function_names(program):
+    found = index(program)
+    if found.functions:
         files["layers/tables.py"] = tables_source(program)
     modules = sorted(Path(path).stem for path in files if path.startswith("layers/") and path != LAYERS)
     files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
-    for rank in range(options.mesh.size):
-        files[f"rank_{rank}.py"] = rank_source(program, options.mesh, rank)
-    return files
+    return files | rank_sources(found, options.mesh)
 
 
 def write(
@@ -47,13 +48,20 @@ def write(
     directory: Path,
     example: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor] | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> Path:
     """Write the program directory. An earlier program of that name is replaced; anything else there is an InputError.
 
-    example: one microbatch, saved for `csc run`. weights: saved under the model's names if given.
+    example: one microbatch, saved for `csc run`. weights: saved under the model's names if given. ranks: write the
+    files of these alone; program.json stays that of all.
     program.json also gets the seconds of every step of the compilation; they are no part of its fingerprint.
     """
     start = time.perf_counter()
+    wanted = None if ranks is None else checked_ranks(options.mesh, ranks)
+    without = next((name for name, tensor in (weights or {}).items() if tensor.is_meta), None)
+    if without is not None:
+        what = f"{without!r} has no data, the model is on the meta device"
+        raise InputError(what, "weights to write", "write the program without weights, or make the model with them")
     directory = Path(directory).resolve()
     if directory.exists() and not _replaceable(directory):
         raise InputError(
@@ -66,10 +74,9 @@ def write(
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        for path, text in files.items():
-            target = building / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
+        (building / "layers").mkdir()
+        for path, text in files.items() if wanted is None else _of_ranks(files, options.mesh, wanted):
+            (building / path).write_text(text)
         needed = {name for stage in program.stages for name in stage.constants}
         save_file(
             _plain({n: t for n, t in program.constants.items() if n in needed}),
@@ -87,6 +94,24 @@ def write(
         shutil.rmtree(building, ignore_errors=True)
         raise
     return directory
+
+
+def checked_ranks(mesh: Mesh, ranks: Iterable[int]) -> list[int]:
+    """The ranks, each once, in order. InputError if there is none, or one that the mesh does not have."""
+    found = sorted(set(ranks))
+    outside = [rank for rank in found if not 0 <= rank < mesh.size]
+    if outside or not found:
+        what = f"there is no rank {outside[0]}" if outside else "no rank is named"
+        raise InputError(what, "ranks to emit", f"the mesh {mesh} has ranks 0 to {mesh.size - 1}")
+    return found
+
+
+def _of_ranks(files: Mapping[str, str], mesh: Mesh, ranks: Iterable[int]) -> list[tuple[str, str]]:
+    """What is shared by all ranks, and what these ranks have."""
+    own = {path for rank in ranks for path in (rank_path(rank), position_path(mesh.coordinates(rank).pp))}
+    others = {rank_path(rank) for rank in range(mesh.size)} | {position_path(p) for p in range(mesh.pp)}
+    others -= own
+    return [(path, text) for path, text in files.items() if path not in others]
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

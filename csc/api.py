@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.capture import device_of, pieces, split_batch
-from csc.checkpoint import format_of, read_rest, write_config
+from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
+from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -241,11 +242,16 @@ class CompiledModel:
         """The example's first microbatch."""
         return self._ready(self.example, self.options)[0]
 
-    def write(self, directory: str | Path, with_weights: bool = False) -> Path:
-        """Write the program directory for the example batch. InputError if something else is there."""
+    def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
+        """Write the program directory for the example batch. InputError if something else is there.
+
+        ranks: write the files of these ranks alone, and what they share with others: a directory that runs them.
+        InputError for a rank that the mesh does not have.
+        """
+        wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         program = self.program
         first = self.compiler.complete(self.microbatch)
-        return self.compiler.emit(program, self.options, Path(directory), first, with_weights)
+        return self.compiler.emit(program, self.options, Path(directory), first, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
@@ -278,8 +284,9 @@ class CompiledModel:
             start = time.perf_counter()
             program = self._history(microbatch, options)[-1]
             directory = self._program_directory(sum(map(len, self._served.values())))
-            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch))
-            loaded = load(directory)
+            own = [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None
+            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch), ranks=own)
+            loaded = load(directory, own)
             if count in self._trainers:
                 self._trainers[count].add(loaded)
             else:
@@ -459,14 +466,15 @@ class CompiledModel:
         Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
         (where they are there), so that a later `save` has them right. InputError if one is missing or of another shape
         or dtype.
+
+        A model on the meta device stays there, and each rank makes its own parameters only. What the step does not use
+        is then kept by the rank that saves it.
         """
         trainer = self._current()
         form = self._format(trainer)
-        found = read_rest(path, form)
+        found = read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
         trainer.load(path, form)
-        with torch.no_grad():
-            for name, tensor in found.items():
-                form.rest[name].copy_(tensor)
+        put_rest(self.model, form, found)
 
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.

@@ -7,6 +7,7 @@ no table here. The *rest* of a model is what no program reads: unused layers, bu
 
     format_of(model, names) -> Format              names: the parameters of the program
     read_rest(path, format) -> {name: tensor}      the rest of the model, as far as the files have it
+    put_rest(model, format, found)                 puts it into the model
     write_config(model, directory)                 config.json and generation_config.json beside the weights
 """
 
@@ -96,6 +97,25 @@ def read_rest(path: str | Path, format: Format) -> dict[str, torch.Tensor]:
     """The rest of the model, as far as the files have it."""
     specs = [ParameterSpec(n, tuple(t.shape), t.dtype, False, (), ()) for n, t in format.rest.items()]
     return weights.read(path, specs, "cpu", format, optional=True)
+
+
+def on_meta(format: Format) -> bool:
+    """Whether something of the rest is on the meta device."""
+    return any(tensor.is_meta for tensor in format.rest.values())
+
+
+@torch.no_grad()
+def put_rest(model: nn.Module, format: Format, found: Mapping[str, torch.Tensor]) -> None:
+    """Give the rest of the model these values. What is on the meta device is replaced by a tensor that has them."""
+    for name, tensor in found.items():
+        if not format.rest[name].is_meta:
+            format.rest[name].copy_(tensor)
+            continue
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        before = getattr(module, own)
+        trains = before.requires_grad
+        setattr(module, own, nn.Parameter(tensor, trains) if isinstance(before, nn.Parameter) else tensor)
 
 
 def write_config(model: Any, directory: str | Path) -> None:

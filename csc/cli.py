@@ -60,12 +60,15 @@ def compile_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="directory to write")],
     weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
     timings: Annotated[bool, typer.Option("--timings", help="show what each step of the compilation took")] = False,
+    rank: Annotated[
+        list[int] | None, typer.Option("--rank", help="write the files of this rank alone; repeat it for several")
+    ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
     with opening as compiled:
-        directory = compiled.write(output, weights)
+        directory = compiled.write(output, weights, rank or None)
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
     spent = compile_times(directory)
@@ -74,6 +77,7 @@ def compile_command(
             {
                 "directory": str(directory),
                 "ranks": ranks,
+                "emitted": sorted(set(rank)) if rank else list(range(ranks)),
                 "templates": sorted(program.variants),
                 "passes": passes,
                 "timings": spent,
@@ -84,7 +88,8 @@ def compile_command(
         console.print(timings_table(program.name, spent, {row["name"]: row["summary"] for row in passes}))
     held = f"{len(program.stages)} stages on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     console.print(f"{program.name}: {held}, {len(program.variants)} layer files, in {spent['total']:.1f} s")
-    console.print(f"wrote {escape(str(directory))}", soft_wrap=True)
+    alone = f", of {ranks} ranks only {', '.join(map(str, sorted(set(rank))))}" if rank else ""
+    console.print(f"wrote {escape(str(directory))}{alone}", soft_wrap=True)
     console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,12 @@ class Compiler:
         directory: Path,
         microbatch: Mapping[str, Any],
         with_weights: bool = False,
+        ranks: Iterable[int] | None = None,
     ) -> Path:
         """Write the program directory; see csc.codegen.write."""
         tensors, _ = split_batch(microbatch)
         weights = dict(self.model.named_parameters()) if with_weights else None
-        return write(program, options, directory, tensors, weights)
+        return write(program, options, directory, tensors, weights, ranks)
 
 
 def _with_shapes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:

@@ -136,7 +136,7 @@ def _held(program: Program, rank: int) -> str:
 def read(path: Path) -> Timeline:
     """A timeline file, or, for the directory of a compiled program, what its plan expects of its schedule."""
     if path.is_dir():
-        program = load(path)
+        program = load(path, ranks=())
         figures = read_pipeline(program.manifest.plan.get("pipeline"), f"{path / 'program.json'}, plan")
         return simulate(figures, program.schedule, name=f"expected: {program.schedule.name}")
     try:

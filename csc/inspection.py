@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from csc.api import CompiledModel
+from csc.codegen.rank_file import position_path, rank_path
 from csc.codegen.write import sources
 from csc.drawing import dot, mermaid, page
 from csc.errors import InputError
@@ -68,7 +69,8 @@ def _python(compiled: CompiledModel, program: Program, rank: int | None, region:
         (chosen,) = _chosen(program, program, None, region)
         wanted = [f"layers/{chosen.variant}.py"]
     elif rank is not None:
-        wanted = [f"rank_{rank}.py"]
+        position = position_path(compiled.options.mesh.coordinates(rank).pp)
+        wanted = [rank_path(rank), *([position] if position in files else [])]
     else:
         wanted = sorted((p for p in files if PurePosixPath(p).stem != "__init__"), key=lambda p: ("/" in p, p))
     if len(wanted) == 1:

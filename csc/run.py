@@ -112,7 +112,8 @@ def run(options: Options, debug: bool = False) -> int:
         if under_torchrun():
             store = open_store(options.timeout)
             _leave_when_stopped(lambda: first_to_speak(store))
-        program = load(options.directory)
+        own = () if options.paced is not None else (int(os.environ["RANK"]),) if store else None
+        program = load(options.directory, own)
         launch = setup_distributed(program.manifest.device, options.timeout, store) if store else None
         (_train if options.paced is None else _wait)(options, program, launch)
         return 0
@@ -164,14 +165,15 @@ def _train(options: Options, program: Any, launch: Any) -> None:
     from csc.runtime.trainer import Trainer
 
     first = launch is None or launch.rank == 0
+    _say_what_is_edited(program, launch)
+    transport = Distributed(program, launch.device, options.timeout) if launch else None
     weights: Any = options.weights
     if weights is None and not (program.directory / "weights.safetensors").is_file():
-        weights = random_weights(program.manifest.parameters, options.seed)
+        mesh = program.manifest.mesh
+        held = {mesh.coordinates(launch.rank).pp} if launch else set(range(mesh.pp))
+        weights = random_weights([p for p in program.manifest.parameters if held & set(p.ranks)], options.seed)
         if first:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
-    if first and program.edited:
-        _say(f"edited since it was compiled: {', '.join(program.edited)}.")
-    transport = Distributed(program, launch.device, options.timeout) if launch else None
     trace = options.timeline is not None
     trainer = Trainer(program, weights, transport, device=launch.device if launch else None, trace=trace)
     parameters = list(trainer.parameters())
@@ -200,6 +202,20 @@ def _train(options: Options, program: Any, launch: Any) -> None:
     _record(options, trainer.timeline, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _say_what_is_edited(program: Any, launch: Any) -> None:
+    """The first rank says it of what all share, each other one of its own file, the first of a position of theirs."""
+    from csc.runtime.program import own_files
+
+    found, rank = program.edited, launch.rank if launch else 0
+    if rank:
+        mesh = program.manifest.mesh
+        alone, position = own_files(mesh, rank) if rank < mesh.size else ("", "")
+        firsts = {mesh.sharing(at)[0] for at in range(mesh.pp)}
+        found = [name for name in found if name == alone or (name == position and rank in firsts)]
+    if found:
+        _say(f"edited since it was compiled: {', '.join(found)}.")
 
 
 def _wait(options: Options, program: Any, launch: Any) -> None:

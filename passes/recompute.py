@@ -61,7 +61,8 @@ def recompute(program: Program, options: Options) -> Program:
     if all(choice == NONE for choice in choices.values()):
         return program
     candidates = _Candidates(program, chosen_hardware(program, options))
-    saves = {name: candidates.saves(program.region(name), choice) for name, choice in choices.items() if choice != AUTO}
+    regions = {region.name: region for region in program.regions}
+    saves = {name: candidates.saves(regions[name], choice) for name, choice in choices.items() if choice != AUTO}
     automatic = [region for region in program.regions if choices[region.name] == AUTO]
     if automatic:
         saves |= _fitting(program, options, candidates, automatic, saves)

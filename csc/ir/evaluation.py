@@ -17,7 +17,8 @@ from csc.torch_private import FakeTensorMode
 
 class Evaluation:
     """Runs operations on fake tensors. Operands of the same shapes, strides, dtypes, devices and values as in an
-    earlier call give the earlier call's result, the same objects: it tells types, nothing is ever written to it.
+    earlier call give the types of the earlier call's result, as tensors of their own: make_fx knows a value by its
+    tensor, so the cosines and sines of positions must not be one.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -34,7 +35,16 @@ class Evaluation:
             return self._run(target, args, kwargs)
         if not known:
             self._results[key] = self._run(target, args, kwargs)
-        return self._results[key]
+            return self._results[key]
+        with self._mode:
+            return self._again(self._results[key])
+
+    def _again(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            return result.detach()
+        if isinstance(result, (tuple, list)):
+            return type(result)(map(self._again, result))
+        return result
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self._mode:

@@ -71,14 +71,15 @@ def agree(program: LoadedProgram, device: torch.device) -> None:
 
 def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], rank: int, device: torch.device) -> None:
     """Compare checksums of the parameters that several ranks hold. InputError, on every rank, that names one
-    that differs.
+    that differs. `weights` may lack those that have no values yet.
 
     Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed.
     """
     mesh = manifest.mesh
     shared = [p for p in manifest.parameters if len(p.ranks) * mesh.dp > 1]
     position = mesh.coordinates(rank).pp
-    sums = [_checksum(weights[p.name]) if position in p.ranks else torch.zeros((), dtype=torch.int64) for p in shared]
+    none = torch.zeros((), dtype=torch.int64)
+    sums = [_checksum(weights[p.name]) if position in p.ranks and p.name in weights else none for p in shared]
     if not sums:
         return
     own = torch.stack([s.cpu() for s in sums]).to(device)
@@ -87,7 +88,8 @@ def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], ra
     rows = torch.stack(gathered).cpu()
     for i, spec in enumerate(shared):
         holders = [mesh.rank_of(dp=d, pp=r) for r in spec.ranks for d in range(mesh.dp)]
-        differing = sorted(r for r in holders if rows[r, i] != rows[holders[0], i])
+        held = rows[holders, i].tolist()
+        differing = sorted(rank for rank, value in zip(holders, held, strict=True) if value != held[0])
         if differing:
             raise InputError(
                 f"parameter {spec.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
@@ -96,7 +98,14 @@ def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], ra
             )
 
 
+CHUNK = 2**20  # elements
+
+
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the bit patterns, modulo 2**64: exact, whatever the order of addition."""
+    """Sum of the bit patterns, modulo 2**64: exact, whatever the order of addition.
+
+    In chunks, since a sum in int64 first makes a copy in int64.
+    """
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(words).sum(dtype=torch.int64)
+    chunks = tensor.detach().contiguous().view(words).flatten().split(CHUNK)
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in chunks]).sum()

@@ -25,5 +25,5 @@ def random_weights(parameters: Iterable[ParameterSpec], seed: int) -> dict[str, 
     for spec in parameters:
         digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        found[spec.name] = (torch.randn(spec.shape, generator=generator) * STD).to(spec.dtype)
+        found[spec.name] = torch.randn(spec.shape, generator=generator).mul_(STD).to(spec.dtype)
     return found

@@ -1,10 +1,12 @@
 """A program directory, read and checked; and the rank modules in it.
 
 Terms: a *program directory* is what the compiler wrote (program.json, schedule.txt, constants, one rank_R.py
-per rank). A file whose hash is no longer the one that program.json lists is *edited*: allowed, since the
-files are there to be read and changed.
+per rank, position_P.py for what the ranks of a pipeline position share). It may lack the files of some ranks. A
+file whose hash is no longer the one that program.json lists is *edited*: allowed, since the files are there to be
+read and changed.
 
-    load(directory) -> LoadedProgram             ProgramError with a sentence for everything that does not fit
+    load(directory, ranks) -> LoadedProgram      ProgramError with a sentence for everything that does not fit
+    own_files(mesh, rank)                        the files that a rank does not share with other positions
     functions(program, rank) -> {stage: StageFunctions}     imported from rank_R.py without touching sys.path
     read_tensors(file) -> {name: tensor}         of a safetensors file
 """
@@ -18,7 +20,7 @@ import json
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from csc.errors import ProgramError, ScheduleError
+from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule, parse
 from csc.ir.schedule_verifier import verify
 from csc.runtime.specs import Manifest, manifest
@@ -38,7 +41,8 @@ class LoadedProgram:
     """A checked program directory.
 
     `package` is the unique name under which its modules are imported: two loads, of one directory or of two,
-    never share modules. `edited` lists the files whose content differs from what the compiler wrote.
+    never share modules. `edited` lists the files, of those that its ranks use, whose content differs from what the
+    compiler wrote.
     """
 
     directory: Path
@@ -59,8 +63,13 @@ class LoadedProgram:
         return {name: tensor.to(device) for name, tensor in found.items()}
 
 
-def load(directory: str | Path) -> LoadedProgram:
-    """Read DIR/program.json and DIR/schedule.txt and check both. Nothing is executed."""
+def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedProgram:
+    """Read DIR/program.json and DIR/schedule.txt and check both. Nothing is executed.
+
+    ranks: those that are going to run here: their files, and those that all ranks share, have to be there and are
+    compared with what was emitted. None: all ranks. That program.json is the same everywhere, with what it says of the
+    other files, ranks make sure of before they start.
+    """
     path = Path(directory)
     if not path.is_dir():
         raise ProgramError("there is no such directory", str(path), "Compile a model with output= this path")
@@ -72,17 +81,29 @@ def load(directory: str | Path) -> LoadedProgram:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ProgramError(f"it is not JSON: {error}", str(file), "Compile the program again") from None
     checked = manifest(table, str(file))
-    edited = _edited(path, checked)
+    edited = _edited(path, checked, range(checked.mesh.size) if ranks is None else ranks)
     return LoadedProgram(path, checked, _schedule(path, checked), edited, f"_csc_program_{uuid.uuid4().hex}")
 
 
-def _edited(path: Path, checked: Manifest) -> tuple[str, ...]:
+def own_files(mesh: Mesh, rank: int) -> tuple[str, str]:
+    """A rank's file, and the one that it shares with the other ranks of its position, if there is one."""
+    return f"rank_{rank}.py", f"position_{mesh.coordinates(rank).pp}.py"
+
+
+def _edited(path: Path, checked: Manifest, ranks: Iterable[int]) -> tuple[str, ...]:
+    mesh = checked.mesh
+    here = [rank for rank in ranks if 0 <= rank < mesh.size]  # of others the transport says that they are too many
+    of_rank = {name: rank for rank in range(mesh.size) for name in own_files(mesh, rank)}
+    own = {name: rank for rank in here for name in own_files(mesh, rank)}
+    needed = {"__init__.py", "schedule.txt", *(f"rank_{rank}.py" for rank in here)}
     edited = []
-    needed = {"__init__.py", "schedule.txt", *(f"rank_{rank}.py" for rank in range(checked.mesh.size))}
     for name in [*checked.files, *sorted(needed - set(checked.files))]:
+        if name in of_rank and name not in own:
+            continue
         file = path / name
         if not file.is_file():
-            raise ProgramError(f"its file {name} is missing", str(path), "Compile the program again")
+            remedy = f", with --rank {own[name]} or for all ranks" if name in own else ""
+            raise ProgramError(f"its file {name} is missing", str(path), f"Compile the program again{remedy}")
         if name in checked.files and hashlib.sha256(file.read_bytes()).hexdigest() != checked.files[name]:
             edited.append(name)
     return tuple(edited)

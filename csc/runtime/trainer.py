@@ -42,7 +42,8 @@ class Trainer:
     """Runs a program's ranks that belong to this process.
 
     weights: tensors or nn.Parameters by name (more names than needed are fine; Parameters are shared with the
-    caller, not copied); a path to safetensors; or None for DIR/weights.safetensors. transport: None takes the
+    caller, not copied; meta tensors make parameters without values, see `load`); a path to safetensors; or None for
+    DIR/weights.safetensors. transport: None takes the
     default process group if there is one of the program's size, else all ranks run in this process. trace:
     keep when each action ran, in `timeline`. InputError or ProgramError, before any step, for whatever does
     not fit; RankLost if a peer goes away.
@@ -62,8 +63,8 @@ class Trainer:
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
-        self._weights = _parameters(program, self._specs, weights, self.device)
-        self.transport.compare_weights(self._weights)
+        self._weights, self._empty = _parameters(program, self._specs, weights, self.device)
+        self.transport.compare_weights({n: p for n, p in self._weights.items() if n not in self._empty})
         self._manifests = [program.manifest]
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -118,6 +119,7 @@ class Trainer:
                 "train_step",
                 f"Compile with microbatches={microbatches}",
             )
+        self._check_values("train_step")
         pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in self._specs}
@@ -224,14 +226,27 @@ class Trainer:
         """This process' parameters, frozen ones too, detached, under the model's names."""
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
 
+    def _check_values(self, where: str) -> None:
+        """InputError if there are parameters that were made without values, and `load` has not been called since."""
+        if self._empty:
+            count, first = len(self._empty), min(self._empty)
+            raise InputError(
+                f"{count} parameters of {self.program.manifest.name} have no values yet, {first!r} for one: they were "
+                "given on the meta device",
+                where,
+                "Load weights with compiled.load(...) first",
+            )
+
     @torch.no_grad()
     def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
         """Read this process' parameters from a safetensors file or a directory of them. InputError if one is missing or
         of another shape or dtype; then nothing was changed.
         """
-        for name, tensor in weights.read(path, self._specs, self.device, format).items():
-            self._weights[name].copy_(tensor)
+        for name, tensor in weights.each(path, self._specs, self.device, format, into=self._weights):
+            if tensor is not self._weights[name]:
+                self._weights[name].copy_(tensor)
         self._filled = True
+        self._empty = set()
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -240,9 +255,15 @@ class Trainer:
         All ranks call it; `into` has every parameter of the program by name, on any device.
         """
         manifest = self.program.manifest
+        self._check_values("collect")
         for spec in manifest.parameters:
             if not spec.trainable and not self._filled:
                 continue
+            if into[spec.name].is_meta:
+                raise InputError(
+                    f"parameter {spec.name!r} of the model is on the meta device, which holds no values", "collect",
+                    "save with compiled.save(directory), or give the model memory first: model.to_empty(device='cpu')",
+                )  # fmt: skip
             value = self._weights.get(spec.name, into[spec.name]).detach()
             if isinstance(self.transport, Distributed):
                 value = value.to(self.device).contiguous()
@@ -252,6 +273,7 @@ class Trainer:
     def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call."""
         manifest = self.program.manifest
+        self._check_values("save")
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
             weights.write(directory, manifest, None, self.state_dict(), format)
             return
@@ -289,15 +311,19 @@ def _parameters(
     specs: list[ParameterSpec],
     given: Weights | str | Path | None,
     device: torch.device,
-) -> dict[str, nn.Parameter]:
+) -> tuple[dict[str, nn.Parameter], set[str]]:
+    """The parameters of `specs`, and which of them have no values."""
     if given is None:
         given = program.directory / "weights.safetensors"
     tensors = given if isinstance(given, Mapping) else weights.read(given, specs, device)
     weights.check(specs, tensors)
-    found = {}
+    found, empty = {}, set()
     for spec in specs:
         tensor = tensors[spec.name]
+        if tensor.is_meta and device.type != "meta":
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            empty.add(spec.name)
         if not isinstance(tensor, nn.Parameter) or tensor.device != device:
             tensor = nn.Parameter(tensor.detach().to(device), requires_grad=spec.trainable)
         found[spec.name] = tensor
-    return found
+    return found, empty

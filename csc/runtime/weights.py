@@ -8,12 +8,14 @@ A *format* says how files name and lay out the parameters where they do not do s
 csc.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the model has
 and the program does not use: nothing trains it, a whole model has it, and it goes with the first shard.
 
-    read(path, parameters, device, format) -> {name: tensor}   only these, lazily; a file, or a directory as of HF
-    write(directory, manifest, position, tensors, format)      a rank's shard, or (None) all in one file
-    write_index(directory, manifest, format)                   once all shards are there
-    check(parameters, tensors)                                 tensors in memory against what the program needs
+    each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
+    read(path, parameters, device, format) -> {name: tensor}     all of them
+    write(directory, manifest, position, tensors, format)        a rank's shard, or (None) all in one file
+    write_index(directory, manifest, format)                     once all shards are there
+    check(parameters, tensors)                                   tensors in memory against what the program needs
 
-Files appear whole or not at all: written under another name, then renamed.
+Reading takes the memory of what is read, and no second copy of it: see `_Files`. Files appear whole or not at all:
+written under another name, then renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +79,21 @@ def read(
 
     optional: those that are not there are left out.
     """
+    return dict(each(path, parameters, device, format, optional))
+
+
+def each(
+    path: str | Path,
+    parameters: Iterable[ParameterSpec],
+    device: torch.device | str = "cpu",
+    format: Format = OWN,
+    optional: bool = False,
+    into: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """These parameters, one by one, in memory of their own. All InputErrors come before the first one.
+
+    into: tensors of the right shape and dtype that are filled where a tensor of the files is a parameter as it is.
+    """
     specs = {spec.name: spec for spec in parameters}
     table = _table(Path(path))
     pieces = [piece for piece in format.pieces(table) if not specs.keys().isdisjoint(piece.names)]
@@ -84,30 +101,96 @@ def read(
     for name in specs:
         if name not in there and not optional:
             raise _unknown(name, table, str(path))
-    found: dict[str, torch.Tensor] = {}
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    with _Files(table) as files:
+        as_it_is: dict[str, str] = {}  # parameters that a tensor of the files is, under whatever name
         for piece in pieces:
-            tensors = {}
-            for key in piece.keys:
-                file = table[key]
-                if file not in opened:
-                    opened[file] = stack.enter_context(_opened(file, device))
-                if piece.keys == piece.names:  # the header tells, before anything is read
-                    header = opened[file].get_slice(key)
-                    dtype = _DTYPES.get(header.get_dtype(), header.get_dtype())
-                    _check(specs[key], tuple(header.get_shape()), dtype, str(file))
-                tensors[key] = opened[file].get_tensor(key)
-            for name, tensor in piece.make(tensors).items():
+            headers = {key: files.header(key) for key in piece.keys}
+            for name, found in piece.make(headers).items():
+                whole = next((key for key, header in headers.items() if header is found), None)
+                if whole is not None:
+                    as_it_is[name] = whole
                 if name in specs:
-                    _check(specs[name], tuple(tensor.shape), tensor.dtype, str(path))
-                    found[name] = tensor
-    return found
+                    _check(specs[name], found, str(path if whole is None else table[whole]))
+        for piece in pieces:
+            wanted = [name for name in piece.names if name in specs]
+            if as_it_is.keys() >= set(wanted):
+                for name in wanted:
+                    yield name, files.tensor(as_it_is[name], device, into[name] if into is not None else None)
+                continue
+            made = piece.make({key: files.tensor(key, device) for key in piece.keys})
+            yield from ((name, made[name]) for name in wanted)
 
 
-def _opened(file: Path, device: torch.device | str) -> Any:
+PORTION = 16 * 2**20  # bytes
+
+
+class _Files:
+    """Tensors of several safetensors files, read in portions.
+
+    The pages of a mapped file that were read count as memory of the process for as long as the file is mapped. So what
+    is read is copied out, PORTION bytes at most at a time, and then the file is mapped anew.
+    """
+
+    def __init__(self, table: Mapping[str, Path]) -> None:
+        self.table = table
+        self.stack = ExitStack()
+        self.opened: dict[Path, Any] = {}
+        self.headers: dict[str, torch.Tensor] = {}
+        self.mapped = 0
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self.opened.clear()
+        self.stack.close()
+        self.mapped = 0
+
+    def _file(self, key: str) -> Any:
+        file = self.table[key]
+        if file not in self.opened:
+            self.opened[file] = self.stack.enter_context(_opened(file))
+        return self.opened[file]
+
+    def header(self, key: str) -> torch.Tensor:
+        """Shape and dtype of a tensor, as a meta tensor. InputError if torch has no such dtype."""
+        if key not in self.headers:
+            try:
+                found = self._file(key).get_slice(key)
+            except SafetensorError:
+                what = f"{key!r} is not in it, though the index says so"
+                raise InputError(what, str(self.table[key]), "Save the weights again") from None
+            if found.get_dtype() not in _DTYPES:
+                what = f"parameter {key!r} is {found.get_dtype()} there"
+                raise InputError(what, str(self.table[key]), f"Convert it to one of {', '.join(_DTYPES)}")
+            self.headers[key] = torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
+        return self.headers[key]
+
+    def tensor(self, key: str, device: torch.device | str, target: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor on the device; `target`, filled, if it is given."""
+        header = self.header(key)
+        if target is None:
+            target = torch.empty(header.shape, dtype=header.dtype, device=device)
+        rows = header.shape[0] if header.dim() else 1
+        count = max(1, PORTION // max(1, header.nbytes // max(1, rows)))
+        for start in range(0, rows, count):
+            if self.mapped >= PORTION:
+                self._close()
+            file = self._file(key)
+            if count >= rows:
+                target.copy_(file.get_tensor(key))
+            else:
+                target[start : start + count].copy_(file.get_slice(key)[start : start + count])
+            self.mapped += min(count, rows - start) * (header.nbytes // max(1, rows))
+        return target
+
+
+def _opened(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt", device=str(device))
+        return safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError:
         raise InputError("there is no such file", str(file), "Give a safetensors file or directory") from None
     except SafetensorError as error:
@@ -117,7 +200,7 @@ def _opened(file: Path, device: torch.device | str) -> Any:
 def _table(path: Path) -> dict[str, Path]:
     """The file of every tensor."""
     if not path.is_dir():
-        with _opened(path, "cpu") as opened:
+        with _opened(path) as opened:
             return dict.fromkeys(opened.keys(), path)
     index = path / INDEX
     if index.is_file():
@@ -151,19 +234,19 @@ def check(parameters: Iterable[ParameterSpec], tensors: Mapping[str, torch.Tenso
         tensor = tensors.get(spec.name)
         if tensor is None:
             raise _unknown(spec.name, tensors, "weights")
-        _check(spec, tuple(tensor.shape), tensor.dtype, "weights")
+        _check(spec, tensor, "weights")
 
 
-def _check(spec: ParameterSpec, shape: tuple[int, ...], dtype: torch.dtype | str, where: str) -> None:
-    if shape != spec.shape:
+def _check(spec: ParameterSpec, tensor: torch.Tensor, where: str) -> None:
+    if tuple(tensor.shape) != spec.shape:
         raise InputError(
-            f"parameter {spec.name!r} has shape {list(shape)} there, {list(spec.shape)} in the program",
+            f"parameter {spec.name!r} has shape {list(tensor.shape)} there, {list(spec.shape)} in the program",
             where,
             "Are these the weights of a model of another size?",
         )
-    if dtype != spec.dtype:
+    if tensor.dtype != spec.dtype:
         raise InputError(
-            f"parameter {spec.name!r} is {dtype} there, {spec.dtype} in the program",
+            f"parameter {spec.name!r} is {tensor.dtype} there, {spec.dtype} in the program",
             where,
             "Convert the weights, or compile the model in their dtype",
         )
@@ -200,6 +283,10 @@ def write(
     path.mkdir(parents=True, exist_ok=True)
     owned = {p.name: tensors[p.name] for p in _parameters_of(manifest, position)}
     if not position:
+        without = [name for name, tensor in format.rest.items() if tensor.is_meta]
+        if without:
+            what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
+            raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
         owned |= format.rest
     name = SINGLE[0] if position is None else shard_name(manifest, position)
     if owned or name == SINGLE[0]:

@@ -170,6 +170,27 @@ REGIONS = ["model.vision_tower.embeddings", "model.multi_modal_projector", "mode
            *(f"model.language_model.layers.{i}" for i in range(4))]  # fmt: skip
 
 
+def test_compile_single_ranks(run: Run, tmp_path: Path) -> None:
+    """`--rank`: the files of these alone, and a program.json as of all."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run("compile", TARGET, "-o", whole)
+    done = run("compile", TARGET, "-o", part, "--rank", 2, "--rank", 1)
+    assert done.code == 0
+    assert "of 3 ranks only 1, 2" in done.out
+    assert load(part, [1, 2]).manifest.fingerprint == load(whole).manifest.fingerprint
+    names = {str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()}
+    assert {str(p.relative_to(part)) for p in part.rglob("*") if p.is_file()} == names - {"rank_0.py"}
+    assert json.loads(run("compile", TARGET, "-o", part, "--rank", 0, "--json").out)["emitted"] == [0]
+
+
+@pytest.mark.parametrize(("rank", "said"), [("3", "there is no rank 3"), ("-1", "no rank -1"), ("x", "valid integer")])
+def test_compile_a_rank_that_is_not_there(run: Run, tmp_path: Path, rank: str, said: str) -> None:
+    done = run("compile", TARGET, "-o", tmp_path / "program", "--rank", rank)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert not (tmp_path / "program").exists()
+
+
 def test_dump_text(run: Run) -> None:
     after = {name: run("dump", TARGET, "--after", name).out for name in ("capture", "regions", "prune", "schedule")}
     assert "symbolic [1]" in after["capture"]

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 # --- short -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(8, 12), pytest.param((8, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(2, 8, 16), pytest.param((2, 8, 32), marks=pytest.mark.slow)], ids=str)
 def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     """The same model with so many layers."""
     return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}
@@ -50,12 +50,28 @@ def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
 @pytest.mark.parametrize("cut", [5, 6])
 def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | None, cut: int) -> None:
     lines: dict[int, list[int]] = {}
-    for layers, compiled in depths.items():
-        changed = compiled.with_options(freeze=freeze, cuts=[f"layers.{layers * cut // 8}"], schedule="1f1b")
+    for layers in (8, max(depths)):
+        changed = depths[layers].with_options(freeze=freeze, cuts=[f"layers.{layers * cut // 8}"], schedule="1f1b")
         files = sources(changed.program, changed.options)
         lines[layers] = [len(files[f"rank_{rank}.py"].splitlines()) for rank in range(2)]
         assert len([p for p in files if p.startswith("layers/")]) < 10
     assert lines[8] == lines[max(depths)]
+
+
+@pytest.mark.parametrize(("freeze", "least"), [(None, 2), (["layers"], 2), (["embed_tokens"], 8)])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_lines_do_not_grow_with_depth_at_all(depths: dict, freeze: list[str] | None, least: int, mesh: str) -> None:
+    """One rank with all layers: the same number of lines in every file of 2 layers and of 16, layers/ included.
+
+    With the embedding frozen the first layer is another function than the rest, and two layers are no loop.
+    """
+    lines = {}
+    for layers, compiled in depths.items():
+        changed = compiled.with_options(freeze=freeze, cuts=["layers.0"], schedule="1f1b")
+        files = sources(changed.program, replace(changed.options, mesh=csc.Mesh.parse(mesh)))
+        lines[layers] = {path: len(text.splitlines()) for path, text in files.items()}
+    assert sum(count for path, count in lines[least].items() if path.startswith("layers/")) > 100
+    assert lines[least] == lines[8] == lines[max(depths)]
 
 
 def test_the_deep_model_is_right(depths: dict) -> None:
@@ -173,7 +189,8 @@ def only_harmless(files: Mapping[str, str]) -> None:
             if isinstance(node, ast.Import):
                 assert [alias.name for alias in node.names] in (["torch"], ["csc.kernels.attention"]), path
             elif isinstance(node, ast.ImportFrom):
-                assert (node.module, node.level) in ((None, 1), ("csc.runtime.names", 0)), path
+                shared = (("position_0", 1), ("position_1", 1))
+                assert (node.module, node.level) in ((None, 1), ("csc.runtime.names", 0), *shared), path
             elif isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 allowed = (
@@ -234,6 +251,7 @@ def test_hostile_names_never_become_code(tmp_path: Path, stages: int) -> None:
     history = run([captured], (*TRACING, *PLANNING), compiled.options)
     program = history[-1]
     only_harmless(sources(program, compiled.options))
+    only_harmless(sources(program, replace(compiled.options, mesh=csc.Mesh(dp=2, pp=stages))))
 
     def new(path: str) -> str:
         return ".".join(names.get(part, part) for part in path.split("."))
@@ -435,7 +453,10 @@ def test_a_new_program_replaces_the_old_one_whole(models: Models, tmp_path: Path
     models("text", mesh="pp=4").write(tmp_path / "program", with_weights=True)
     models("text", mesh="pp=2").write(tmp_path / "program")
     models("text", mesh="pp=2").write(tmp_path / "fresh")
-    assert content(tmp_path / "program") == content(tmp_path / "fresh")
+    found, fresh = content(tmp_path / "program"), content(tmp_path / "fresh")
+    listed = [json.loads(files.pop("program.json")) for files in (found, fresh)]
+    assert all(one.pop("timings") for one in listed)
+    assert (found, listed[0]) == (fresh, listed[1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fresh", "program"]
 
 

@@ -233,3 +233,33 @@ def test_models_of_hugging_face_traced_once_are_those_traced_whole(name: str) ->
     model, example = CASES[name]()
     one, whole, _ = texts(model, example)
     assert one == whole
+
+
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden) * cos + hidden * sin
+
+
+class Turned(nn.Module):
+    """Two tables whose last operation, shape and dtype are the same, as Llama's cosines and sines are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turn() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        cos, sin = angles.cos() * 1.5, angles.sin() * 1.5
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x.square().mean()
+
+
+def test_tables_of_one_type_are_two_tables() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 3, WIDTH), "angles": torch.randn(2, 3, WIDTH)}
+    result = verify(csc.compile(Turned(), example=batch))
+    assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"peft": "llama", "steps": 2}' DIR
 torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"model": "llama"}' DIR
+torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"meta": true}' DIR
 """
 
 from __future__ import annotations
@@ -41,10 +42,30 @@ def checkpoint(directory: Path) -> None:
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
+def meta(directory: Path) -> None:
+    """The same with a model without weights: each process makes, reads and writes its own parameters alone."""
+    with csc.weightless():
+        model = llama()
+    compiled = csc.compile(model, mesh="pp=2", example=text_batch(2), directory=directory / "program")
+    compiled.load(directory / "hf")
+    rank = dist.get_rank()
+    assert {p.name for p in (directory / f"program-rank{rank}").glob("rank_*.py")} == {f"rank_{rank}.py"}
+    assert all(parameter.is_meta for parameter in compiled.model.parameters())
+    expected = LlamaForCausalLM.from_pretrained(directory / "hf")
+    own = compiled.state_dict()
+    assert 0 < len(own) < len(expected.state_dict())
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in own.items())
+    loss = compiled.train_step(text_batch(2))
+    assert torch.allclose(loss, expected(**text_batch(2)).loss, rtol=1e-5)
+    compiled.save(directory / "csc")
+
+
 def main() -> None:
     case, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
     if "peft" in case:
         adapter(case, directory)
+    elif "meta" in case:
+        meta(directory)
     else:
         checkpoint(directory)
     dist.destroy_process_group()

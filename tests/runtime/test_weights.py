@@ -95,6 +95,86 @@ def test_weights_that_do_not_fit(tmp_path: Path, change: dict[str, torch.Tensor 
             Trainer(program, given)
 
 
+@pytest.mark.parametrize("portion", [1, 100, 2**20])
+def test_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """However little is read at a time, whole tensors come: of any shape and dtype, in memory of their own."""
+    monkeypatch.setattr(weights, "PORTION", portion)
+    tensors = {
+        "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "no columns": torch.zeros(4, 0),
+        "half": torch.arange(15.0).bfloat16(), "matrix": torch.randn(7, 5), "cube": torch.randn(3, 4, 5).double(),
+        "one row": torch.arange(40).view(1, 40), "flags": torch.tensor([True, False, True]),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "w.safetensors")
+    specs = [ParameterSpec(n, tuple(t.shape), t.dtype, False, (), ()) for n, t in tensors.items()]
+    found = weights.read(tmp_path / "w.safetensors", specs)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    for name, tensor in weights.each(tmp_path / "w.safetensors", specs, into=into):
+        assert tensor is into[name]
+    assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+    (tmp_path / "w.safetensors").write_bytes(b"")  # what was read does not live in the file
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_nothing_is_read_before_all_is_checked(tmp_path: Path) -> None:
+    """The last parameter does not fit: the first ones keep their values."""
+    trainer = Trainer(load(handmade.write(tmp_path / "p")))
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    changed = {name: tensor + 1 for name, tensor in before.items()}
+    changed[list(before)[-1]] = torch.zeros(1)
+    save_file(changed, tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match="has shape"):
+        trainer.load(tmp_path / "w.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
+
+
+def test_an_index_that_is_wrong(tmp_path: Path) -> None:
+    program = load(handmade.write(tmp_path / "p"))
+    (tmp_path / "w").mkdir()
+    save_file({"w0": torch.zeros(6, 6)}, tmp_path / "w/shard.safetensors")
+    table = {"weight_map": dict.fromkeys(handmade.weights(), "shard.safetensors")}
+    (tmp_path / "w" / weights.INDEX).write_text(json.dumps(table))
+    with pytest.raises(InputError, match="'embed' is not in it, though the index says so"):
+        Trainer(program, tmp_path / "w")
+
+
+def test_a_dtype_that_parameters_do_not_have(tmp_path: Path) -> None:
+    program = load(handmade.write(tmp_path / "p"))
+    save_file(handmade.weights() | {"w1": torch.zeros(6, 6).to(torch.float8_e5m2)}, tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match="parameter 'w1' is F8_E5M2 there"):
+        Trainer(program, tmp_path / "w.safetensors")
+
+
+def test_parameters_on_the_meta_device(tmp_path: Path) -> None:
+    """They are made without values, train once they are loaded, and nothing comes of them before."""
+    program = load(handmade.write(tmp_path / "p"))
+    given = {name: torch.nn.Parameter(tensor.to("meta")) for name, tensor in handmade.weights().items()}
+    trainer = Trainer(program, given)
+    assert {p.device.type for p in trainer.parameters()} == {"cpu"}
+    said = r"4 parameters of Handmade have no values yet, 'b1' for one: .* Load weights with compiled\.load"
+    for use in (
+        lambda: trainer.train_step(handmade.batch(4)),
+        lambda: trainer.save(tmp_path / "out"),
+        lambda: trainer.collect(handmade.weights()),
+    ):
+        with pytest.raises(InputError, match=said):
+            use()
+    trainer.load(tmp_path / "p/weights.safetensors")
+    other = Trainer(program)
+    assert torch.equal(trainer.train_step(handmade.batch(4)), other.train_step(handmade.batch(4)))
+    expected = dict(other.named_parameters())
+    assert all(torch.equal(p.grad, expected[name].grad) for name, p in trainer.named_parameters())
+    assert [name for name, _ in trainer.named_parameters()] == list(expected)
+    with pytest.raises(InputError, match="parameter 'embed' of the model is on the meta device"):
+        trainer.collect(given)
+
+
+def test_meta_parameters_of_another_model(tmp_path: Path) -> None:
+    given = {name: tensor.to("meta") for name, tensor in handmade.weights().items()} | {"w1": torch.zeros(5, 6)}
+    with pytest.raises(InputError, match=r"parameter 'w1' has shape \[5, 6\]"):
+        Trainer(load(handmade.write(tmp_path / "p")), given)
+
+
 def test_no_weights(tmp_path: Path) -> None:
     program = load(handmade.write(tmp_path / "p", with_weights=False))
     (tmp_path / "bad.safetensors").write_text("x")
