@@ -71,6 +71,7 @@ def compile_command(
         directory = compiled.write(output, weights, rank or None)
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
+    tracing = ("capture", "normalise")
     spent = compile_times(directory)
     if json_output:
         _json(
@@ -79,7 +80,7 @@ def compile_command(
                 "ranks": ranks,
                 "emitted": sorted(set(rank)) if rank else list(range(ranks)),
                 "templates": sorted(program.variants),
-                "passes": passes,
+                "passes": [row for row in passes if row["name"] not in tracing],
                 "timings": spent,
             }
         )

@@ -383,3 +383,18 @@ def test_the_command_verifies() -> None:
     assert {"loss_rel", "grad_rel_max", "params_checked", "params_missing"} <= found.keys()
     assert (found["params_checked"], found["params_missing"]) == (4, [])
     assert os.fspath(ROOT) not in done.stdout
+
+
+def test_fake(run: Run, tmp_path: Path) -> None:
+    """Without weights the same program comes out, and the steps of the way to it are told."""
+    done = [
+        run("compile", TARGET, "-o", tmp_path / name, *more, "--json") for name, more in (("1", ()), ("2", ["--fake"]))
+    ]
+    assert [one.code for one in done] == [0, 0]
+    assert load(tmp_path / "1").manifest.fingerprint == load(tmp_path / "2").manifest.fingerprint
+    spent = json.loads(done[1].out)["timings"]
+    assert {"capture", "normalise", "differentiate", "partition", "emission", "total", "peak_memory"} <= spent.keys()
+    shown = run("compile", TARGET, "-o", tmp_path / "2", "--fake", "--timings").out
+    assert "planning" in shown and "of memory at its peak" in shown
+    refused = run("verify", TARGET, "--fake")
+    assert refused.code == 2 and "verify runs the model" in refused.err
