@@ -14,6 +14,7 @@ from torch import fx
 from csc.analysis import visibility
 from csc.analysis.visibility import OWN_PLACE, ZERO, Bound, Clause, Group, Predicate, Unrecognised
 from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
 from csc.ir.program import Options, Program
 
 aten = torch.ops.aten
@@ -61,15 +62,14 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
         self.graph = graph
-        self.fake_mode = fake_mode
+        self.evaluate = Evaluation(fake_mode)
         self.masks: dict[Any, _Packed] = {}
 
     def call(self, like: fx.Node, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         """A call with the provenance of `like`, inserted where the graph's insertion point is."""
         node = self.graph.create_node("call_function", target, arguments, keywords, name=name)
-        with self.fake_mode:
-            values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
-            node.meta["val"] = target(*values[0], **values[1])
+        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+        node.meta["val"] = self.evaluate(target, *values)
         node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
         return node
 

@@ -70,6 +70,7 @@ class Spreading:
         self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
         self.labels = _what_moves(labels)
         self.evaluate = Evaluation(program.fake_mode)
+        self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
         self.new = fx.Graph()
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
@@ -250,12 +251,16 @@ class Spreading:
         return self._call(node, target, operand, shape)
 
     def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
-        try:
-            with self.program.fake_mode:
-                operand.meta["val"].view(shape)
-        except (RuntimeError, ValueError):
-            return False
-        return True
+        val = operand.meta["val"]
+        key = (tuple(val.shape), val.stride(), *shape)
+        if key not in self.viewable:
+            try:
+                with self.program.fake_mode:
+                    val.view(shape)
+                self.viewable[key] = True
+            except (RuntimeError, ValueError):
+                self.viewable[key] = False
+        return self.viewable[key]
 
     def _along_tokens(self, node: fx.Node) -> bool:
         dim = g.bind(node)["dim"] % node.meta["val"].dim()

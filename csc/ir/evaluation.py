@@ -8,11 +8,27 @@ a look at the operands is enough.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from csc.torch_private import FakeTensorMode
+from csc.torch_private import FakeTensor, FakeTensorMode, pytree
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A tensor of the same shape, strides, offset and dtype on the meta device, and the device that it is to be on."""
+
+    on_meta: torch.Tensor
+    device: torch.device
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    span = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides)) if tensor.numel() else offset
+    whole = torch.empty(span, dtype=tensor.dtype, device="meta")
+    return _Layout(whole.as_strided(shape, strides, offset), tensor.device)
 
 
 class Evaluation:
@@ -34,17 +50,13 @@ class Evaluation:
         except TypeError:  # an operand that cannot be compared
             return self._run(target, args, kwargs)
         if not known:
-            self._results[key] = self._run(target, args, kwargs)
-            return self._results[key]
-        with self._mode:
-            return self._again(self._results[key])
+            result = self._run(target, args, kwargs)
+            self._results[key] = pytree.tree_map_only(torch.Tensor, _layout, result)
+            return result
+        return pytree.tree_map_only(_Layout, self._tensor, self._results[key])
 
-    def _again(self, result: Any) -> Any:
-        if isinstance(result, torch.Tensor):
-            return result.detach()
-        if isinstance(result, (tuple, list)):
-            return type(result)(map(self._again, result))
-        return result
+    def _tensor(self, layout: _Layout) -> torch.Tensor:
+        return FakeTensor(self._mode, layout.on_meta, layout.device)
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self._mode:

@@ -94,9 +94,8 @@ def plan(
         check_ranks(problem)
     fixed = None if stages is None else _given(problem, stages)
     if isinstance(schedule, Schedule):
-        kept = schedule
-        home = _checked(problem, tuple(kept.placement.values()))
-        return _best(problem, [home], fixed, lambda found, home: kept, [None, _one])
+        home = _checked(problem, tuple(schedule.placement.values()))
+        return _best(problem, [home], fixed, lambda found, home: _fitting(problem, schedule, found), [None, _one])
     ways = _placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
         return _auto(problem, ways, fixed, effort)
@@ -108,6 +107,13 @@ def plan(
         lambda found, home: make(pipeline(problem, found), home, problem.microbatches, problem.memory),
         _limits(problem, schedule),
     )
+
+
+def _fitting(problem: Problem, schedule: Schedule, stages: Stages) -> Schedule:
+    """A whole schedule, checked against the stages."""
+    numbers = pipeline(problem, stages)
+    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
+    return schedule
 
 
 def _given(problem: Problem, stages: Sequence[Sequence[int]]) -> Stages:
@@ -244,10 +250,9 @@ def _best(
 
 
 def _made(problem: Problem, stages: Stages, home: Placement, make: Make) -> tuple[float, Schedule]:
-    """The schedule of these stages and its makespan, checked against stages, messages and memory."""
+    """The schedule of these stages and its makespan, checked against memory."""
     schedule = make(stages, home)
     numbers = pipeline(problem, stages)
-    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
     if problem.memory is not None:
         for rank, peak in enumerate(peak_memory(numbers, schedule)):
             if peak > problem.memory * (1 + 1e-9):
