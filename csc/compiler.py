@@ -121,7 +121,8 @@ class Compiler:
             if serves(program, tensors):
                 return program
         progress(CAPTURE)
-        known.append(capture(self.model, microbatch, self.learned))
+        with self.kept.capturing(microbatch):
+            known.append(capture(self.model, microbatch, self.learned))
         return known[-1]
 
     def _as_the_model_says(self, program: Program) -> Program:

@@ -41,7 +41,8 @@ from csc.cache.origins import Origins, is_own, is_source
 from csc.torch_private import OpOverload
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from
-INERT = {"generation_config"}  # of transformers models: not for training
+INERT = {"generation_config", "_output_capturing_hooks_installed"}  # of transformers models: not for training
+INERT_HOOKS = ("transformers.utils.output_capturing",)  # put there by the first forward, to hand hidden states out
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
     name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called", "_set"))
@@ -59,7 +60,8 @@ class Describer:
 
     def __init__(self, origins: Origins) -> None:
         self.origins = origins
-        self._seen: dict[int, int] = {}
+        self._known: dict[int, Any] = {}  # descriptions
+        self._open: dict[int, int] = {}  # what is being described, each within the one before
         self._alive: list[Any] = []  # an id is a name as long as its object lives
         self._paths: dict[int, str] = {}
         self._classes: dict[type, None] = {}
@@ -95,7 +97,7 @@ class Describer:
 
     def _hooks(self, module: nn.Module, kind: str, where: str) -> Any:
         with_kwargs = vars(module).get(f"{kind}_with_kwargs", {})
-        found = getattr(module, kind)
+        found = {k: h for k, h in getattr(module, kind).items() if getattr(h, "__module__", "") not in INERT_HOOKS}
         return [[self.tree(hook, f"{where}.{kind}"), key in with_kwargs] for key, hook in found.items()]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
@@ -126,11 +128,15 @@ class Describer:
             return [type(value).__name__, value.name if isinstance(value, logging.Logger) else str(value)]
         if id(value) in self._paths:
             return ["module", self._paths[id(value)]]
-        if id(value) in self._seen:
-            return ["again", self._seen[id(value)]]
-        self._seen[id(value)] = len(self._seen)
-        self._alive.append(value)
-        return self._composed(value, where)
+        name = id(value)
+        if name in self._open:
+            return ["within", len(self._open) - self._open[name]]
+        if name not in self._known:
+            self._open[name] = len(self._open)
+            self._known[name] = self._composed(value, where)
+            del self._open[name]
+            self._alive.append(value)
+        return self._known[name]
 
     def _composed(self, value: Any, where: str) -> Any:
         """Of a value that may hold others, itself among them."""
@@ -158,16 +164,10 @@ class Describer:
         if type(value) in (list, tuple, deque, torch.Size):
             return [type(value).__name__, *(self.tree(one, where) for one in value)]
         if isinstance(value, (set, frozenset)) and type(value) in (set, frozenset):
-            return ["set", *sorted((self._apart().tree(one, where) for one in value), key=json.dumps)]
+            return ["set", *sorted((self.tree(one, where) for one in value), key=json.dumps)]
         if type(value) in (dict, MappingProxyType):
             return ["dict", *self._items(value, where)]
         return self._object(value, where)
-
-    def _apart(self) -> Describer:
-        """One with numbers of its own, for members of a set: their order differs between processes."""
-        other = Describer(self.origins)
-        other._paths, other._classes, other._functions = self._paths, self._classes, self._functions
-        return other
 
     def _items(self, value: Mapping[Any, Any], where: str) -> list[Any]:
         return [[self.tree(key, where), self.tree(one, f"{where}[{key!r}]")] for key, one in value.items()]
@@ -194,7 +194,8 @@ class Describer:
             held = repr(value)
         elif isinstance(value, set):
             raise Opaque(f"{where} is a {kind.__qualname__}, a set")
-        return ["object", self._class(kind, where), attributes, held]
+        described = json.dumps([self._class(kind, where), attributes, held])
+        return ["object", hashlib.sha256(described.encode()).hexdigest()]  # there may be one in every module
 
     # code
 

@@ -11,13 +11,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from torch import nn
 
 from csc.cache import learning
-from csc.cache.keys import model_key, program_key, trace_key
+from csc.cache.keys import Opaque, model_key, program_key, trace_key
 from csc.cache.packed import Files, Packed, Traced, packed_bytes, packed_from, traced_bytes, traced_from
 from csc.cache.store import Store
 from csc.capture import Learned, split_batch
@@ -37,6 +38,7 @@ class Kept:
     def __init__(self, model: nn.Module, store: Store | None) -> None:
         self._model, self._store = model, store
         self._keys: dict[str, str] = {}  # of the model with plain batch entries
+        self._left: dict[str, set[str]] = {}  # what captures left of it: keys of the same model
         self._said = False
 
     def program(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> Packed | None:
@@ -145,22 +147,37 @@ class Kept:
             if learning.extends(other, learned):
                 yield other
 
+    @contextmanager
+    def capturing(self, microbatch: Mapping[str, Any]) -> Iterator[None]:
+        """Around a capture: what the model's own forward changes in it leaves it the same model."""
+        before = self._model_key(microbatch)
+        yield
+        after = self._described(microbatch)
+        if before is not None and after is not None:
+            self._left.setdefault(before, set()).add(after)
+
     def _model_key(self, microbatch: Mapping[str, Any]) -> str | None:
         """None, with the reason in the log, if the model cannot be described, or has been changed since the first
         time: what was captured before is not what a process that starts with it now would capture.
         """
-        if self._store is None:
+        found = self._described(microbatch)
+        if found is None:
             return None
         _, extra = split_batch(microbatch)
-        try:
-            key = model_key(self._model, extra)
-        except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
-            self._say(str(reason) if isinstance(reason, ValueError) else f"{type(reason).__name__}: {reason}")
-            return None
-        if self._keys.setdefault(repr(extra), key) != key:
+        key = self._keys.setdefault(repr(extra), found)
+        if found != key and found not in self._left.get(key, ()):
             self._say("it was changed after it was compiled first")
             return None
         return key
+
+    def _described(self, microbatch: Mapping[str, Any]) -> str | None:
+        if self._store is None:
+            return None
+        try:
+            return model_key(self._model, split_batch(microbatch)[1])
+        except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
+            self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
+            return None
 
     def _say(self, reason: str) -> None:
         if not self._said:
