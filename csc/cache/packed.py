@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ def traced_bytes(traced: Traced, model: nn.Module) -> dict[str, bytes]:
 def traced_from(files: Files, model: nn.Module) -> Traced:
     """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
-    return Traced(program, *_common_from(files, model))
+    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    return Traced(replace(program, history=history), *_common_from(files, model))
 
 
 def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, bytes]:
