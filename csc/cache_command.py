@@ -51,8 +51,8 @@ def list_command(
         rest = (_shapes(about), bytes_text(entry.size), used, str(entry.hits))
         table.add_row(*(escape(cell) for cell in (*cells, *rest)))
     console.print(table)
-    total = bytes_text(sum(entry.size for entry in entries))
-    console.print(f"{len(entries)} entries, {total} of at most {bytes_text(found.limit)}, in {escape(str(folder))}")
+    together = bytes_text(sum(entry.size for entry in entries))
+    console.print(f"{len(entries)} entries, {together} of at most {bytes_text(found.limit)}, in {escape(str(folder))}")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """The cache's folder: entries that are there whole, or not at all, for any number of processes.
 
 Terms
-  entry      a folder KIND-KEY with files and entry.json, which lists their sizes and hashes. It is built under another
+  entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and hashes. It is built under another
              name and renamed; a reader checks every file against its hash.
   damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
   used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
@@ -36,6 +36,7 @@ FORMAT = 1
 KINDS = ("trace", "program", "learned")
 LIMIT = 2 * 10**9  # bytes
 LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
+KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -171,11 +172,12 @@ class Store:
         return True
 
     def keys(self, kind: str, prefix: str = "") -> list[str]:
-        """Keys of a kind that begin so, in order."""
+        """Keys of a kind that begin so, in order. What else lies in the folder is nobody's business."""
         try:
-            return sorted(one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-{prefix}*"))
+            found = [one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*") if one.is_dir()]
         except OSError:
             return []
+        return sorted(key for key in found if KEY.fullmatch(key) and key.startswith(prefix))
 
     def entries(self) -> list[Entry]:
         """All entries, the one used last first. One that cannot be read counts, with what its files take."""
@@ -195,7 +197,7 @@ class Store:
 
     def clear(self, prefix: str = "") -> int:
         """Remove the entries whose keys begin so; all of them without a prefix. How many were removed."""
-        chosen = [(kind, key) for kind in KINDS for key in self.keys(kind) if key.startswith(prefix)]
+        chosen = [(kind, key) for kind in KINDS for key in self.keys(kind, prefix)]
         return sum(self._remove(self._place(kind, key)) for kind, key in chosen)
 
     def _place(self, kind: str, key: str) -> Path:
