@@ -1,8 +1,8 @@
 """The cache's folder: entries that are there whole, or not at all, for any number of processes.
 
 Terms
-  entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and hashes. It is built under another
-             name and renamed; a reader checks every file against its hash.
+  entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and
+             hashes. It is built under another name and renamed; a reader checks every file against its hash.
   damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
   used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
 

@@ -166,8 +166,8 @@ def test_what_is_around_it_matters(what: str, folder: Path, monkeypatch: pytest.
 def test_options_and_batches(tmp_path: Path) -> None:
     options, batch = Options(), {"x": torch.ones(2, 3), "n": torch.tensor([1])}
 
-    def trace(options: Options = options, known: Learned = Learned(), **changes: Any) -> str:
-        return trace_key("model", signature(known, {**batch, **changes}), options)
+    def trace(options: Options = options, known: Learned | None = None, **changes: Any) -> str:
+        return trace_key("model", signature(known or Learned(), {**batch, **changes}), options)
 
     def program(options: Options = options, frozen: bool = False) -> str:
         return program_key(trace(options), options, {"w": not frozen})
