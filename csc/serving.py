@@ -33,7 +33,7 @@ from csc.compiler import Compiler, Progress
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
-from csc.ir.stored import Unstorable
+from csc.ir.stored import Unstorable, bound
 from csc.placeholders import Places
 from csc.runtime.handing import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
@@ -176,7 +176,8 @@ class Serving:
     def _pack(self, microbatch: Microbatch, key: Key, directory: Path) -> Packed:
         """What was just written to a directory, kept."""
         traced = self._compiler.trace(microbatch, self._settled[key])
-        packed = Packed(contents(directory), traced.places, snapshot(self._compiler.learned))
+        learned = snapshot(self._compiler.learned)
+        packed = Packed(contents(directory), traced.places, learned, bound(traced.program))
         self._compiler.kept.keep_program(packed, microbatch, self._settled[key])
         return packed
 

@@ -26,6 +26,7 @@ from csc.cache import learning
 from csc.capture import Learned
 from csc.ir import stored
 from csc.ir.program import Program
+from csc.ir.stored import Unstorable
 from csc.placeholders import Places
 
 PREFIX = "program/"
@@ -34,11 +35,15 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class Packed:
-    """files: text and tensors by path in the program directory; the example batch is the user's data, not in it."""
+    """files: text and tensors by path in the program directory; the example batch is the user's data, not in it.
+
+    bound: why it means something in this process alone; "": it does not.
+    """
 
     files: Files
     places: Places
     learned: Learned
+    bound: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ class Traced:
 
 
 def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
-    """Unstorable if something in it has no form in text."""
+    """Unstorable if something in it has no form in text, or means something in this process alone."""
+    if packed.bound:
+        raise Unstorable(packed.bound)
     files = {PREFIX + name: content for name, content in packed.files.items()}
     return files | _common(packed.places, packed.learned, model)
 

@@ -8,6 +8,7 @@ Terms
     to_tree(program) -> tree, {name: tensor}          Unstorable for what has no such form
     from_tree(tree, tensors) -> Program               equal text for text, in a fake mode of its own
     graph_to_tree(graph) -> tree                      graph_from_tree(tree, mode) -> fx.Graph
+    bound(program) -> str                             why it means something in this process alone; "": it does not
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FORMAT = 1
 CLASSES = {one.__name__: one for one in (Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)}
 META = (*g.KEPT_META, "names")
 APART = ("constants", "fixed")  # mappings to tensors
+OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
 LEFT_OUT = (*APART, "fake_mode", "symbolic")
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -172,6 +174,12 @@ def _named(name: str) -> Any:
     return found
 
 
+def bound(program: Program) -> str:
+    """A reason such as `an opaque module`, or nothing."""
+    opaque = any(g.op_name(node).startswith(OPAQUE) for node in g.calls(program.graph))
+    return "an opaque module, which exists only in this process" if opaque else ""
+
+
 def graph_to_tree(graph: fx.Graph) -> Tree:
     """The nodes in order: [op, name, target, args, kwargs, meta]. Unstorable for an operator of neither torch.ops nor
     Python's own.
@@ -209,6 +217,8 @@ def _target(node: fx.Node) -> str:
     target = node.target
     if node.op in ("placeholder", "output"):
         return str(target)
+    if g.op_name(node).startswith(OPAQUE):
+        raise Unstorable("an opaque module, which exists only in this process")
     if node.op == "call_function" and isinstance(target, OpOverload):
         return f"{target.namespace}::{target.name().split('::')[1].split('.')[0]}::{target._overloadname}"
     name = getattr(target, "__name__", "")

@@ -179,6 +179,18 @@ def test_an_opaque_model_is_compiled_and_not_kept(cache: Store, caplog: pytest.L
     assert cache.entries() == [] and compiled.train_step(small.mixed_batch()).isfinite()
 
 
+def test_an_opaque_module_belongs_to_its_process(cache: Store, caplog: pytest.LogCaptureFixture) -> None:
+    def compiled() -> csc.CompiledModel:
+        model = small.mixed()
+        csc.opaque(model.body.linear)
+        return csc.compile(model, example=small.mixed_batch())
+
+    with caplog.at_level(logging.INFO, "csc"):
+        loss = compiled().train_step(small.mixed_batch())
+    assert "Mixed is not cached: it holds an opaque module" in caplog.text and cache.entries() == []
+    assert torch.equal(compiled().train_step(small.mixed_batch()), loss)
+
+
 def test_a_model_that_is_changed_later_is_not_kept(cache: Store, caplog: pytest.LogCaptureFixture) -> None:
     compiled = mixed()
     before = cache.entries()
