@@ -58,8 +58,10 @@ class Opaque(ValueError):
 class Describer:
     """Describes values, and collects in `origins` where their code comes from."""
 
-    def __init__(self, origins: Origins) -> None:
+    def __init__(self, origins: Origins, device: str = "cpu") -> None:
+        """device: the kind of device that parameters without data stand for."""
         self.origins = origins
+        self._device = device
         self._known: dict[int, Any] = {}  # descriptions
         self._open: dict[int, int] = {}  # what is being described, each within the one before
         self._alive: list[Any] = []  # an id is a name as long as its object lives
@@ -85,7 +87,8 @@ class Describer:
         if type(parameter) is not nn.Parameter:
             raise Opaque(f"parameter {name} is a {type(parameter).__name__}")
         data = parameter.data
-        return [str(data.dtype), list(data.shape), list(data.stride()), data.device.type]
+        device = data.device.type if data.device.type != "meta" else self._device
+        return [str(data.dtype), list(data.shape), list(data.stride()), device]
 
     def _module(self, path: str, module: nn.Module) -> Any:
         where = path or "model"

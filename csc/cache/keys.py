@@ -40,7 +40,7 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
 
     extra: entries of the batch that are no tensors. Opaque, with the place, for what cannot be described.
     """
-    describer = Describer(Origins())
+    describer = Describer(Origins(), device_of(model).type)
     with training(model), without_kv_cache(model):
         described = [describer.model(model), describer.tree(dict(sorted(extra.items())), "batch"), describer.globals()]
     return _hash([FORMAT, described, describer.origins.tree(), _environment(model)])

@@ -214,9 +214,17 @@ def test_a_function_out_of_no_file_has_no_key(folder: Path) -> None:
 
 
 def test_another_process_has_the_same_keys() -> None:
-    """Sets and addresses differ between processes; and where the weights came from does not count."""
-    code = "from tests.models.hf import llava; from csc.cache.keys import model_key; m = llava(); "
-    code += "m.config._name_or_path = m.name_or_path = '/a/path'; print(model_key(m, {}))"
+    """Sets and addresses differ between processes; where weights come from, and whether there are any,
+    does not count."""
+    code = """
+import csc
+from csc.cache.keys import model_key
+from tests.models.hf import llava
+with csc.weightless():
+    model = llava()
+model.config._name_or_path = model.name_or_path = "/a/path"
+print(model_key(model, {}))
+"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     from tests.models.hf import llava
