@@ -18,14 +18,17 @@ import logging
 import re
 import sys
 import weakref
+from abc import ABCMeta
 from collections import deque
 from collections.abc import Iterator, Mapping
-from enum import Enum
+from enum import Enum, EnumMeta
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
+    ClassMethodDescriptorType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
     MethodDescriptorType,
     MethodType,
@@ -369,7 +372,24 @@ def _path_of(kind: type) -> str | None:
 
 
 def _has_source(kind: type) -> bool:
-    return _path_of(kind) is not None and "__module__" in vars(kind)
+    """True for a class that Python code defines: what its objects hold is in their attributes."""
+    return _path_of(kind) is not None and not _of_c(kind)
+
+
+def _of_c(kind: type) -> bool:
+    """A class of an extension may name a module of Python code as its own. It shows in methods and attributes that are
+    not Python's, in objects that are larger than attributes make them, or in a class of classes of its own.
+    """
+    if type(kind) is not type and not isinstance(kind, (ABCMeta, EnumMeta)) and not _has_source(type(kind)):
+        return True
+    for name, member in vars(kind).items():
+        own = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType)
+        if isinstance(member, own) and member.__objclass__ is kind and name not in ("__dict__", "__weakref__"):
+            return True
+        if isinstance(member, BuiltinFunctionType) and member.__self__ is kind:
+            return True
+    words = len(_slots(kind)) + 2  # and those of __dict__ and __weakref__
+    return kind.__base__ is not None and kind.__basicsize__ > kind.__base__.__basicsize__ + 8 * words
 
 
 @functools.cache

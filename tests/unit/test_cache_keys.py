@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
@@ -195,7 +196,10 @@ def test_options_and_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "place"),
-    [(threading.Lock(), "first.odd"), (random.Random(), "first.odd"), ([sys.stdout], r"first.odd")],
+    [
+        (threading.Lock(), "first.odd"), (random.Random(), "first.odd"), ([sys.stdout], "first.odd"),
+        (tokenizers.Tokenizer(tokenizers.models.BPE()), "first.odd is a tokenizers.Tokenizer"),  # says it is Python's
+    ],
 )  # fmt: skip
 def test_what_cannot_be_told_has_no_key(value: Any, place: str, folder: Path) -> None:
     net = build(folder)
