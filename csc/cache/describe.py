@@ -30,6 +30,7 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -51,6 +52,8 @@ OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
     name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called", "_set"))
 }
 NAMED = (torch.dtype, torch.layout, torch.memory_format, OpOverload)
+DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
+CACHED = type(functools.lru_cache(len))
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
@@ -71,7 +74,7 @@ class Describer:
         self._paths: dict[int, str] = {}
         self._classes: dict[type, None] = {}
         self._functions: dict[FunctionType, None] = {}
-        self._modules: set[int] = set()
+        self._code: dict[str, Any] = {}  # of classes and modules: what functions they have now
 
     def model(self, model: nn.Module, prefix: str = "") -> Any:
         """The whole module tree: classes, attributes, hooks, parameters up to their values, contents of buffers."""
@@ -223,37 +226,55 @@ class Describer:
             return
         module = sys.modules[kind.__module__]
         self.origins.file(path, module.__package__ or "")
-        for name, member in vars(kind).items():
-            for function in _functions(member):
-                self._method(function, path, f"{kind.__qualname__}.{name}")
-        if not path.startswith(_torch_folder()):
-            self._replaced(module, path)
+        if path.startswith(_torch_folder()):
+            return
+        place = f"{PurePath(path).name if is_own(path) else kind.__module__}.{kind.__qualname__}"
+        self._code[place] = [fact for n, member in vars(kind).items() for fact in self._member(n, member, kind, path)]
+        self._replaced(module, path)
 
-    def _method(self, function: FunctionType, path: str, where: str) -> None:
-        """A function of a class: elsewhere defined, it was put there, and counts like an attribute."""
-        file = function.__code__.co_filename
-        if file.startswith("<"):
-            return  # written by a decorator of the class, such as dataclass
-        if file != path and is_source(file) and is_own(file):
-            self.tree(function, where)
-        elif not is_source(file):
-            raise Opaque(f"{where} is in no file")
+    def _member(self, name: str, member: Any, kind: type, path: str) -> Iterator[Any]:
+        """What a class holds under a name: that code may have been put there after the class was made."""
+        where = f"{kind.__qualname__}.{name}"
+        functions = list(_functions(member))
+        for function in functions:
+            file = function.__code__.co_filename
+            if file.startswith("<"):
+                continue  # written by a decorator of the class, such as dataclass
+            if not is_source(file):
+                raise Opaque(f"{where} is in no file")
+            yield [name, self._signature(function)]
+            if file != path and is_own(file):
+                yield [name, self.tree(function, where)]
+        if functions or name.startswith("__") or name == "_abc_impl" or isinstance(kind, EnumMeta):
+            return
+        if type(member) in (bool, int, float, str) or (is_own(path) and not isinstance(member, DESCRIPTORS)):
+            yield [name, self.tree(member, where)]
+
+    def _signature(self, function: FunctionType) -> Any:
+        """A function's name, and of an own one what it does."""
+        if _is_own(function):
+            self.origins.file(function.__code__.co_filename, _package(function))
+            return [function.__qualname__, _code(function.__code__)]
+        return [function.__module__, function.__qualname__]
 
     def _replaced(self, module: ModuleType, path: str) -> None:
-        """Own functions and classes that were put into a module of somebody else."""
-        if is_own(path) or id(module) in self._modules:
+        """The functions and classes that a module of somebody else has, some of which may have been put there."""
+        if is_own(path) or module.__name__ in self._code:
             return
-        self._modules.add(id(module))
+        facts: list[Any] = []
+        self._code[module.__name__] = facts
         for name, value in list(vars(module).items()):
-            held = list(value.values()) if isinstance(value, Mapping) and not isinstance(value, dict) else [value]
-            for one in held:
+            registered = isinstance(value, Mapping) and not isinstance(value, dict)
+            for key, one in list(value.items()) if registered else [("", value)]:
+                where = f"{module.__name__}.{name}"
                 for function in _functions(one):
-                    file = function.__code__.co_filename
-                    if is_source(file) and is_own(file):
-                        self.tree(function, f"{module.__name__}.{name}")
-                found = _path_of(one) if isinstance(one, type) else None
-                if found is not None and is_own(found):
-                    self._class(one, f"{module.__name__}.{name}")
+                    facts.append([name, str(key), self._signature(function)])
+                    if _is_own(function):
+                        facts.append([name, str(key), self.tree(function, where)])
+                if isinstance(one, type):
+                    own = (file := _path_of(one)) is not None and is_own(file)
+                    known = self._class(one, where) if own else [one.__module__, one.__qualname__]
+                    facts.append([name, str(key), known])
 
     def _function(self, function: FunctionType, where: str) -> Any:
         code = function.__code__
@@ -261,8 +282,7 @@ class Describer:
         if not is_source(path):
             raise Opaque(f"{where} is the function {function.__qualname__}, which is in no file")
         self._functions[function] = None
-        module = sys.modules.get(function.__module__ or "")
-        self.origins.file(path, getattr(module, "__package__", None) or "")
+        self.origins.file(path, _package(function))
         cells = [_content(cell) for cell in function.__closure__ or ()]
         closure = [self.tree(one, f"{where}: {name}") for name, one in zip(code.co_freevars, cells)]
         defaults = [self.tree(function.__defaults__, where), self.tree(function.__kwdefaults__, where)]
@@ -273,29 +293,41 @@ class Describer:
     # values of own modules that code looks at
 
     def globals(self) -> Any:
-        """What own methods and functions, and those that they name, read of their modules' values. To be called when
-        everything else has been described.
+        """Where all that code is, and what own methods and functions, and those that they name, read of their modules'
+        values. To be called when everything else has been described.
         """
         found: dict[tuple[str, str], Any] = {}
         seen = set[CodeType]()
         waiting = [*self._functions, *(f for kind in self._classes for one in kind.__mro__ for f in _methods(one))]
         while waiting:
             function = waiting.pop(0)
-            if function.__code__ in seen or not is_own(function.__code__.co_filename):
+            if function.__code__ in seen or not _is_own(function):
                 continue
             seen.add(function.__code__)
             names = sorted(set(_names(function.__code__)))
             for scope in _scopes(function, names):
                 for name in names:
                     value = scope.get(name)
+                    where = (PurePath(str(scope.get("__file__", ""))).name, name)
+                    place = f"{scope.get('__name__')}.{name}"
                     if isinstance(value, type):
                         waiting += [f for one in value.__mro__ for f in _methods(one)]
+                        found.setdefault(where, self._class(value, place))
                     elif inner := list(_functions(value)):
                         waiting += inner
+                        found.setdefault(where, [self._signature(one) for one in inner])
                     elif name in scope and not _inert(value):
-                        where = (PurePath(str(scope.get("__file__", ""))).name, name)
-                        found.setdefault(where, self.tree(value, f"{scope.get('__name__')}.{name}"))
-        return [[*where, tree] for where, tree in sorted(found.items())]
+                        found.setdefault(where, self.tree(value, place))
+        return [sorted(self._code.items()), [[*where, tree] for where, tree in sorted(found.items())]]
+
+
+def _is_own(function: FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return is_source(file) and is_own(file)
+
+
+def _package(function: FunctionType) -> str:
+    return getattr(sys.modules.get(function.__module__ or ""), "__package__", None) or ""
 
 
 def _scopes(function: FunctionType, names: list[str]) -> list[dict[str, Any]]:
@@ -321,9 +353,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _inert(value: Any) -> bool:
-    """Modules, built-in functions, typing's own, loggers: nothing that a result depends on beyond its name."""
-    kinds = (ModuleType, logging.Logger, *BUILT_IN)
-    return isinstance(value, kinds) or type(value).__module__ in ("typing", "__future__", "types")
+    """Modules, typing's own, loggers: nothing that a result depends on beyond its name."""
+    return isinstance(value, (ModuleType, logging.Logger)) or type(value).__module__ in (
+        "typing",
+        "__future__",
+        "types",
+    )
 
 
 def _code(code: CodeType) -> str:
@@ -351,11 +386,14 @@ def _functions(member: Any) -> Iterator[FunctionType]:
     """The functions that a member of a class or module is or wraps."""
     if isinstance(member, property):
         members = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        members = [member.func]
     else:
         members = [getattr(member, "__func__", member)]
     for one in members:
-        while isinstance(one, FunctionType):
-            yield one
+        while isinstance(one, FunctionType) or type(one) is CACHED:
+            if isinstance(one, FunctionType):
+                yield one
             one = getattr(one, "__wrapped__", None)
 
 

@@ -73,7 +73,8 @@ def _environment(model: nn.Module) -> Any:
     versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
     switches = [getattr(torch.backends.cuda, name)() for name in SWITCHES]
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    torch_state = [str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(), switches]
+    autocast = torch.is_autocast_enabled(device.type)
+    torch_state = [str(torch.get_default_dtype()), autocast, torch.are_deterministic_algorithms_enabled(), switches]
     return [platform.python_version(), versions, device.type, capability, torch_state, _own_sources()]
 
 

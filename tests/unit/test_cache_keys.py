@@ -33,15 +33,18 @@ import layers
 SCALE = 2.0
 UNUSED = 1
 def twice(x): return SCALE * x
+def thrice(x): return SCALE * x + x
 class Config:
     def __init__(self): self.width, self.extra = 4, {"a": [1, 2.5, None]}
 class Net(nn.Module):
+    depth = 2
     def __init__(self):
         super().__init__()
         self.config, self.kinds = Config(), {"one", "two", "three"}
         self.first, self.second, self.drop = layers.Layer(), layers.Layer(), nn.Dropout(0.1)
         self.register_buffer("table", torch.arange(4.0), persistent=False)
     def forward(self, x): return twice(self.second(self.drop(self.first(x) + self.table))).sum()
+    def other(self, x): return self.forward(x) + 1
 """
 LAYERS = """
 from torch import nn
@@ -50,7 +53,7 @@ class Layer(nn.Linear):
     def __init__(self): super().__init__(4, 4)
     def forward(self, x): return act(super().forward(x))
 """
-HELPER = "import torch\ndef act(x): return torch.tanh(x)\n"
+HELPER = "import torch\nfunction = torch.tanh\ndef act(x): return function(x)\n"
 
 
 def build(folder: Path, net: str = NET, layers: str = LAYERS, helper: str = HELPER) -> nn.Module:
@@ -108,6 +111,10 @@ MATTERS: dict[str, Callable[[Any], object]] = {
     "a hook": lambda net: net.first.register_forward_hook(lambda module, args, result: result * 2),
     "a method of an instance": _replaced_in_torch,
     "a method of a class": lambda net: setattr(type(net), "forward", lambda self, x: x.sum()),
+    "its own method for another": lambda net: setattr(type(net), "forward", type(net).other),
+    "a value of its class": lambda net: setattr(type(net), "depth", 3),
+    "one function of its file for another": lambda net: setattr(sys.modules["net"], "twice", sys.modules["net"].thrice),
+    "a function of torch for another": lambda net: setattr(sys.modules["helper"], "function", torch.relu),
     "a value of its file": lambda net: setattr(sys.modules["net"], "SCALE", 3.0),
     "an attribute of the class": lambda net: setattr(net, "slope", torch.nn.functional.gelu),
     "another module": lambda net: net.add_module("third", nn.Identity()),
