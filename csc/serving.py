@@ -29,6 +29,7 @@ from csc.cache.learning import extends, signature, snapshot
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
 from csc.codegen.directory import MANIFEST, contents, install
+from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
 from csc.errors import InputError
 from csc.ir.program import Options, Program
@@ -162,14 +163,22 @@ class Serving:
         self._decided.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
-        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress, with_weights: bool = False
+        self,
+        microbatch: Microbatch,
+        options: Options,
+        directory: Path,
+        progress: Progress,
+        with_weights: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> Path:
-        """Write the program directory of a microbatch. InputError if something else is there."""
+        """Write the program directory of a microbatch, of these ranks alone if any are named. InputError if something
+        else is there.
+        """
         program = self.finished(microbatch, options, progress)
         key = self._key(microbatch, options)
         complete = self._compiler.complete(microbatch)
-        written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights)
-        if key not in self._packed:
+        written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights, ranks)
+        if key not in self._packed and ranks is None:
             self._packed[key] = self._pack(microbatch, key, written)
         return written
 
@@ -220,7 +229,7 @@ class Serving:
         count = options.microbatches
         directory = self._program_directory(sum(map(len, self._served.values())))
         packed, how = self._shared(microbatch, options, directory, progress)
-        loaded = load(directory)
+        loaded = load(directory, _own_rank())
         if count in self._trainers:
             self._trainers[count].add(loaded)
         else:
@@ -267,8 +276,9 @@ class Serving:
         key = self._key(microbatch, options)
         complete = self._compiler.complete(microbatch)
         if key in self._packed:
-            packed = self._packed.pop(key)
-            install(packed.files, directory, complete)
+            packed, own = self._packed.pop(key), _own_rank()
+            files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
+            install(files, directory, complete)
             return packed, "from the cache"
         program = self.finished(microbatch, options, progress)
         self._compiler.emit(program, self._settled[key], directory, complete)
@@ -313,3 +323,8 @@ class Serving:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
         self._before = None
+
+
+def _own_rank() -> list[int] | None:
+    """The rank whose files this process runs; None: it runs all of them."""
+    return [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None
