@@ -275,14 +275,17 @@ class Serving:
         self.prepare(microbatch, options, progress)
         key = self._key(microbatch, options)
         complete = self._compiler.complete(microbatch)
-        if key in self._packed:
-            packed, own = self._packed.pop(key), _own_rank()
-            files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
-            install(files, directory, complete)
-            return packed, "from the cache"
-        program = self.finished(microbatch, options, progress)
-        self._compiler.emit(program, self._settled[key], directory, complete)
-        return self._pack(microbatch, key, directory), "made"
+        packed, how = self._packed.pop(key, None), "from the cache"
+        own = _own_rank()
+        if packed is None:
+            program = self.finished(microbatch, options, progress)
+            self._compiler.emit(program, self._settled[key], directory, complete)
+            packed, how = self._pack(microbatch, key, directory), "made"
+            if own is None:
+                return packed, how
+        files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
+        install(files, directory, complete)
+        return packed, how
 
     def _program_directory(self, index: int) -> Path:
         """Where the program of the index-th signature goes; every process of a group writes its own."""
