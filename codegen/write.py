@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from csc.codegen.directory import EXAMPLE, MANIFEST, WEIGHTS, building, plain
 from csc.codegen.index import index
 from csc.codegen.layer_file import layer_source
 from csc.codegen.manifest import manifest
@@ -22,8 +21,8 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 
-MANIFEST = "program.json"
 LAYERS = "layers/__init__.py"
+Content = TypeVar("Content", str, bytes)
 
 
 def sources(program: Program, options: Options) -> dict[str, str]:
@@ -63,36 +62,23 @@ def write(
         what = f"{without!r} has no data, the model is on the meta device"
         raise InputError(what, "weights to write", "write the program without weights, or make the model with them")
     directory = Path(directory).resolve()
-    if directory.exists() and not _replaceable(directory):
-        raise InputError(
-            f"{directory} exists and holds no csc program",
-            "output directory",
-            "choose another directory, or empty it",
-        )
-    files = sources(program, options)
-    content = manifest(program, options, files)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        (building / "layers").mkdir()
-        for path, text in files.items() if wanted is None else _of_ranks(files, options.mesh, wanted):
-            (building / path).write_text(text)
+    with building(directory) as folder:
+        files = sources(program, options)
+        content = manifest(program, options, files)
+        (folder / "layers").mkdir()
+        for path, text in (files if wanted is None else of_ranks(files, options.mesh, wanted)).items():
+            (folder / path).write_text(text)
         needed = {name for stage in program.stages for name in stage.constants}
         save_file(
-            _plain({n: t for n, t in program.constants.items() if n in needed}),
-            building / "constants.safetensors",
+            plain({n: t for n, t in program.constants.items() if n in needed}),
+            folder / "constants.safetensors",
         )
-        save_file(_plain({i.name: example[i.name] for i in program.inputs}), building / "example.safetensors")
+        save_file(plain({i.name: example[i.name] for i in program.inputs}), folder / EXAMPLE)
         if weights is not None:
-            save_file(_plain(weights), building / "weights.safetensors")
+            save_file(plain(weights), folder / WEIGHTS)
         steps = [*((r.name, r.seconds) for r in program.history), ("emission", time.perf_counter() - start)]
         content["timings"] = {name: round(seconds, 4) for name, seconds in steps}
-        (building / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
-        os.chmod(building, 0o755)
-        _swap_in(building, directory)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+        (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
     return directory
 
 
@@ -106,33 +92,9 @@ def checked_ranks(mesh: Mesh, ranks: Iterable[int]) -> list[int]:
     return found
 
 
-def _of_ranks(files: Mapping[str, str], mesh: Mesh, ranks: Iterable[int]) -> list[tuple[str, str]]:
+def of_ranks(files: Mapping[str, Content], mesh: Mesh, ranks: Iterable[int]) -> dict[str, Content]:
     """What is shared by all ranks, and what these ranks have."""
     own = {path for rank in ranks for path in (rank_path(rank), position_path(mesh.coordinates(rank).pp))}
     others = {rank_path(rank) for rank in range(mesh.size)} | {position_path(p) for p in range(mesh.pp)}
     others -= own
-    return [(path, text) for path, text in files.items() if path not in others]
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def _replaceable(directory: Path) -> bool:
-    return directory.is_dir() and ((directory / MANIFEST).is_file() or not any(directory.iterdir()))
-
-
-def _swap_in(building: Path, directory: Path) -> None:
-    """Put the finished directory in its place; a reader sees the old program or the new one."""
-    if not directory.exists():
-        os.rename(building, directory)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
-    os.rename(directory, old / "program")
-    try:
-        os.rename(building, directory)
-    except OSError:
-        os.rename(old / "program", directory)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    return {path: content for path, content in files.items() if path not in others}

@@ -11,10 +11,6 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 
 from __future__ import annotations
 
-import logging
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.capture import device_of, pieces, split_batch
+from csc.cache.store import store
+from csc.capture import pieces, split_batch
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
@@ -32,18 +29,13 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.options import changed
-from csc.passes.runner import TRACING
-from csc.passes.shapes import shapes
-from csc.placeholders import Places, places_for_features
 from csc.runtime.ahead import ahead
-from csc.runtime.launch import setup_distributed, under_torchrun
-from csc.runtime.program import load
+from csc.runtime.launch import several_processes
 from csc.runtime.recording import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import Format
+from csc.serving import Serving
 from csc.simulation.timeline import Timeline
-
-log = logging.getLogger("csc")
 
 Factory = Callable[[], nn.Module]
 Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -69,6 +61,7 @@ def compile(
     recompute: str | Mapping[str, Any] | None = None,
     context: Mapping[str, int] | None = None,
     directory: str | Path | None = None,
+    cache: bool = True,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
@@ -93,8 +86,10 @@ def compile(
     context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
     that are not named run whole on every rank; the language model is spread over all of cp.
     directory: where the program is written; None: a temporary directory, removed at exit.
+    cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
 
-    Returns a CompiledModel. An instance is compiled now, a factory on first use. Raises InputError for bad arguments.
+    Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
+    compiles for all of them, on first use. Raises InputError for bad arguments.
     """
     options = changed(
         Options(),
@@ -116,13 +111,14 @@ def compile(
     )
 
     def build(target: nn.Module | Factory) -> CompiledModel:
-        return CompiledModel(target, options, example, Path(directory) if directory is not None else None)
+        home = Path(directory) if directory is not None else None
+        return CompiledModel(target, options, example, home, cache=cache)
 
     if model is None:
         return build
     compiled = build(model)
-    if isinstance(model, nn.Module) and example is not None:
-        compiled.history()
+    if isinstance(model, nn.Module) and example is not None and not several_processes():
+        compiled.prepare()
     return compiled
 
 
@@ -136,19 +132,15 @@ class CompiledModel:
         example: Example | Callable[[], Example] | None,
         directory: Path | None = None,
         compiler: Compiler | None = None,
+        cache: bool = True,
     ) -> None:
         self._model = model
         self._example = example
         self._directory = directory
         self._compiler = compiler
-        self._histories: dict[Any, list[Program]] = {}
-        self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
-        self._served: dict[int, set[Any]] = {}  # the signatures that each has a program for
-        self._places: dict[Any, Places] = {}  # of placeholders, by signature
-        self._compiling = threading.Lock()
-        self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
-        self._last: Trainer | None = None
+        self._cache = cache
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
+        self._made: Serving | None = None
         self._nothing = nn.Parameter(torch.empty(0))
         self.options = options
         self.progress: Progress = quiet
@@ -166,8 +158,14 @@ class CompiledModel:
                     "compile",
                     "return the nn.Module to be trained",
                 )
-            self._compiler = Compiler(model)
+            self._compiler = Compiler(model, store() if self._cache else None)
         return self._compiler
+
+    @property
+    def _serving(self) -> Serving:
+        if self._made is None:
+            self._made = Serving(self.compiler, self._directory, self._before)
+        return self._made
 
     @property
     def model(self) -> nn.Module:
@@ -195,47 +193,31 @@ class CompiledModel:
         """
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
-        other = CompiledModel(self._model, options, self._example, home, self.compiler)
+        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache)
         other.progress = self.progress
-        other._before = self._last or self._before
+        other._before = self._serving.trained
         return other
 
     def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
-        """The Program after capture and each pass, for a batch's first microbatch (the example's by default)."""
+        """The Program after capture and each pass, for a batch's first microbatch (the example's by default).
+
+        The cache has the finished program and the traced graphs, not what lies between: the model is traced for it.
+        """
         options = self._options(microbatches)
-        return self._history(self._ready(self.example if batch is None else batch, options)[0], options)
+        ready = self._ready(self.example if batch is None else batch, options)
+        return self._serving.history(ready[0], options, self.progress)
+
+    def prepare(self) -> None:
+        """Compile for the example batch, unless the cache has the program."""
+        self._serving.prepare(self.microbatch, self.options, self.progress)
 
     def _options(self, microbatches: int | None) -> Options:
         return replace(self.options, microbatches=microbatches or self.options.microbatches)
 
-    def _history(self, microbatch: Mapping[str, Any], options: Options) -> list[Program]:
-        """The same for a microbatch. The first program decides how all others are cut and placed, and in which order
-        they run.
-        """
-        key = (self._signature(microbatch), options.microbatches)
-        if key not in self._histories:
-            if self._histories:
-                earlier = next(iter(self._histories.values()))[-1]
-                alike = (h[-1] for (_, count), h in self._histories.items() if count == options.microbatches)
-                options = replace(
-                    options,
-                    cuts=None,
-                    stages=tuple(stage.regions for stage in earlier.stages),
-                    placement=tuple(stage.rank for stage in earlier.stages),
-                    schedule=next((program.schedule or options.schedule for program in alike), options.schedule),
-                )
-            history = self.compiler.compile(microbatch, options, self.progress)
-            key = (self._signature(microbatch), options.microbatches)  # the capture may have shown what else decides
-            self._histories[key] = history
-        return self._histories[key]
-
-    def _signature(self, microbatch: Mapping[str, Any]) -> Any:
-        return self.compiler.signature(self.compiler.complete(microbatch))
-
     @property
     def program(self) -> Program:
         """The finished Program for the example batch."""
-        return self.history()[-1]
+        return self._serving.finished(self.microbatch, self.options, self.progress)
 
     @property
     def microbatch(self) -> dict[str, Any]:
@@ -249,9 +231,8 @@ class CompiledModel:
         InputError for a rank that the mesh does not have.
         """
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
-        program = self.program
-        first = self.compiler.complete(self.microbatch)
-        return self.compiler.emit(program, self.options, Path(directory), first, with_weights, wanted)
+        home = Path(directory)
+        return self._serving.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
@@ -265,73 +246,15 @@ class CompiledModel:
     def trainer(self, batch: Any = None, microbatches: int | None = None) -> Trainer:
         """The runtime for a batch (the example by default); the programs of its microbatches are emitted and loaded."""
         options = self._options(microbatches)
-        self._last = self._serving(self._ready(self.example if batch is None else batch, options), options)
-        return self._last
-
-    def _serving(self, ready: Sequence[Mapping[str, Any]], options: Options) -> Trainer:
-        """The runtime with a program for each of these microbatches; missing ones are compiled."""
-        with self._compiling:
-            return self._made_to_serve(ready, options)
-
-    def _made_to_serve(self, ready: Sequence[Mapping[str, Any]], options: Options) -> Trainer:
-        count = options.microbatches
-        served = self._served.setdefault(count, set())
-        for microbatch in ready:
-            if self._signature(microbatch) in served:
-                continue
-            self._join_group()
-            self._gather_weights()
-            start = time.perf_counter()
-            program = self._history(microbatch, options)[-1]
-            directory = self._program_directory(sum(map(len, self._served.values())))
-            own = [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None
-            self.compiler.emit(program, options, directory, self.compiler.complete(microbatch), ranks=own)
-            loaded = load(directory, own)
-            if count in self._trainers:
-                self._trainers[count].add(loaded)
-            else:
-                self._trainers[count] = Trainer(loaded, weights=dict(self.model.named_parameters()))
-            served.add(self._signature(microbatch))
-            shaped = self._history(microbatch, options)[1 + TRACING.index(shapes)]
-            self._places[self._signature(microbatch)] = places_for_features(shaped)
-            sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
-            log.info("a program for microbatches of %s, made in %.1f s", sizes, time.perf_counter() - start)
-        return self._trainers[count]
-
-    def _program_directory(self, index: int) -> Path:
-        """Where the program of the index-th signature goes; every process of a group writes its own."""
-        if self._directory is None and self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
-        home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
-        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
-        return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
-
-    def _join_group(self) -> None:
-        if under_torchrun() and not dist.is_initialized():
-            setup_distributed(device_of(self.model).type)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world > 1 and world != self.options.mesh.size:
-            raise InputError(
-                f"{world} processes were started and the mesh has {self.options.mesh.size} ranks", "mesh",
-                f"start with --nproc-per-node {self.options.mesh.size}, or change the mesh",
-            )  # fmt: skip
-
-    def _gather_weights(self) -> None:
-        """Under torchrun: bring every parameter up to date on every rank, from the rank that trained it.
-
-        A new partition may give a parameter to another rank, whose copy has not been trained.
-        """
-        if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        self._before.collect(dict(self.model.named_parameters()))
-        self._before = None
+        ready = self._ready(self.example if batch is None else batch, options)
+        return self._serving.trainer(ready, options, self.progress)
 
     def gather(self) -> nn.Module:
         """Bring what any rank has trained or loaded into `model`, in every process; returns it. All ranks call it.
 
         For what needs the whole model: evaluation, `generate`, `save_pretrained` (PEFT's writes adapters alone).
         """
-        trained = self._last or self._before
+        trained = self._serving.trained
         if trained is not None:
             trained.collect(dict(self.model.named_parameters()))
         return self.model
@@ -349,17 +272,17 @@ class CompiledModel:
         self._check_batch(batch)
         options = self._options(microbatches)
         ready = self._ready(batch, options)
-        self._last = trainer = self._serving(ready, options)
+        trainer = self._serving.trainer(ready, options, self.progress)
         return trainer.train_step(self._complete(ready, trainer))
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
         manifest = trainer.program.manifest
         used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
-        complete = [self.compiler.complete(microbatch) for microbatch in ready]
+        complete = [self._serving.complete(microbatch) for microbatch in ready]
         for number, microbatch in enumerate(complete):
             name = f"microbatch {number}" if len(complete) > 1 else "the batch"
-            self._places[self.compiler.signature(microbatch)].check(microbatch, name)
+            self._serving.places(microbatch).check(microbatch, name)
         return [{n: v for n, v in one.items() if n in used} for one in complete]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:
@@ -378,12 +301,11 @@ class CompiledModel:
             self.trainer()  # what batches are planned for
 
         def prepare(batch: Any) -> None:
-            ready, count = self._ready(batch, self.options), self.options.microbatches
-            with self._compiling:  # a step may be learning what decides which program a batch needs
-                served = self._served.get(count, set())
-                if not all(self._signature(microbatch) in served for microbatch in ready):
+            ready = self._ready(batch, self.options)
+            with self._serving.compiling:
+                trainer = self._serving.serves(ready, self.options)
+                if trainer is None:
                     return
-                trainer = self._trainers[count]
                 complete = self._complete(ready, trainer)
             trainer.prepare(complete, depth)
 
@@ -434,7 +356,7 @@ class CompiledModel:
                 own({**found, **other})
 
     def _current(self) -> Trainer:
-        return self._last if self._last is not None else self.trainer()
+        return self._serving.last or self.trainer()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what trains on this process' ranks, under the model's own names."""
@@ -490,7 +412,7 @@ class CompiledModel:
     def _format(self, trainer: Trainer) -> Format:
         trainers = [trainer]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            trainers += self._trainers.values()  # what those use is trained on another rank, not in this copy
+            trainers += self._serving.trainers  # what those use is trained on another rank, not in this copy
         return format_of(self.model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
 
     def save_adapter(self, directory: str | Path) -> None:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from csc import __version__
+from csc.cache_command import app as cache_app
 from csc.errors import CscError, InputError
 from csc.mask_command import mask
 from csc.simulation.look import bytes_text, seconds_text
@@ -420,6 +421,7 @@ def profile(
 
 
 app.command()(mask)
+app.add_typer(cache_app, name="cache")
 
 
 @app.callback(invoke_without_command=True)

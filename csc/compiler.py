@@ -3,6 +3,7 @@
 Terms
   signature   names, shapes and dtypes of one microbatch, and the values of those entries that the model decides by
   capture     the traced model; serves every sequence length
+  traced      a Program after the passes that trace; any frozen set, mesh and schedule is planned from it
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.cache.kept import Kept
+from csc.cache.learning import extends, signature, snapshot
+from csc.cache.packed import Traced
+from csc.cache.store import Store
 from csc.capture import Learned, capture, serves, split_batch
 from csc.codegen.write import write
+from csc.ir import graph as g
 from csc.ir.program import Options, Program
-from csc.passes.loss import loss
+from csc.passes.loss import combined
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
+from csc.passes.shapes import shapes
+from csc.placeholders import places_for_features
 
 Progress = Callable[[str], None]
+CACHED = "traced graphs, from the cache"
 
 
 def quiet(_: str) -> None:
@@ -33,13 +42,18 @@ class Compiler:
     """Compiles one model for many signatures and frozen sets.
 
     Captured graphs are kept, and serve every microbatch that fits them; the traced templates of a signature are kept
-    too, so a change of the frozen set, the mesh or the schedule compiles again without tracing.
+    too, on disk if there is a store, so a change of the frozen set, the mesh or the schedule compiles again without
+    tracing.
     """
 
     model: nn.Module
+    store: Store | None = None
     captures: dict[Any, list[Program]] = field(default_factory=dict)
-    traced: dict[Any, list[Program]] = field(default_factory=dict)
+    traced: dict[Any, Traced] = field(default_factory=dict)
     learned: Learned = field(default_factory=Learned)
+
+    def __post_init__(self) -> None:
+        self.kept = Kept(self.model, self.store)
 
     def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The microbatch with what functions of the model that run on the host make of it (see csc.capture.host)."""
@@ -47,30 +61,57 @@ class Compiler:
 
     def signature(self, microbatch: Mapping[str, Any]) -> Any:
         """What decides which program a completed microbatch needs. It may say more once more has been captured."""
-        tensors, extra = split_batch(microbatch)
-        shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(tensors.items()))
-        values = tuple((n, repr(tensors[n].tolist())) for n in sorted(self.learned.consulted) if n in tensors)
-        return shapes, values, repr(sorted(extra.items(), key=lambda item: item[0]))
+        return signature(self.learned, microbatch)
 
     def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
-        """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments."""
-        captured = self._captured(microbatch, progress)
-        microbatch = self.complete(microbatch)
-        key = (
-            self.signature(microbatch), options.loss_weight, options.mesh.cp, options.context, options.precision,
-            options.keep_fp32,
+        """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments.
+
+        The cache has no Programs between passes: the model is traced unless this process did so before.
+        """
+        traced = self.trace(microbatch, options, progress, whole=True)
+        return self._planned(list(traced.history), options, progress)
+
+    def finished(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> Program:
+        """The Program after the last pass, planned from the graphs in the cache if it has them."""
+        traced = self.trace(microbatch, options, progress)
+        return self._planned([traced.program], options, progress)[-1]
+
+    def _planned(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
+        combined(g.outputs(history[-1].graph)[0], options)  # with the real number of microbatches it may have to refuse
+        return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
+
+    def trace(
+        self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet, whole: bool = False
+    ) -> Traced:
+        """The traced graphs for a microbatch: of this process, else from the cache, else made. whole: with history."""
+        key = self._key(microbatch, options)
+        if key in self.traced and (self.traced[key].history or not whole):
+            return self.traced[key]
+        found = None if whole else self.kept.trace(microbatch, options, self.learned)
+        if found is not None:
+            progress(CACHED)
+            self.adopt(found.learned)
+        else:
+            captured = self._captured(microbatch, progress)
+            tensors, _ = split_batch(self.complete(microbatch))
+            alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
+            history = run([_with_shapes(captured, tensors)], TRACING, alone, progress)
+            places = places_for_features(history[1 + TRACING.index(shapes)])
+            found = Traced(history[-1], places, snapshot(self.learned), tuple(history))
+            self.kept.keep_trace(found, microbatch, options)
+        self.traced[self._key(microbatch, options)] = found  # a trace may have shown what else decides
+        return found
+
+    def adopt(self, learned: Learned) -> None:
+        """Know of batches what another process has learned, if it is more."""
+        if extends(learned, self.learned):
+            self.learned = snapshot(learned)
+
+    def _key(self, microbatch: Mapping[str, Any], options: Options) -> Any:
+        return (
+            self.signature(self.complete(microbatch)), options.loss_weight, options.mesh.cp, options.context,
+            options.precision, options.keep_fp32,
         )  # fmt: skip
-        if key not in self.traced:
-            tensors, _ = split_batch(microbatch)
-            self.traced[key] = run(
-                [_with_shapes(captured, tensors)],
-                TRACING,
-                replace(options, microbatches=1, mesh=replace(options.mesh, dp=1)),
-                progress,
-            )
-        self._check_loss(self.traced[key], options)
-        history = [self._as_the_model_says(program) for program in self.traced[key]]
-        return run(history, PLANNING, options, progress)
 
     def _captured(self, microbatch: Mapping[str, Any], progress: Progress) -> Program:
         """A capture that serves the microbatch, an earlier one if there is any."""
@@ -80,12 +121,9 @@ class Compiler:
             if serves(program, tensors):
                 return program
         progress(CAPTURE)
-        known.append(capture(self.model, microbatch, self.learned))
+        with self.kept.capturing(microbatch):
+            known.append(capture(self.model, microbatch, self.learned))
         return known[-1]
-
-    def _check_loss(self, history: list[Program], options: Options) -> None:
-        """The loss pass again, with the real number of microbatches: it may have to refuse (see passes/loss.py)."""
-        loss(history[TRACING.index(loss)], options)
 
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""

@@ -5,6 +5,7 @@ placeholders the last rows would be dropped in silence. The mask depends on the 
 
     places_for_features(program) -> Places            program: with concrete sizes (after pass `shapes`)
     places.check(microbatch, name)                    InputError that counts placeholders sample by sample
+    to_tree(places) -> JSON, {name: tensor}           from_tree(JSON, tensors) -> Places
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ from torch import fx
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
+from csc.ir.stored import graph_from_tree, graph_to_tree
+from csc.torch_private import FakeTensorMode
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """calls: what makes the masks, in order. places: the mask of placeholders; shape: of what rows are scattered into.
+    """graph: from the batch to the mask of placeholders and to that of the rows that count (None: all do).
 
-    numbers: how many numbers are scattered; selected: the mask of the rows that count, where some do not; width: how
-    many numbers are in a row.
+    shape: of what rows are scattered into; numbers: how many numbers are scattered; width: how many are in a row.
     """
 
-    calls: tuple[fx.Node, ...]
-    places: fx.Node
+    graph: fx.Graph
     shape: tuple[int, ...]
     numbers: int
-    selected: fx.Node | None
     width: int
     source: str
 
@@ -49,11 +49,9 @@ class Places:
     def check(self, microbatch: Mapping[str, Any], name: str) -> None:
         """InputError if a microbatch, called `name`, has another number of placeholders than rows for them."""
         for scatter in self.scatters:
-            values = _evaluated(scatter, self, microbatch)
-            places = values[scatter.places].expand(scatter.shape).flatten(1).sum(1).tolist()
-            expected = scatter.numbers
-            if scatter.selected is not None:
-                expected = int(values[scatter.selected].sum()) * scatter.width
+            mask, selected = _evaluated(scatter, self, microbatch)
+            places = mask.expand(scatter.shape).flatten(1).sum(1).tolist()
+            expected = scatter.numbers if selected is None else int(selected.sum()) * scatter.width
             if sum(places) != expected:
                 by_sample = ", ".join(f"sample {i}: {count // scatter.width}" for i, count in enumerate(places))
                 raise InputError(
@@ -80,16 +78,30 @@ def places_for_features(program: Program) -> Places:
         shape = tuple(whole.meta["val"].shape)
         found.append(
             Scatter(
-                calls=tuple(g.subgraph_nodes(program.graph, needed)),
-                places=places,
+                graph=_masks(program.graph, needed, places, selected),
                 shape=shape,
                 numbers=rows.meta["val"].numel(),
-                selected=selected,
                 width=shape[-1],
                 source=node.meta.get("source") or node.meta.get("module") or "model",
             )
         )
-    return Places(tuple(found), program.constants, program.device)
+    constants = {
+        name: program.constants[name]
+        for scatter in found
+        for kind, name in (node.meta["role"] for node in g.placeholders(scatter.graph))
+        if kind == "constant"
+    }
+    return Places(tuple(found), constants, program.device)
+
+
+def _masks(graph: fx.Graph, needed: set[fx.Node], places: fx.Node, selected: fx.Node | None) -> fx.Graph:
+    """A graph of the needed nodes alone, which returns the two."""
+    part = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    for node in g.subgraph_nodes(graph, needed):
+        g.copy_node(part, node, mapping)
+    part.output((mapping[places], mapping[selected] if selected is not None else None))
+    return part
 
 
 def _selected(rows: fx.Node) -> fx.Node | None:
@@ -100,15 +112,32 @@ def _selected(rows: fx.Node) -> fx.Node | None:
     return others.args[0] if g.op_name(others) == "aten::logical_not" else None  # type: ignore[arg-type, union-attr, return-value]
 
 
-def _evaluated(scatter: Scatter, known: Places, microbatch: Mapping[str, Any]) -> dict[fx.Node, torch.Tensor]:
+def _evaluated(scatter: Scatter, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, Any]:
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
-        for node in scatter.calls:
+        for node in scatter.graph.nodes:
             if node.op == "placeholder":
                 kind, name = node.meta["role"]
                 given = known.constants[name] if kind == "constant" else microbatch[name]
                 values[node] = given.to(known.device)
-            else:
+            elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values
+                values[node] = node.target(*args, **kwargs)
+    mask, selected = g.outputs(scatter.graph)
+    return values[mask], values[selected] if selected is not None else None
+
+
+def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plain JSON, and the constants. Unstorable as of csc.ir.stored."""
+    rows = [[graph_to_tree(s.graph), list(s.shape), s.numbers, s.width, s.source] for s in places.scatters]
+    return {"device": places.device, "scatters": rows}, dict(places.constants)
+
+
+def from_tree(tree: Any, constants: Mapping[str, torch.Tensor]) -> Places:
+    """The inverse."""
+    mode = FakeTensorMode()
+    scatters = [
+        Scatter(graph_from_tree(graph, mode), tuple(shape), numbers, width, source)
+        for graph, shape, numbers, width, source in tree["scatters"]
+    ]
+    return Places(tuple(scatters), constants, tree["device"])

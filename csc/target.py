@@ -41,7 +41,11 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
     if example is not None:
         batch = _attribute(module, example, path)
         compiled = CompiledModel(
-            compiled._model, compiled.options, batch() if callable(batch) else batch, compiled._directory
+            compiled._model,
+            compiled.options,
+            batch() if callable(batch) else batch,
+            compiled._directory,
+            cache=compiled._cache,
         )
     return compiled
 

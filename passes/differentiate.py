@@ -75,7 +75,11 @@ def joint_of(
         for j in range(len(template.parameters))
         if j not in frozen and g.is_float(sources[first_parameter + j])
     ]
-    values = [node.meta["val"] for node in sources]
+    with fake_mode:  # each its own: tracing tells inputs apart by their identity, and values may share a `val`
+        values = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            for t in (node.meta["val"] for node in sources)
+        ]
     finals = g.outputs(template.graph)
     tangents = [finals[i].meta["val"] for i in template.differentiable]
     tangents += [values[i] for i in template.threaded]

@@ -27,6 +27,26 @@ def loss(program: Program, options: Options) -> Program:
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
     (result,) = g.outputs(program.graph)
+    weight, target, ignored = combined(result, options)
+    if weight != "tokens":
+        return replace(program, loss_weight=weight)
+    graph, mapping = g.copy_graph(program.graph)
+    assert target is not None
+    labels = mapping[target]
+    with program.fake_mode, graph.inserting_before(graph.output_node()):
+        mask = graph.call_function(torch.ops.aten.ne.Scalar, (labels, ignored))
+        mask.meta.update(val=labels.meta["val"] != ignored, source="", module="")
+        count = graph.call_function(torch.ops.aten.sum.default, (mask,))
+        count.meta.update(val=mask.meta["val"].sum(), source="", module="", hint="counted_labels")
+    graph.output_node().args = ((mapping[result], count),)
+    return replace(program, graph=graph, loss_weight="tokens")
+
+
+def combined(result: Any, options: Options) -> tuple[str, fx.Node | None, int]:
+    """(weight, labels, ignored label) as the options want it, for this number of microbatches.
+
+    InputError if the options ask for what the loss is not, or if it cannot be told and there are several microbatches.
+    """
     weight, target, ignored = reduction(result)
     if options.loss_weight != "auto" and options.loss_weight != weight:
         weight, target = options.loss_weight, None if options.loss_weight != "tokens" else target
@@ -44,18 +64,7 @@ def loss(program: Program, options: Options) -> Program:
                 "use one microbatch and dp=1",
             )
         weight = "mean"
-    if weight != "tokens":
-        return replace(program, loss_weight=weight)
-    graph, mapping = g.copy_graph(program.graph)
-    assert target is not None
-    labels = mapping[target]
-    with program.fake_mode, graph.inserting_before(graph.output_node()):
-        mask = graph.call_function(torch.ops.aten.ne.Scalar, (labels, ignored))
-        mask.meta.update(val=labels.meta["val"] != ignored, source="", module="")
-        count = graph.call_function(torch.ops.aten.sum.default, (mask,))
-        count.meta.update(val=mask.meta["val"].sum(), source="", module="", hint="counted_labels")
-    graph.output_node().args = ((mapping[result], count),)
-    return replace(program, graph=graph, loss_weight="tokens")
+    return weight, target, ignored
 
 
 def reduction(result: Any) -> tuple[str, fx.Node | None, int]:

@@ -6,6 +6,7 @@ import os
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["CSC_CACHE"] = "0"  # tests leave the user's cache alone; those of the cache have their own
 
 import hypothesis
 import pytest

@@ -4,6 +4,7 @@ Terms: torchrun gives every process RANK, WORLD_SIZE and LOCAL_RANK (its number 
 torchrun's own key-value server; it outlives any rank.
 
     setup_distributed(device="cpu", timeout=600.0) -> Launch      joins the default process group
+    several_processes() -> bool                                   whether this process is one of several ranks
     open_store(timeout) -> Store                                  connects to torchrun's store
     first_to_speak(store) -> bool                                 True for one rank only: the first that asks
 """
@@ -33,6 +34,13 @@ class Launch:
 def under_torchrun() -> bool:
     """True if the environment is that of a process started by torchrun."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+def several_processes() -> bool:
+    """True in a process of a group of two or more, or that torchrun started beside others."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def open_store(timeout: float = 600.0) -> dist.Store:

@@ -1,0 +1,93 @@
+"""Keys: hashes of all that decides what csc makes of a model, and of nothing else.
+
+model_key(model, extra) -> hex                    Opaque if something in it cannot be described
+trace_key(model, batch, options) -> hex           the model's key, a microbatch's signature: its traced templates
+program_key(trace, options, trainable) -> hex     and the frozen set, the mesh, ...: its program directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.cache.describe import Describer, Opaque
+from csc.cache.origins import Origins, csc_folders
+from csc.capture import device_of, training, without_kv_cache
+from csc.ir.program import Options
+
+FORMAT = 1
+OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and mesh.cp
+DISTRIBUTIONS = ("torch", "transformers", "triton")
+SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
+__all__ = ["Opaque", "model_key", "program_key", "trace_key"]
+
+
+def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
+    """Of the model as it is traced, without tracing it: code, configuration, shapes, buffers; not its weights, nor
+    what is frozen.
+
+    extra: entries of the batch that are no tensors. Opaque, with the place, for what cannot be described.
+    """
+    describer = Describer(Origins(), device_of(model).type)
+    with training(model), without_kv_cache(model):
+        described = [describer.model(model), describer.tree(dict(sorted(extra.items())), "batch"), describer.globals()]
+    return _hash([FORMAT, described, describer.origins.tree(), _environment(model)])
+
+
+def trace_key(model: str, batch: Any, options: Options) -> str:
+    """model: its key; batch: the signature of a completed microbatch (csc.compiler.signature)."""
+    chosen = [getattr(options, name) for name in OF_TRACES]
+    return _hash(["trace", model, repr(batch), options.mesh.cp, repr(chosen)])
+
+
+def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
+    """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
+    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
+    return _hash(["program", trace, chosen, sorted(trainable.items())])
+
+
+def _option(name: str, value: Any) -> str:
+    """Of an option that names a file what is in it."""
+    if name in ("schedule", "hardware") and isinstance(value, str):
+        path = Path(value)
+        if path.suffix in (".txt", ".toml") and path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        return value
+    return str(value) if name == "schedule" else repr(value)
+
+
+def _environment(model: nn.Module) -> Any:
+    device = device_of(model)
+    versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
+    switches = [getattr(torch.backends.cuda, name)() for name in SWITCHES]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    autocast = torch.is_autocast_enabled(device.type)
+    torch_state = [str(torch.get_default_dtype()), autocast, torch.are_deterministic_algorithms_enabled(), switches]
+    return [platform.python_version(), versions, device.type, capability, torch_state, _own_sources()]
+
+
+@cache
+def _own_sources() -> str:
+    """A hash of csc's own files, as this process runs them: another csc, or an edited one, starts afresh."""
+    digest = hashlib.sha256()
+    for folder in csc_folders():
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".py", ".toml") and file.is_file():
+                digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _hash(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,97 @@
+"""What traces of a model have shown about its batches, as text; and what then decides which program a batch needs.
+
+signature(learned, microbatch) -> tuple           of a completed microbatch: names, shapes, dtypes, consulted values
+to_tree(learned, model) -> JSON                   Unstorable if a host function is called with what has no text
+from_tree(tree, model) -> Learned
+extends(more, less) -> bool                       whether one knows all that the other knows
+snapshot(learned) -> Learned                      as it is now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from csc.capture import Learned, split_batch
+from csc.capture.export import Host
+from csc.capture.host import HostCall, Method
+from csc.ir.stored import Unstorable
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def signature(learned: Learned, microbatch: Mapping[str, Any]) -> Any:
+    """What decides which program a completed microbatch needs."""
+    tensors, extra = split_batch(microbatch)
+    shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(tensors.items()))
+    values = tuple((n, repr(tensors[n].tolist())) for n in sorted(learned.consulted) if n in tensors)
+    return shapes, values, repr(sorted(extra.items(), key=lambda item: item[0]))
+
+
+def snapshot(learned: Learned) -> Learned:
+    """As it is now; `learned` itself grows with every capture."""
+    return Learned(learned.host, set(learned.consulted))
+
+
+def extends(more: Learned, less: Learned) -> bool:
+    """Whether `more` came after `less`."""
+    calls = more.host.calls[: len(less.host.calls)]
+    return calls == less.host.calls and more.consulted >= less.consulted
+
+
+def to_tree(learned: Learned, model: nn.Module) -> Any:
+    """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
+    calls = [
+        [call.method.module, call.method.function, [list(pair) for pair in call.arguments],
+         [[name, _argument(value, model)] for name, value in call.plain]]
+        for call in learned.host.calls
+    ]  # fmt: skip
+    tried = [[method.module, method.function] for method in learned.host.tried]
+    return {"calls": calls, "tried": tried, "consulted": sorted(learned.consulted)}
+
+
+def from_tree(tree: Any, model: nn.Module) -> Learned:
+    """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
+    calls = tuple(
+        HostCall(
+            Method(module, function),
+            tuple((parameter, entry) for parameter, entry in arguments),
+            tuple((name, _value(value, model)) for name, value in plain),
+        )
+        for module, function, arguments, plain in tree["calls"]
+    )
+    tried = tuple(Method(module, function) for module, function in tree["tried"])
+    return Learned(Host(calls, None, tried), set(tree["consulted"]))
+
+
+def _argument(value: Any, model: nn.Module) -> Any:
+    if type(value) in PLAIN:
+        return ["value", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *(_argument(one, model) for one in value)]
+    for path, module in model.named_modules():
+        if module is value:
+            return ["module", path]
+        for name, held in vars(module).items():
+            if held is value:
+                return ["attribute", path, name]
+            for inner, deeper in getattr(held, "__dict__", {}).items():
+                if deeper is value and not isinstance(held, nn.Module):
+                    return ["attribute", path, name, inner]
+    raise Unstorable(f"a {type(value).__name__} that a function on the host is called with")
+
+
+def _value(tree: Any, model: nn.Module) -> Any:
+    kind, *rest = tree
+    if kind == "value":
+        return rest[0]
+    if kind in ("list", "tuple"):
+        values = [_value(one, model) for one in rest]
+        return values if kind == "list" else tuple(values)
+    path, *names = rest
+    found: Any = model.get_submodule(path)
+    for name in names:
+        found = vars(found)[name]
+    return found

@@ -1,0 +1,108 @@
+"""What is kept, as named bytes: for the disk, and for other ranks.
+
+Terms
+  Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
+  Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
+  learned    both carry what the traces have shown about batches: which of their values decide what a program is
+
+    packed_bytes(packed, model) -> {name: bytes}          packed_from(files, model) -> Packed
+    traced_bytes(traced, model) -> {name: bytes}          traced_from(files, model) -> Traced
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from csc import placeholders
+from csc.cache import learning
+from csc.capture import Learned
+from csc.ir import stored
+from csc.ir.program import Program
+from csc.ir.stored import Unstorable
+from csc.placeholders import Places
+
+PREFIX = "program/"
+Files = Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """files: text and tensors by path in the program directory; the example batch is the user's data, not in it.
+
+    bound: why it means something in this process alone; "": it does not.
+    """
+
+    files: Files
+    places: Places
+    learned: Learned
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """history: the Programs after capture and each pass, if it was traced in this process."""
+
+    program: Program
+    places: Places
+    learned: Learned
+    history: tuple[Program, ...] = ()
+
+
+def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text, or means something in this process alone."""
+    if packed.bound:
+        raise Unstorable(packed.bound)
+    files = {PREFIX + name: content for name, content in packed.files.items()}
+    return files | _common(packed.places, packed.learned, model)
+
+
+def packed_from(files: Files, model: nn.Module) -> Packed:
+    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+    own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
+    return Packed(own, *_common_from(files, model))
+
+
+def traced_bytes(traced: Traced, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text. The history is left out."""
+    tree, tensors = stored.to_tree(traced.program)
+    files = {"trace.json": _text(tree), "trace.safetensors": _saved(tensors)}
+    return files | _common(traced.places, traced.learned, model)
+
+
+def traced_from(files: Files, model: nn.Module) -> Traced:
+    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+    program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
+    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    return Traced(replace(program, history=history), *_common_from(files, model))
+
+
+def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, bytes]:
+    tree, constants = placeholders.to_tree(places)
+    return {
+        "places.json": _text(tree),
+        "places.safetensors": _saved(constants),
+        "learned.json": _text(learning.to_tree(learned, model)),
+    }
+
+
+def _common_from(files: Files, model: nn.Module) -> tuple[Places, Learned]:
+    constants = load_tensors(files["places.safetensors"])
+    places = placeholders.from_tree(json.loads(files["places.json"]), constants)
+    return places, learning.from_tree(json.loads(files["learned.json"]), model)
+
+
+def _text(tree: Any) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def _saved(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Each with memory of its own: views of one tensor are allowed here, and not in safetensors."""
+    return save_tensors({n: t.detach().to("cpu", copy=True).contiguous().clone() for n, t in tensors.items()})

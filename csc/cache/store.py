@@ -1,0 +1,215 @@
+"""The cache's folder: entries that are there whole, or not at all, for any number of processes.
+
+Terms
+  entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and
+             hashes. It is built under another name and renamed; a reader checks every file against its hash.
+  damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
+  used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
+
+    store() -> Store | None                    as the environment says; None: switched off
+    store.read("program", key) -> {name: bytes} | None          store.write("program", key, files, about)
+    store.entries() -> [Entry], latest used first               store.clear(prefix) -> number of entries removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from csc.errors import InputError
+
+log = logging.getLogger("csc")
+
+FORMAT = 1
+KINDS = ("trace", "program", "learned")
+LIMIT = 2 * 10**9  # bytes
+LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
+KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What `csc cache list` shows. used: seconds since the epoch; size: bytes; about: what the writer said of it."""
+
+    kind: str
+    key: str
+    used: float
+    hits: int
+    size: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def location() -> Path:
+    """$CSC_CACHE_DIR, else `csc` in the user's cache folder."""
+    own = os.environ.get("CSC_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "csc"
+
+
+def store() -> Store | None:
+    """The store of this process' environment; None with CSC_CACHE=0. InputError for a limit that is no size."""
+    if os.environ.get("CSC_CACHE", "1").lower() in ("0", "false", "off", "no"):
+        return None
+    return Store(location(), _limit())
+
+
+def _limit() -> int:
+    text = os.environ.get("CSC_CACHE_LIMIT", str(LIMIT))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", text.lower())
+    if found is None:
+        raise InputError(f"CSC_CACHE_LIMIT is {text!r}", "environment", "write bytes, or a size such as 500MB or 2GB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+@dataclass(frozen=True)
+class Store:
+    """Entries in a folder, together at most `limit` bytes: the one that was not used for longest goes first."""
+
+    folder: Path
+    limit: int = LIMIT
+
+    def read(self, kind: str, key: str) -> dict[str, bytes] | None:
+        """The files of an entry; None if there is none, or it is damaged. Never an error."""
+        place = self._place(kind, key)
+        try:
+            listed = json.loads((place / "entry.json").read_text())
+            if listed["format"] != FORMAT or listed["key"] != key:
+                raise ValueError("it is another entry's")
+            files = {name: (place / name).read_bytes() for name in listed["files"]}
+            for name, content in files.items():
+                if hashlib.sha256(content).hexdigest() != listed["files"][name]["sha256"]:
+                    raise ValueError(f"{name} has changed")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if place.exists():
+                self.discard(kind, key, str(error))
+            return None
+        self._used(place)
+        return files
+
+    def discard(self, kind: str, key: str, why: str) -> None:
+        """Remove an entry that turned out to be damaged."""
+        log.warning("cache: %s %s is damaged (%s); it is made again", kind, key[:12], why)
+        self._remove(self._place(kind, key))
+
+    def _used(self, place: Path) -> None:
+        with contextlib.suppress(OSError), open(place / "hits", "ab") as file:  # may be read-only, or just removed
+            file.write(b".")
+            os.utime(place / "entry.json")
+
+    def write(self, kind: str, key: str, files: Mapping[str, bytes], about: Mapping[str, Any]) -> bool:
+        """Keep files under a key, unless they are there or do not fit. False if not, with a line in the log; no error:
+        what could not be kept can still be used.
+        """
+        size = sum(map(len, files.values()))
+        if size > self.limit:
+            log.info("cache: %s %s is not kept: %d bytes are more than the limit", kind, key[:12], size)
+            return False
+        if self._place(kind, key).exists():
+            return True
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._write(kind, key, files, about)
+            self._make_room(self._place(kind, key))
+        except OSError as error:
+            log.warning("cache: %s %s is not kept: %s", kind, key[:12], error)
+            return False
+        return True
+
+    def _write(self, kind: str, key: str, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
+        place = self._place(kind, key)
+        building = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder))
+        try:
+            for name, content in files.items():
+                (building / name).parent.mkdir(parents=True, exist_ok=True)
+                (building / name).write_bytes(content)
+            listed = {
+                "format": FORMAT, "kind": kind, "key": key, "about": dict(about),
+                "files": {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()},
+            }  # fmt: skip
+            (building / "entry.json").write_text(json.dumps(listed))
+            os.rename(building, place)
+        except OSError:
+            shutil.rmtree(building, ignore_errors=True)
+            if not place.exists():  # else another process was first
+                raise
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove what is over the limit, oldest first, and what killed processes left."""
+        entries = self.entries()
+        total = sum(entry.size for entry in entries)
+        for entry in reversed(entries):
+            if total > self.limit and self._place(entry.kind, entry.key) != newest:
+                self._remove(self._place(entry.kind, entry.key))
+                total -= entry.size
+        for left in (*self.folder.glob(".new-*"), *self.folder.glob(".gone-*")):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > LEFT_BEHIND:
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def _remove(self, place: Path) -> bool:
+        """At once for readers: they find it, or nothing. False if another process did."""
+        gone = self.folder / f".gone-{uuid.uuid4().hex}"
+        try:
+            os.rename(place, gone)
+        except OSError:
+            return False
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+
+    def keys(self, kind: str, prefix: str = "") -> list[str]:
+        """Keys of a kind that begin so, in order. What else lies in the folder is nobody's business."""
+        try:
+            found = [one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*") if one.is_dir()]
+        except OSError:
+            return []
+        return sorted(key for key in found if KEY.fullmatch(key) and key.startswith(prefix))
+
+    def entries(self) -> list[Entry]:
+        """All entries, the one used last first. One that cannot be read counts, with what its files take."""
+        found = [entry for kind in KINDS for key in self.keys(kind) if (entry := self._entry(kind, key)) is not None]
+        return sorted(found, key=lambda entry: (-entry.used, entry.kind, entry.key))
+
+    def _entry(self, kind: str, key: str) -> Entry | None:
+        place = self._place(kind, key)
+        try:
+            listed = json.loads((place / "entry.json").read_text())
+            used = (place / "entry.json").stat().st_mtime
+            size = sum(one["size"] for one in listed["files"].values())
+            return Entry(kind, key, used, _size(place / "hits"), size, listed["about"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            size = sum(map(_size, _files(place)))
+            return Entry(kind, key, 0.0, 0, size, {"name": "(damaged)"}) if place.exists() else None
+
+    def clear(self, prefix: str = "") -> int:
+        """Remove the entries whose keys begin so; all of them without a prefix. How many were removed."""
+        chosen = [(kind, key) for kind in KINDS for key in self.keys(kind, prefix)]
+        return sum(self._remove(self._place(kind, key)) for kind, key in chosen)
+
+    def _place(self, kind: str, key: str) -> Path:
+        return self.folder / f"{kind}-{key}"
+
+
+def _files(place: Path) -> Iterator[Path]:
+    return (one for one in place.rglob("*") if one.is_file())
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,238 @@
+"""A Program as text and tensors, and back: nothing in it is code, and nothing is unpickled.
+
+Terms
+  tree       plain JSON: numbers, strings, booleans, None, and lists whose first entry says what they are
+  stored     what a traced Program is kept as: its graphs node by node, the dataclasses around them, its tensors apart.
+             The graph as captured, for other sizes, is not: its sizes belong to the trace.
+
+    to_tree(program) -> tree, {name: tensor}          Unstorable for what has no such form
+    from_tree(tree, tensors) -> Program               equal text for text, in a fake mode of its own
+    graph_to_tree(graph) -> tree                      graph_from_tree(tree, mode) -> fx.Graph
+    bound(program) -> str                             why it means something in this process alone; "": it does not
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.ir import graph as g
+from csc.ir.program import Context, ContextMask, Input, ModuleInfo, Parameter, Program, Record, Region, Template
+from csc.torch_private import FakeTensorMode, OpOverload
+
+FORMAT = 1
+CLASSES = {one.__name__: one for one in (Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)}
+META = (*g.KEPT_META, "names")
+APART = ("constants", "fixed")  # mappings to tensors
+OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
+LEFT_OUT = (*APART, "fake_mode", "symbolic")
+NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+Tree = Any
+
+
+class Unstorable(ValueError):
+    """The Program holds something that has no form in text."""
+
+
+def to_tree(program: Program) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """The Program, and its tensors by `constants/NAME` and `fixed/NAME`. Unstorable before any pass of planning is
+    meant: later fields must be empty.
+    """
+    writer = _Writer()
+    fields = {
+        one.name: writer.tree(getattr(program, one.name))
+        for one in dataclasses.fields(Program)
+        if one.name not in LEFT_OUT
+    }
+    kept = {name: list(getattr(program, name)) for name in APART}
+    tensors = {f"{part}/{name}": getattr(program, part)[name] for part in APART for name in kept[part]}
+    strides = {name: list(tensor.stride()) for name, tensor in tensors.items()}
+    return {"format": FORMAT, "graphs": writer.graphs, "fields": fields, **kept, "strides": strides}, tensors
+
+
+def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
+    """The inverse of `to_tree`. ValueError, KeyError, TypeError, AttributeError or RuntimeError for a tree that is not
+    one.
+    """
+    if tree["format"] != FORMAT:
+        raise ValueError(f"a Program of format {tree['format']}")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    reader = _Reader([graph_from_tree(one, mode) for one in tree["graphs"]])
+    parts: dict[str, Any] = {
+        part: {name: _laid(tensors[f"{part}/{name}"], tree["strides"][f"{part}/{name}"]) for name in tree[part]}
+        for part in APART
+    }
+    fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
+    return Program(**fields, **parts, fake_mode=mode)
+
+
+def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
+    """The tensor, which was stored contiguous, with these strides."""
+    if list(tensor.stride()) == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+class _Writer:
+    """Values as trees; graphs are listed once each."""
+
+    def __init__(self, nodes: Mapping[fx.Node, int] | None = None) -> None:
+        self.graphs: list[Tree] = []
+        self._index: dict[int, int] = {}
+        self._nodes = nodes if nodes is not None else {}
+
+    def tree(self, value: Any) -> Tree:
+        if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+            return value
+        if isinstance(value, fx.Node):
+            return ["%", self._nodes[value]]
+        if isinstance(value, fx.Graph):
+            if id(value) not in self._index:
+                self._index[id(value)] = len(self.graphs)
+                self.graphs.append(graph_to_tree(value))
+            return ["graph", self._index[id(value)]]
+        if isinstance(value, NAMED):
+            return ["torch", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if isinstance(value, torch.Tensor):
+            sizes = [list(value.shape), list(value.stride())]
+            if not all(type(size) is int for size in (*sizes[0], *sizes[1])):
+                raise Unstorable(f"a tensor with sizes {sizes[0]}")
+            return ["tensor", *sizes, str(value.dtype).removeprefix("torch."), str(value.device)]
+        if isinstance(value, torch.Size):
+            return ["size", *value]
+        if type(value).__name__ in CLASSES and dataclasses.is_dataclass(value):
+            fields = [one.name for one in dataclasses.fields(value)]
+            return ["@", type(value).__name__, *(self.tree(getattr(value, name)) for name in fields)]
+        if isinstance(value, slice):
+            return ["slice", *map(self.tree, (value.start, value.stop, value.step))]
+        if type(value) is complex:
+            return ["complex", value.real, value.imag]
+        if type(value) is tuple:
+            return ["(", *map(self.tree, value)]
+        if isinstance(value, list):  # fx makes lists of its own
+            return ["[", *map(self.tree, value)]
+        if isinstance(value, Mapping):
+            return ["{", *([self.tree(key), self.tree(one)] for key, one in value.items())]
+        raise Unstorable(f"a {type(value).__name__}")
+
+
+class _Reader:
+    """Trees as values."""
+
+    def __init__(
+        self, graphs: list[fx.Graph], nodes: list[fx.Node] | None = None, mode: FakeTensorMode | None = None
+    ) -> None:
+        self._graphs, self._nodes, self._mode = graphs, nodes if nodes is not None else [], mode
+
+    def value(self, tree: Tree) -> Any:
+        if not isinstance(tree, list):
+            return tree
+        kind, *rest = tree
+        if kind == "%":
+            return self._nodes[rest[0]]
+        if kind == "(":
+            return tuple(map(self.value, rest))
+        if kind == "[":
+            return list(map(self.value, rest))
+        if kind == "{":
+            return {self.value(key): self.value(one) for key, one in rest}
+        if kind == "graph":
+            return self._graphs[rest[0]]
+        if kind == "tensor":
+            shape, stride, dtype, device = rest
+            assert self._mode is not None
+            with self._mode:
+                return torch.empty_strided(shape, stride, dtype=_named(dtype), device=device)
+        if kind == "torch":
+            return _named(rest[0])
+        if kind == "device":
+            return torch.device(rest[0])
+        if kind == "size":
+            return torch.Size(rest)
+        if kind == "@":
+            name, *values = rest
+            return CLASSES[name](*map(self.value, values))
+        if kind == "slice":
+            return slice(*map(self.value, rest))
+        if kind == "complex":
+            return complex(*rest)
+        raise ValueError(f"a tree of kind {kind!r}")
+
+
+def _named(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, NAMED):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+def bound(program: Program) -> str:
+    """A reason such as `an opaque module`, or nothing."""
+    opaque = any(g.op_name(node).startswith(OPAQUE) for node in g.calls(program.graph))
+    return "an opaque module, which exists only in this process" if opaque else ""
+
+
+def graph_to_tree(graph: fx.Graph) -> Tree:
+    """The nodes in order: [op, name, target, args, kwargs, meta]. Unstorable for an operator of neither torch.ops nor
+    Python's own.
+    """
+    index: dict[fx.Node, int] = {}
+    writer = _Writer(index)
+    rows = []
+    for position, node in enumerate(graph.nodes):
+        meta = {key: writer.tree(node.meta[key]) for key in META if key in node.meta}
+        args = [writer.tree(one) for one in node.args]
+        kwargs = {name: writer.tree(one) for name, one in node.kwargs.items()}
+        rows.append([node.op, node.name, _target(node), args, kwargs, meta])
+        index[node] = position
+    return rows
+
+
+def graph_from_tree(tree: Tree, mode: FakeTensorMode) -> fx.Graph:
+    """The inverse; what the nodes make are fake tensors of `mode`. ValueError if it would not be the same graph."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    reader = _Reader([], nodes, mode)
+    for op, name, target, args, kwargs, meta in tree:
+        function = _function(target) if op == "call_function" else target
+        arguments = tuple(reader.value(one) for one in args)
+        keywords = {key: reader.value(one) for key, one in kwargs.items()}
+        node = graph.create_node(op, function, arguments, keywords, name=name)
+        if node.name != name:
+            raise ValueError(f"a node called {name!r}")
+        node.meta.update({key: reader.value(one) for key, one in meta.items()})
+        nodes.append(node)
+    return graph
+
+
+def _target(node: fx.Node) -> str:
+    target = node.target
+    if node.op in ("placeholder", "output"):
+        return str(target)
+    if g.op_name(node).startswith(OPAQUE):
+        raise Unstorable("an opaque module, which exists only in this process")
+    if node.op == "call_function" and isinstance(target, OpOverload):
+        return f"{target.namespace}::{target.name().split('::')[1].split('.')[0]}::{target._overloadname}"
+    name = getattr(target, "__name__", "")
+    if node.op == "call_function" and getattr(operator, name, None) is target:
+        return name
+    raise Unstorable(f"a {node.op} of {target}")
+
+
+def _function(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    if not rest:
+        return getattr(operator, name)
+    operation, _, overload = rest.partition("::")
+    found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"no operator is called {name!r}")
+    return found

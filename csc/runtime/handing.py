@@ -1,0 +1,102 @@
+"""One rank makes something, the others get it as bytes; or all raise the same error.
+
+Terms: the *first* rank is rank 0 of the default process group. Names and sizes travel as JSON, contents as they are,
+in pieces: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
+
+    handing_group() -> group                         every rank creates it, in the same order of things
+    first_makes(make, group) -> {name: bytes}        None if `make` gave None on the first rank
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from csc import errors
+from csc.errors import CscError, RankLost
+
+LONGEST = timedelta(hours=24)  # of a compilation that others wait for
+PIECE = 32 * 2**20  # bytes
+
+Files = Mapping[str, bytes]
+
+
+def handing_group() -> dist.ProcessGroup:
+    """A group of all ranks. All of them call it."""
+    return dist.new_group(backend="gloo", timeout=LONGEST)
+
+
+def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> dict[str, bytes] | None:
+    """What `make` returns on the first rank, on every rank; on the others `make` is not called.
+
+    Raises, on every rank, the CscError that `make` raises; another error of it goes on as it is on the first rank, and
+    as a CscError elsewhere. RankLost if the first rank goes away.
+    """
+    if dist.get_rank() != 0:
+        return _received(group)
+    try:
+        made = make()
+    except Exception as error:
+        _send({"error": _told(error)}, {}, group)
+        raise
+    listed = None if made is None else [[name, len(content)] for name, content in made.items()]
+    _send({"files": listed}, made or {}, group)
+    return None if made is None else dict(made)
+
+
+def _told(error: Exception) -> list[str]:
+    if isinstance(error, CscError):
+        return [type(error).__name__, error.what, error.where, error.remedy]
+    said = (str(error).strip().splitlines() or [""])[0]
+    return ["CscError", f"rank 0 failed while it compiled: {type(error).__name__}: {said}", "", "See its own output"]
+
+
+def _send(header: Mapping[str, Any], files: Files, group: dist.ProcessGroup) -> None:
+    text = json.dumps(header).encode()
+    _broadcast(torch.tensor([len(text)]), group)
+    _broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
+    content = bytearray(b"".join(files.values()))
+    for start in range(0, len(content), PIECE):
+        _broadcast(torch.frombuffer(content[start : start + PIECE], dtype=torch.uint8), group)
+
+
+def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
+    length = torch.zeros(1, dtype=torch.int64)
+    _broadcast(length, group)
+    header = json.loads(_bytes(int(length), group))
+    if "error" in header:
+        kind, *told = header["error"]
+        found = getattr(errors, kind, CscError)
+        raise found(*told)
+    if header["files"] is None:
+        return None
+    total = sum(size for _, size in header["files"])
+    content = b"".join(_bytes(min(PIECE, total - start), group) for start in range(0, total, PIECE))
+    files, start = {}, 0
+    for name, size in header["files"]:
+        files[name] = content[start : start + size]
+        start += size
+    return files
+
+
+def _bytes(size: int, group: dist.ProcessGroup) -> bytes:
+    piece = torch.empty(size, dtype=torch.uint8)
+    _broadcast(piece, group)
+    return piece.numpy().tobytes()
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    try:
+        dist.broadcast(tensor, src=0, group=group)
+    except RuntimeError as error:
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise RankLost(
+            f"a rank went away while the program was handed out ({said})",
+            f"rank {dist.get_rank()}",
+            "Look at the output of the others for the cause, then start again",
+        ) from error

@@ -1,0 +1,333 @@
+"""Programs for microbatches: found in the cache or compiled, written, handed to the other ranks, loaded.
+
+Terms
+  served     a signature that the trainer has a program for
+  decided    how the first program is cut and placed, and in which order it runs; all later ones of the model follow it
+  settled    the options of one program, with what was decided before it
+
+    serving = Serving(compiler, directory)
+    serving.trainer(microbatches, options, progress) -> Trainer          with a program for each of them
+    serving.history(microbatch, options, progress) -> [Program]          serving.finished(...) -> Program
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from csc.cache.learning import extends, signature, snapshot
+from csc.cache.packed import Files, Packed, packed_bytes, packed_from
+from csc.capture import Learned, device_of
+from csc.codegen.directory import MANIFEST, contents, install
+from csc.codegen.write import of_ranks
+from csc.compiler import Compiler, Progress
+from csc.errors import InputError
+from csc.ir.program import Options, Program
+from csc.ir.schedule import Schedule, parse
+from csc.ir.stored import Unstorable, bound
+from csc.placeholders import Places
+from csc.runtime.handing import first_makes, handing_group
+from csc.runtime.launch import setup_distributed, under_torchrun
+from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
+
+log = logging.getLogger("csc")
+
+CACHED = "program, from the cache"
+Microbatch = Mapping[str, Any]
+Key = tuple[Any, int]  # signature, number of microbatches
+
+
+@dataclass
+class Decided:
+    """stages: the regions of each; placement: the rank of each; schedules: by number of microbatches."""
+
+    stages: tuple[tuple[str, ...], ...]
+    placement: tuple[int, ...]
+    schedules: dict[int, Schedule | None] = field(default_factory=dict)
+
+    def settled(self, options: Options) -> Options:
+        """The options for another program."""
+        schedule = self.schedules.get(options.microbatches) or options.schedule
+        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule)
+
+
+class Serving:
+    """The programs of one model with one set of options but for the number of microbatches."""
+
+    def __init__(self, compiler: Compiler, directory: Path | None, before: Trainer | None = None) -> None:
+        """directory: where programs are written; before: what trained these parameters until now."""
+        self._compiler = compiler
+        self._directory = directory
+        self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
+        self._decided: Decided | None = None
+        self._settled: dict[Key, Options] = {}
+        self._histories: dict[Key, list[Program]] = {}
+        self._finished: dict[Key, Program] = {}
+        self._packed: dict[Key, Packed] = {}
+        self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
+        self._served: dict[int, set[Any]] = {}
+        self._places: dict[Any, Places] = {}
+        self._known = Learned()  # what the programs brought along: the same on every rank
+        self._group: dist.ProcessGroup | None = None
+        self._before = before
+        self.last: Trainer | None = None
+        self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
+
+    # --- programs ------------------------------------------------------------------------------------------------
+
+    def prepare(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
+        """Find the program of a microbatch in the cache, or compile it."""
+        key = self._key(microbatch, options)
+        if key in self._histories or key in self._finished or key in self._packed:
+            return
+        settled = self._options(key, options)
+        packed = self._compiler.kept.program(microbatch, settled, self._compiler.learned)
+        if packed is None:
+            self.finished(microbatch, options, progress)
+            return
+        progress(CACHED)
+        self._take(packed, microbatch, options, settled)
+
+    def _take(self, packed: Packed, microbatch: Microbatch, options: Options, settled: Options) -> None:
+        """Go on with a program that was made elsewhere."""
+        self._compiler.adopt(packed.learned)
+        key = self._key(microbatch, options)
+        self._packed[key] = packed
+        stages = json.loads(packed.files[MANIFEST])["stages"]
+        self._settle(
+            key,
+            settled,
+            tuple(tuple(stage["regions"]) for stage in stages),
+            tuple(stage["rank"] for stage in stages),
+            parse(packed.files["schedule.txt"].decode()),
+        )
+
+    def history(self, microbatch: Microbatch, options: Options, progress: Progress) -> list[Program]:
+        """The Program after capture and each pass; traced for it if it came from the cache."""
+        key = self._key(microbatch, options)
+        if key not in self._histories:
+            settled = self._options(key, options)
+            history = self._compiler.compile(microbatch, settled, progress)
+            key = self._key(microbatch, options)  # the capture may have shown what else decides
+            self._histories[key] = history
+            self._settle_as(key, settled, history[-1])
+        return self._histories[key]
+
+    def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
+        """The Program after the last pass."""
+        key = self._key(microbatch, options)
+        if key in self._histories:
+            return self._histories[key][-1]
+        if key not in self._finished:
+            settled = self._options(key, options)
+            program = self._compiler.finished(microbatch, settled, progress)
+            key = self._key(microbatch, options)
+            self._finished[key] = program
+            self._settle_as(key, settled, program)
+        return self._finished[key]
+
+    def _key(self, microbatch: Microbatch, options: Options) -> Key:
+        return self._compiler.signature(self._compiler.complete(microbatch)), options.microbatches
+
+    def _options(self, key: Key, options: Options) -> Options:
+        if key in self._settled:
+            return self._settled[key]
+        return self._decided.settled(options) if self._decided is not None else options
+
+    def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
+        stages = tuple(stage.regions for stage in program.stages)
+        self._settle(key, settled, stages, tuple(stage.rank for stage in program.stages), program.schedule)
+
+    def _settle(
+        self,
+        key: Key,
+        settled: Options,
+        stages: tuple[tuple[str, ...], ...],
+        placement: tuple[int, ...],
+        schedule: Schedule | None,
+    ) -> None:
+        self._settled.setdefault(key, settled)
+        if self._decided is None:
+            self._decided = Decided(stages, placement)
+        self._decided.schedules.setdefault(settled.microbatches, schedule)
+
+    def write(
+        self,
+        microbatch: Microbatch,
+        options: Options,
+        directory: Path,
+        progress: Progress,
+        with_weights: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> Path:
+        """Write the program directory of a microbatch, of these ranks alone if any are named. InputError if something
+        else is there.
+        """
+        program = self.finished(microbatch, options, progress)
+        key = self._key(microbatch, options)
+        complete = self._compiler.complete(microbatch)
+        written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights, ranks)
+        if key not in self._packed and ranks is None:
+            self._packed[key] = self._pack(microbatch, key, written)
+        return written
+
+    def _pack(self, microbatch: Microbatch, key: Key, directory: Path) -> Packed:
+        """What was just written to a directory, kept."""
+        traced = self._compiler.trace(microbatch, self._settled[key])
+        learned = snapshot(self._compiler.learned)
+        packed = Packed(contents(directory), traced.places, learned, bound(traced.program))
+        self._compiler.kept.keep_program(packed, microbatch, self._settled[key])
+        return packed
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def trainer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Trainer:
+        """The runtime with a program for each of these microbatches; missing ones are found or compiled. All ranks call
+        it with the same.
+        """
+        with self.compiling:
+            for microbatch in ready:
+                if not self._serves(microbatch, options):
+                    self._join_group(options)
+                    self._gather_weights()
+                    self._add(microbatch, options, progress)
+            self.last = self._trainers[options.microbatches]
+            return self.last
+
+    def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
+        """The trainer, if it has a program for each of these."""
+        served = all(self._serves(microbatch, options) for microbatch in ready)
+        return self._trainers.get(options.microbatches) if served else None
+
+    def _serves(self, microbatch: Microbatch, options: Options) -> bool:
+        return self._signature(self.complete(microbatch)) in self._served.get(options.microbatches, ())
+
+    def complete(self, microbatch: Microbatch) -> dict[str, Any]:
+        """The microbatch with what functions of the model that run on the host make of it."""
+        return self._known.completed(self._compiler.model, microbatch)
+
+    def places(self, complete: Microbatch) -> Places:
+        """What to ask a completed microbatch that is served."""
+        return self._places[self._signature(complete)]
+
+    def _signature(self, complete: Microbatch) -> Any:
+        return signature(self._known, complete)
+
+    def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
+        start = time.perf_counter()
+        count = options.microbatches
+        directory = self._program_directory(sum(map(len, self._served.values())))
+        packed, how = self._shared(microbatch, options, directory, progress)
+        loaded = load(directory, _own_rank())
+        if count in self._trainers:
+            self._trainers[count].add(loaded)
+        else:
+            self._trainers[count] = Trainer(loaded, weights=dict(self._compiler.model.named_parameters()))
+        if extends(packed.learned, self._known):
+            self._known = packed.learned
+        name = self._signature(self.complete(microbatch))
+        self._served.setdefault(count, set()).add(name)
+        self._places[name] = packed.places
+        sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
+        log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
+
+    def _shared(
+        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
+    ) -> tuple[Packed, str]:
+        """The program, written to the directory, and how it came about. Of several ranks the first one makes it."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._made(microbatch, options, directory, progress)
+        if self._group is None:
+            self._group = handing_group()
+        made: list[tuple[Packed, str]] = []
+
+        def make() -> Files | None:
+            made.append(self._made(microbatch, options, directory, progress))
+            try:
+                return packed_bytes(made[0][0], self._compiler.model)
+            except Unstorable as reason:
+                log.info("every rank compiles for itself: the program holds %s", reason)
+                return None
+
+        files = first_makes(make, self._group)
+        if made:
+            return made[0]
+        if files is None:
+            return self._made(microbatch, options, directory, progress)
+        packed = packed_from(files, self._compiler.model)
+        self._take(packed, microbatch, options, self._options(self._key(microbatch, options), options))
+        return self._made(microbatch, options, directory, progress)[0], "from rank 0"
+
+    def _made(
+        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
+    ) -> tuple[Packed, str]:
+        self.prepare(microbatch, options, progress)
+        key = self._key(microbatch, options)
+        complete = self._compiler.complete(microbatch)
+        packed, how = self._packed.pop(key, None), "from the cache"
+        own = _own_rank()
+        if packed is None:
+            program = self.finished(microbatch, options, progress)
+            self._compiler.emit(program, self._settled[key], directory, complete)
+            packed, how = self._pack(microbatch, key, directory), "made"
+            if own is None:
+                return packed, how
+        files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
+        install(files, directory, complete)
+        return packed, how
+
+    def _program_directory(self, index: int) -> Path:
+        """Where the program of the index-th signature goes; every process of a group writes its own."""
+        if self._directory is None and self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
+        home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
+        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
+
+    def _join_group(self, options: Options) -> None:
+        if under_torchrun() and not dist.is_initialized():
+            setup_distributed(device_of(self._compiler.model).type)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world > 1 and world != options.mesh.size:
+            raise InputError(
+                f"{world} processes were started and the mesh has {options.mesh.size} ranks", "mesh",
+                f"start with --nproc-per-node {options.mesh.size}, or change the mesh",
+            )  # fmt: skip
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Trainer | None:
+        """What has trained the parameters last."""
+        return self.last or self._before
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """One for each number of microbatches."""
+        return list(self._trainers.values())
+
+    def _gather_weights(self) -> None:
+        """Under torchrun: bring every parameter up to date on every rank, from the rank that trained it.
+
+        A new partition may give a parameter to another rank, whose copy has not been trained.
+        """
+        if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._before.collect(dict(self._compiler.model.named_parameters()))
+        self._before = None
+
+
+def _own_rank() -> list[int] | None:
+    """The rank whose files this process runs; None: it runs all of them."""
+    return [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None

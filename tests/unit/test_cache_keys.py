@@ -1,0 +1,243 @@
+"""Keys: everything that decides what is compiled changes them, nothing else does, and what cannot be told has none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from torch import nn
+
+from csc.cache import keys
+from csc.cache.keys import Opaque, model_key, program_key, trace_key
+from csc.cache.learning import signature
+from csc.capture import Learned
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options
+
+ROOT = Path(__file__).parents[2]
+NET = """
+import torch
+from torch import nn
+import layers
+SCALE = 2.0
+UNUSED = 1
+def twice(x): return SCALE * x
+def thrice(x): return SCALE * x + x
+class Config:
+    def __init__(self): self.width, self.extra = 4, {"a": [1, 2.5, None]}
+class Net(nn.Module):
+    depth = 2
+    def __init__(self):
+        super().__init__()
+        self.config, self.kinds = Config(), {"one", "two", "three"}
+        self.first, self.second, self.drop = layers.Layer(), layers.Layer(), nn.Dropout(0.1)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+    def forward(self, x): return twice(self.second(self.drop(self.first(x) + self.table))).sum()
+    def other(self, x): return self.forward(x) + 1
+"""
+LAYERS = """
+from torch import nn
+from helper import act
+class Layer(nn.Linear):
+    def __init__(self): super().__init__(4, 4)
+    def forward(self, x): return act(super().forward(x))
+"""
+HELPER = "import torch\nfunction = torch.tanh\ndef act(x): return function(x)\n"
+
+
+def build(folder: Path, net: str = NET, layers: str = LAYERS, helper: str = HELPER) -> nn.Module:
+    """A new Net out of these sources."""
+    folder.mkdir(exist_ok=True)
+    found = {}
+    for name, text in (("helper", helper), ("layers", layers), ("net", net)):
+        file = folder / f"{name}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[name])
+    torch.manual_seed(0)
+    return found["net"].Net()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("net", "layers", "helper"):
+        monkeypatch.setitem(sys.modules, name, None)
+    return tmp_path
+
+
+def _set(path: str, value: Any) -> Callable[[nn.Module], object]:
+    owner, _, name = path.rpartition(".")
+
+    def change(net: nn.Module) -> None:
+        found: Any = net
+        for part in owner.split(".") if owner else ():
+            found = getattr(found, part)
+        setattr(found, name, value)
+
+    return change
+
+
+def _wider(net: Any) -> None:
+    net.second = type(net.first)()
+    net.second.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+
+def _replaced_in_torch(net: Any) -> None:
+    net.drop.forward = lambda x: x
+
+
+MATTERS: dict[str, Callable[[Any], object]] = {
+    "a number": _set("first.out_features", 5),
+    "a module's mode": lambda net: net.drop.eval(),
+    "dropout": _set("drop.p", 0.2),
+    "the configuration": lambda net: net.config.extra["a"].append(3),
+    "a set": lambda net: net.kinds.add("four"),
+    "a buffer": lambda net: net.table.add_(1),
+    "a parameter's dtype": _wider,
+    "tying": lambda net: setattr(net.second, "weight", net.first.weight),
+    "a hook": lambda net: net.first.register_forward_hook(lambda module, args, result: result * 2),
+    "a method of an instance": _replaced_in_torch,
+    "a method of a class": lambda net: setattr(type(net), "forward", lambda self, x: x.sum()),
+    "its own method for another": lambda net: setattr(type(net), "forward", type(net).other),
+    "a value of its class": lambda net: setattr(type(net), "depth", 3),
+    "one function of its file for another": lambda net: setattr(sys.modules["net"], "twice", sys.modules["net"].thrice),
+    "a function of torch for another": lambda net: setattr(sys.modules["helper"], "function", torch.relu),
+    "a value of its file": lambda net: setattr(sys.modules["net"], "SCALE", 3.0),
+    "an attribute of the class": lambda net: setattr(net, "slope", torch.nn.functional.gelu),
+    "another module": lambda net: net.add_module("third", nn.Identity()),
+}
+NO_MATTER: dict[str, Callable[[Any], object]] = {
+    "weights": lambda net: net.first.weight.data.mul_(2),
+    "what is frozen": lambda net: net.requires_grad_(False),
+    "all of it in eval mode": lambda net: net.eval(),
+    "a value that no method reads": lambda net: setattr(sys.modules["net"], "UNUSED", 2),
+    "gradients": lambda net: net(torch.ones(2, 4)).backward(),
+    "an equal object": lambda net: setattr(net, "config", type(net.config)()),
+}
+
+
+@pytest.mark.parametrize("what", MATTERS)
+def test_what_matters(what: str, folder: Path) -> None:
+    net = build(folder)
+    before = model_key(net, {})
+    MATTERS[what](net)
+    assert model_key(net, {}) != before
+
+
+@pytest.mark.parametrize("what", NO_MATTER)
+def test_what_does_not(what: str, folder: Path) -> None:
+    net = build(folder)
+    before = model_key(net, {})
+    NO_MATTER[what](net)
+    assert model_key(net, {}) == before
+
+
+@pytest.mark.parametrize("part", ["net", "layers", "helper"])
+def test_own_sources_count_wherever_they_lie(part: str, folder: Path) -> None:
+    sources = {"net": NET, "layers": LAYERS, "helper": HELPER}
+    before = model_key(build(folder / "a"), {})
+    assert model_key(build(folder / "b"), {}) == before
+    assert (
+        model_key(build(folder / "c", **{**sources, part: sources[part].replace("return", "return -")}), {}) != before
+    )
+
+
+@pytest.mark.parametrize("what", ["csc", "torch", "default dtype", "plain entries"])
+def test_what_is_around_it_matters(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build(folder)
+    before, extra = model_key(net, {"return_dict": True}), {"return_dict": True}
+    if what == "csc":
+        monkeypatch.setattr(keys, "_own_sources", lambda: "another")
+    elif what == "torch":
+        version = keys.importlib.metadata.version
+        monkeypatch.setattr(keys.importlib.metadata, "version", lambda name: version(name) + "1")
+    elif what == "default dtype":
+        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    else:
+        extra = {"return_dict": False}
+    assert model_key(net, extra) != before
+
+
+def test_options_and_batches(tmp_path: Path) -> None:
+    options, batch = Options(), {"x": torch.ones(2, 3), "n": torch.tensor([1])}
+
+    def trace(options: Options = options, known: Learned | None = None, **changes: Any) -> str:
+        return trace_key("model", signature(known or Learned(), {**batch, **changes}), options)
+
+    def program(options: Options = options, frozen: bool = False) -> str:
+        return program_key(trace(options), options, {"w": not frozen})
+
+    profile = tmp_path / "mine.toml"
+    profile.write_text("a = 1")
+    own = replace(options, hardware=str(profile))
+    for change in (
+        {"mesh": Mesh(pp=2)}, {"mesh": Mesh(dp=2)}, {"freeze": ("w",)}, {"schedule": "1f1b"}, {"microbatches": 2},
+        {"memory": 10}, {"recompute": (("*", "full"),)}, {"stages": (("a",), ("b",))}, {"placement": (0, 1)},
+    ):  # fmt: skip
+        assert trace(replace(options, **change)) == trace(), change
+        assert program(replace(options, **change)) != program(), change
+    for change in ({"mesh": Mesh(cp=2)}, {"precision": "bf16"}, {"keep_fp32": ("w",)}, {"loss_weight": "sum"}):
+        assert trace(replace(options, **change)) != trace(), change
+    assert program(frozen=True) != program()
+    before = program(own)
+    profile.write_text("a = 2")
+    assert program(own) != before
+    assert trace(x=torch.zeros(2, 3)) == trace() and trace(n=torch.tensor([2])) == trace()
+    assert trace(x=torch.ones(2, 4)) != trace() and trace(x=torch.ones(2, 3).double()) != trace()
+    grids = Learned(consulted={"n"})
+    assert trace(known=grids, n=torch.tensor([2])) != trace(known=grids)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (threading.Lock(), "first.odd"), (random.Random(), "first.odd"), ([sys.stdout], "first.odd"),
+        (tokenizers.Tokenizer(tokenizers.models.BPE()), "first.odd is a tokenizers.Tokenizer"),  # says it is Python's
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told_has_no_key(value: Any, place: str, folder: Path) -> None:
+    net = build(folder)
+    net.first.odd = value  # type: ignore[union-attr, assignment]
+    with pytest.raises(Opaque, match=place):
+        model_key(net, {})
+
+
+def test_a_function_out_of_no_file_has_no_key(folder: Path) -> None:
+    net = build(folder)
+    names: dict[str, Any] = {}
+    exec("def act(x): return x", names)
+    net.first.act = names["act"]  # type: ignore[union-attr, assignment]
+    with pytest.raises(Opaque, match="in no file"):
+        model_key(net, {})
+
+
+def test_another_process_has_the_same_keys() -> None:
+    """Sets and addresses differ between processes; where weights come from, and whether there are any,
+    does not count."""
+    code = """
+import csc
+from csc.cache.keys import model_key
+from tests.models.hf import llava
+with csc.weightless():
+    model = llava()
+model.config._name_or_path = model.name_or_path = "/a/path"
+print(model_key(model, {}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    from tests.models.hf import llava
+
+    assert done.stdout.strip() == model_key(llava(), {}), done.stderr[-2000:]

@@ -1,0 +1,146 @@
+"""The cache's folder: whole entries or none, for several processes, damaged or not, and never over its limit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csc.cache.store import Store, location, store
+from csc.errors import InputError
+
+FILES = {"program/rank_0.py": b"x = 1\n", "places.json": b"{}", "big": bytes(5000)}
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "there" / "cache")
+    assert kept.read("program", "abc") is None and kept.entries() == []
+    assert kept.write("program", "abc", FILES, {"name": "Net"})
+    assert kept.read("program", "abc") == FILES
+    assert kept.read("trace", "abc") is None
+    (entry,) = kept.entries()
+    assert (entry.kind, entry.key, entry.hits, entry.about) == ("program", "abc", 1, {"name": "Net"})
+    assert entry.size == sum(map(len, FILES.values()))
+
+
+def _shorter(place: Path) -> None:
+    (place / "big").write_bytes(bytes(4999))
+
+
+def _changed(place: Path) -> None:
+    (place / "program/rank_0.py").write_bytes(b"x = 2\n")
+
+
+def _missing(place: Path) -> None:
+    (place / "places.json").unlink()
+
+
+def _unlisted(place: Path) -> None:
+    (place / "entry.json").unlink()
+
+
+def _half_written(place: Path) -> None:
+    (place / "entry.json").write_text((place / "entry.json").read_text()[:40])
+
+
+def _another(place: Path) -> None:
+    (place / "entry.json").write_text('["no", "entry"]')
+
+
+def _renamed(place: Path) -> None:
+    listed = json.loads((place / "entry.json").read_text())
+    (place / "entry.json").write_text(json.dumps({**listed, "key": "def"}))
+
+
+@pytest.mark.parametrize("damage", [_shorter, _changed, _missing, _unlisted, _half_written, _another, _renamed])
+def test_a_damaged_entry_is_a_miss_and_is_replaced(
+    damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Store(tmp_path)
+    kept.write("program", "abc", FILES, {})
+    damage(tmp_path / "program-abc")
+    assert len(kept.entries()) == 1  # listed, and counted, all the same
+    with caplog.at_level(logging.WARNING, "csc"):
+        assert kept.read("program", "abc") is None
+    assert "program abc is damaged" in caplog.text and "made again" in caplog.text
+    assert kept.entries() == []
+    assert kept.write("program", "abc", FILES, {}) and kept.read("program", "abc") == FILES
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    kept = Store(tmp_path, limit=2500)
+    for age, key in ((3, "a1"), (2, "a2")):
+        kept.write("trace", key, {"a": bytes(1000)}, {})
+        os.utime(tmp_path / f"trace-{key}" / "entry.json", (1e9 - age, 1e9 - age))
+    assert kept.read("trace", "a1") is not None  # now "a2" is the one
+    kept.write("program", "a3", {"a": bytes(1000)}, {})
+    assert {entry.key for entry in kept.entries()} == {"a1", "a3"}
+    assert not kept.write("program", "a4", {"a": bytes(2501)}, {})
+    assert {entry.key for entry in kept.entries()} == {"a1", "a3"}
+
+
+def test_clearing(tmp_path: Path) -> None:
+    kept = Store(tmp_path)
+    (tmp_path / "program-of-the-user").mkdir()
+    for key in ("aa1", "aa2", "bb"):
+        kept.write("program", key, FILES, {})
+    assert kept.clear("aa") == 2 and [entry.key for entry in kept.entries()] == ["bb"]
+    assert kept.clear() == 1
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "program-of-the-user"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    kept = Store(tmp_path / "file" / "cache")
+    with caplog.at_level(logging.WARNING, "csc"):
+        assert not kept.write("program", "abc", FILES, {})
+    assert "program abc is not kept" in caplog.text
+    assert kept.read("program", "abc") is None and kept.entries() == [] and kept.clear() == 0
+
+
+def _hammer(folder: str, number: int, wrong: object) -> None:
+    kept = Store(Path(folder), limit=40_000)
+    for turn in range(60):
+        key = f"{turn % 4:x}"
+        content = {"a": key.encode() * 3000, "b/c": key.encode() * 10}
+        kept.write("program", key, content, {})
+        found = kept.read("program", key)
+        if found is not None and found != content:
+            wrong.value += 1  # type: ignore[attr-defined]
+        if (turn + number) % 7 == 0:
+            kept.clear(key)
+
+
+def test_several_processes_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    context = multiprocessing.get_context("fork")
+    wrong = context.Value("i", 0)
+    workers = [context.Process(target=_hammer, args=(str(tmp_path), number, wrong)) for number in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0] and wrong.value == 0
+    kept = Store(tmp_path)
+    for entry in kept.entries():
+        assert kept.read("program", entry.key) == {"a": entry.key.encode() * 3000, "b/c": entry.key.encode() * 10}
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("text", "size"), [("500", 500), ("1.5MB", 1_500_000), ("2 g", 2 * 10**9)])
+def test_the_environment_decides(text: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store() is None  # as tests/conftest.py says
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_LIMIT", text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = store()
+    assert found is not None and (found.folder, found.limit) == (tmp_path / "csc", size)
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "own"))
+    assert location() == tmp_path / "own"
+    monkeypatch.setenv("CSC_CACHE_LIMIT", "much")
+    with pytest.raises(InputError, match="CSC_CACHE_LIMIT is 'much'"):
+        store()
