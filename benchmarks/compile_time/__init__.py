@@ -10,5 +10,6 @@ Terms
   refreeze   the same model compiled again with other parts frozen, in the same process
 
 Every number is of a process of its own: seconds from the model made to the last file written (or the last graph made),
-peak resident memory from the start of Python, imports included.
+peak resident memory from the start of Python, imports included. csc plans 1F1B, and once, at the largest size, searches
+for the order of work too (`auto`): a search takes the time that it is given.
 """

@@ -1,4 +1,4 @@
-"""One measurement, in a process of its own: python -m benchmarks.compile_time.measure NAME LAYERS RANKS [SCHEDULE]
+"""One measurement, in a process of its own: python -m benchmarks.compile_time.measure NAME LAYERS RANKS SCHEDULE
 
 Prints one JSON object: seconds, rss_gb; of csc also capture, after, plan, emit, refreeze, lines of a rank's file.
 """
@@ -35,7 +35,7 @@ def measure(name: str, layers: int, ranks: int, schedule: str) -> dict[str, Any]
 
 
 def _csc(made: Any, example: Any, ranks: int, schedule: str) -> dict[str, Any]:
-    import csc
+    import csc.api
 
     options = {"mesh": MESHES[ranks], "microbatches": MICROBATCHES, "schedule": schedule, "memory": "100TB"}
     with tempfile.TemporaryDirectory() as home:
