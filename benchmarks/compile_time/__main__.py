@@ -91,7 +91,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
         ratio = f"{row['seconds'] / export:.2f}" if export and "seconds" in row else "-"
         depth.add_row(str(row["layers"]), row["name"], _seconds(row), ratio, f"{row.get('rss_gb', float('nan')):.2f}")
     parts = Table(
-        "layers", "ranks", "schedule", "capture", "after it", "of which plan", "emission", "refreeze", "lines a rank", "MB of code",
+        "layers", "ranks", "schedule", "capture", "after it", "of which plan", "emission", "refreeze", "lines a rank",
+        "MB of code",
         title="csc by parts, seconds",
     )  # fmt: skip
     for row in (row for row in rows if row["name"] == CSC and "seconds" in row):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -71,3 +72,13 @@ def test_an_edited_rank_file_and_an_edited_order_run() -> None:
     assert len(re.findall(r"rank 1: model\.language_model\.layers\.\d gives a norm of [\d.]+", shown)) == 4
     assert "gradients: the same bits" in shown
     assert re.search(r"refused: .*schedule\.txt", shown)
+
+
+@pytest.mark.slow
+def test_70_billion_parameters_for_1024_ranks_take_no_gigabyte(tmp_path: Path) -> None:
+    command = ("-c", "from csc.cli import main; main()", "compile", "examples/scale.py:llava_70b", "--fake", "--json")
+    said = json.loads(output(*command, "--rank", "617", "-o", str(tmp_path / "program")))
+    assert (said["ranks"], said["emitted"]) == (1024, [617])
+    assert said["timings"]["peak_memory"] < 1e9
+    lines = (tmp_path / "program" / "rank_617.py").read_text().splitlines()
+    assert lines[0].startswith('"""Rank 617 of 1024') and len(lines) < 40
