@@ -146,7 +146,8 @@ class Compiler:
         """Write the program directory; see csc.codegen.write."""
         tensors, _ = split_batch(microbatch)
         weights = dict(self.model.named_parameters()) if with_weights else None
-        return write(program, options, directory, tensors, weights, ranks)
+        with uncollected():
+            return write(program, options, directory, tensors, weights, ranks)
 
 
 @contextmanager

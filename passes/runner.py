@@ -26,6 +26,7 @@ from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.shapes import shapes
 from csc.passes.split import split
+from torch import fx
 
 from csc.errors import InputError
 from csc.ir.program import Options, Program, Record
@@ -73,11 +74,12 @@ def run(
 ) -> list[Program]:
     """`history` and the Program after each of the passes. Raises CscError if a pass or its verification fails."""
     programs = list(history)
+    sound: set[tuple[fx.Graph, int]] = set()
     for one in passes:
         progress(one.__name__)
         start = time.perf_counter()
         program = one(programs[-1], options)
-        verify(program, after=one.__name__)
+        verify(program, after=one.__name__, sound=sound)
         record = Record(one.__name__, time.perf_counter() - start, _summary(program))
         programs.append(replace(program, history=(*programs[-1].history, record)))
     return programs

@@ -168,7 +168,7 @@ def export(
     Returns the program and the batch entries whose values it was traced for. Raises CscError with the user's source
     line, HostFunctionFound, or NotHidden: then it has to be done again.
     """
-    layers = Layers({}, frozenset()) if layers is None else layers
+    layers = Layers.of(model, ()) if layers is None else layers
     _check_names(model, tensors)
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}

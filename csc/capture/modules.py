@@ -47,8 +47,8 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
-def _first_argument(module: nn.Module) -> str:
-    names = [name for name in inspect.signature(module.forward).parameters if name.isidentifier()]
+def _first_argument(module: type[nn.Module]) -> str:
+    names = [name for name in list(inspect.signature(module.forward).parameters)[1:] if name.isidentifier()]
     generic = {"args", "kwargs", "input", "x", "self"}
     return names[0] if names and names[0] not in generic else "x"
 
@@ -71,6 +71,7 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
                 return around.split(".")[-1]
         return type(model).__name__
 
+    firsts: dict[type, str] = {}  # by class: reading a signature takes long
     infos: dict[str, ModuleInfo] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parent = path.rpartition(".")[0]
@@ -80,7 +81,9 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
             role = "container"
         else:
             role = "part" if parent in containers or not parent else ""
-        infos[path] = ModuleInfo(path, type(module).__name__, component(path), _first_argument(module), role)
+        if type(module) not in firsts:
+            firsts[type(module)] = _first_argument(type(module))
+        infos[path] = ModuleInfo(path, type(module).__name__, component(path), firsts[type(module)], role)
     _join_output_embedding(model, infos)
     return infos
 

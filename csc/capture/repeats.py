@@ -78,6 +78,7 @@ class Layers:
     """
 
     by_path: Mapping[str, nn.Module]
+    structures: Mapping[str, Any]
     hidden: frozenset[str]
 
     @classmethod
@@ -87,17 +88,18 @@ class Layers:
         """
         uses = _uses(model)
         by_path: dict[str, nn.Module] = {}
+        structures: dict[str, Any] = {}
         first: dict[Any, str] = {}
         for path in paths:
             layer = model.get_submodule(path)
             if all(uses[key] == count for key, count in _uses(layer).items()):
-                by_path[path] = layer
-                first.setdefault(structure(layer), path)
-        return cls(by_path, frozenset(by_path).difference(first.values()))
+                by_path[path], structures[path] = layer, structure(layer)
+                first.setdefault(structures[path], path)
+        return cls(by_path, structures, frozenset(by_path).difference(first.values()))
 
     def without_hidden(self, shown: Collection[str]) -> Layers:
         """With some of the hidden layers shown."""
-        return Layers(self.by_path, self.hidden.difference(shown))
+        return Layers(self.by_path, self.structures, self.hidden.difference(shown))
 
     @contextmanager
     def kept_out(self, tensors: Callable[[str], dict[str, Any]] = lambda path: {}) -> Iterator[None]:
@@ -178,7 +180,6 @@ class Repeats:
     def __init__(self, layers: Layers, known: Callable[[torch.Tensor], bool]) -> None:
         self._known = known
         self._layers = layers
-        self._structures = {path: structure(layer) for path, layer in layers.by_path.items()}
         self._firsts: dict[Any, list[_First]] = {}
 
     @contextmanager
@@ -205,7 +206,7 @@ class Repeats:
             called = _called(args, kwargs)
             if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)
-            firsts = self._firsts.setdefault(self._structures[path], [])
+            firsts = self._firsts.setdefault(self._layers.structures[path], [])
             for first in firsts:
                 if self._serves(first, layer, called):
                     return _repeated(first, called, path)
@@ -230,7 +231,7 @@ class Repeats:
         """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
         return frozenset(
             other for other in self._layers.hidden if other == path or (
-                self._structures[other] == self._structures[path]
+                self._layers.structures[other] == self._layers.structures[path]
                 and not any(same(first.layer, self._layers.by_path[other], first.read) for first in firsts)
             )
         )  # fmt: skip

@@ -194,7 +194,7 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
     number: dict[tuple[Message, int], int] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            for channel in leaving.get((action.parts[0].kind, action.stage), ()):
+            for channel in leaving.get((PARTS[action.kind][0], action.stage), ()):
                 wire = sent.setdefault((channel[0], rank, rank_of[channel[2]]), [])
                 number[channel, action.microbatch] = len(wire)
                 wire.append((channel, action.microbatch))
@@ -203,7 +203,7 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
     for rank, order in enumerate(orders):
         actions: list[Action] = []
         for action in order:
-            for channel in coming.get((action.parts[0].kind, action.stage), ()):
+            for channel in coming.get((PARTS[action.kind][0], action.stage), ()):
                 if (channel, action.microbatch) not in number:
                     continue  # nobody sends it: the verifier will say so
                 key = (channel[0], rank_of[channel[1]], rank)
@@ -211,7 +211,7 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
                 actions += [Action.recv(*item) for item in sent[key][taken[key] : upto]]
                 taken[key] = max(taken[key], upto)
             actions.append(action)
-            leave = leaving.get((action.parts[0].kind, action.stage), ())
+            leave = leaving.get((PARTS[action.kind][0], action.stage), ())
             actions += [Action.send(channel, action.microbatch) for channel in leave]
         ranks.append((*actions, Action("REDUCE")))
     return Schedule(name, tuple(ranks))

@@ -26,17 +26,22 @@ class VerificationError(CscError):
     """A pass left a Program that breaks an invariant: a bug of that pass."""
 
 
-def verify(program: Program, after: str = "") -> None:
-    """Raise VerificationError naming the invariant, the place and the pass, unless every invariant holds."""
-    for problem in _problems(program):
+def verify(program: Program, after: str = "", sound: set[tuple[fx.Graph, int]] | None = None) -> None:
+    """Raise VerificationError naming the invariant, the place and the pass, unless every invariant holds.
+
+    sound: graphs, with their numbers of nodes, that were found in order before and are not looked at again; grows.
+    """
+    for problem in _problems(program, set() if sound is None else sound):
         raise VerificationError(
             problem, f"after pass {after}" if after else program.name, "report it: a pass of csc is wrong"
         )
 
 
-def _problems(program: Program) -> Iterator[str]:
+def _problems(program: Program, sound: set[tuple[fx.Graph, int]]) -> Iterator[str]:
     for place, graph in _graphs(program):
-        yield from (f"invariant 1: {place}: {problem}" for problem in _graph_problems(graph))
+        if (graph, len(graph.nodes)) not in sound:
+            yield from (f"invariant 1: {place}: {problem}" for problem in _graph_problems(graph))
+            sound.add((graph, len(graph.nodes)))
     yield from _name_problems(program)
     if program.variants:
         yield from _gradient_problems(program)
@@ -183,8 +188,11 @@ def _stage_problems(program: Program) -> Iterator[str]:
                 yield f"invariant 7: no message brings {value} from stage {maker[value]} to stage {here}"
             if region.dx and region.dx[i]:
                 wanted.add(value)
-    for value in sorted(wanted):
-        readers = [home[r.name] for r in reversed(program.regions) if (value, True) in zip(r.activations, r.dx)]
+    reading: dict[str, list[int]] = {value: [] for value in wanted}
+    for region in reversed(program.regions):
+        for value in dict.fromkeys(value for value, needed in zip(region.activations, region.dx) if needed):
+            reading[value].append(home[region.name])
+    for value, readers in sorted(reading.items()):
         for source, destination in pairwise([*readers, maker[value]]):
             if source != destination and ("B", source, destination, value) not in sent:
                 yield (
