@@ -128,7 +128,8 @@ class _Flat:
         self._specs = {s.arg.name: s for s in functional.graph_signature.input_specs if hasattr(s.arg, "name")}
         assert functional.example_inputs is not None
         self._entries = iter(functional.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
-        self._bodies = repeats.bodies(functional.graph, module_of)
+        batch = {n for n in g.placeholders(functional.graph) if self._specs[n.name].kind is InputKind.USER_INPUT}
+        self._bodies = repeats.bodies(functional.graph, module_of, batch)
         self._whole = False  # all of the model's parameters and buffers have their placeholders
 
     def add(self, node: fx.Node) -> None:

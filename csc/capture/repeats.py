@@ -11,7 +11,8 @@ Terms
   body     the operations of a first, between its inputs and its outputs
 
     Repeats(layers, known).patched()                    context: while the model is traced
-    bodies(graph, layers) -> {again call: body}         of a flat functional graph; CannotRepeat if one is not closed
+    bodies(graph, module_of, batch) -> {mark: body}     of a flat functional graph; CannotRepeat if one is not closed
+    copied(again, body, mapping, own, copy)             what stands for an again's results
 
 A first counts only if it is a function of its arguments and its own parameters and buffers: if it writes neither to
 its inputs nor to its attributes, reads no tensor computed elsewhere, and gives away none but its outputs. The first
@@ -307,11 +308,16 @@ def is_again(node: fx.Node) -> bool:
     return node.op == "call_function" and g.op_name(node) == "csc::layer_again"
 
 
-def bodies(graph: fx.Graph, module_of: Callable[[fx.Node], str]) -> dict[fx.Node, Body]:
+def bodies(
+    graph: fx.Graph, module_of: Callable[[fx.Node], str], batch: Collection[fx.Node] = ()
+) -> dict[fx.Node, Body]:
     """What each first that is repeated does, by its mark in a flat functional graph. module_of: path of the module that
-    ran a node. CannotRepeat if one reads or gives away what it should not.
+    ran a node; batch: the placeholders of batch entries. CannotRepeat if one reads or gives away what it should not.
     """
-    marks = {node.args[2]: node for node in graph.nodes if is_first(node) and node.users}
+    marks: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if is_first(node) and node.users and marks.setdefault(node.args[2], node) is not node:
+            raise CannotRepeat(f"{node.args[2]} is called in several ways")
     inside: dict[Any, set[fx.Node]] = {path: set() for path in marks}
     position: dict[fx.Node, int] = {}
     for place, node in enumerate(graph.nodes):
@@ -319,7 +325,7 @@ def bodies(graph: fx.Graph, module_of: Callable[[fx.Node], str]) -> dict[fx.Node
         path = _around(module_of(node), marks) if node.op == "call_function" and not is_first(node) else None
         if path is not None:
             inside[path].add(node)
-    return {mark: _body(mark, inside[path], position, module_of) for path, mark in marks.items()}
+    return {mark: _body(mark, inside[path], position, module_of, batch) for path, mark in marks.items()}
 
 
 def _around(module: str, paths: Collection[Any]) -> str | None:
@@ -330,7 +336,11 @@ def _around(module: str, paths: Collection[Any]) -> str | None:
 
 
 def _body(
-    mark: fx.Node, inside: set[fx.Node], position: Mapping[fx.Node, int], module_of: Callable[[fx.Node], str]
+    mark: fx.Node,
+    inside: set[fx.Node],
+    position: Mapping[fx.Node, int],
+    module_of: Callable[[fx.Node], str],
+    batch: Collection[fx.Node],
 ) -> Body:
     """inside: the calls that modules at and below the first's path ran."""
     marked: Any = mark.args
@@ -339,13 +349,13 @@ def _body(
     stack = [node for node in outputs if node not in inputs]
     while stack:
         node = stack.pop()
-        if node in found or node in inputs or node.op == "placeholder":
+        if node in found or node in inputs or (node.op == "placeholder" and node not in batch):
             continue
         if node in inside:
             found.add(node)
             stack.extend(node.all_input_nodes)
         elif isinstance(node.meta.get("val"), torch.Tensor):
-            raise CannotRepeat(f"{path} reads {node.name}, which {module_of(node) or 'the model'} computes")
+            raise CannotRepeat(f"{path} reads {node.name}, which it was not given")
     for node in inside.difference(outputs):
         if g.op_name(node) in NOT_COPIED:
             raise CannotRepeat(f"{path} runs {g.op_name(node)}")

@@ -80,6 +80,14 @@ class Looking(Layer):
         return super().forward(hidden, position) + before
 
 
+class Reaching(Layer):
+    """Takes a batch entry from a place that another layer puts something else in."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        signal, SEEN[-1] = SEEN[-1], SEEN[-1]
+        return super().forward(hidden, position) + signal.mean()
+
+
 class Viewing(Layer):
     """Returns a view of what it was given, and that itself."""
 
@@ -133,6 +141,31 @@ class Model(nn.Module):
             hidden, position, *_ = result if isinstance(result, tuple) else (result, position)
         telling = sum(one.mean() for one in SEEN) if isinstance(self.layers[0], (Telling, Looking)) else 0.0
         return self.head(hidden).pow(2).mean() + telling
+
+
+class Raw(Model):
+    """Leaves the batch itself where layers find it."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(signal)
+        position = hidden.mean(1, keepdim=True)
+        SEEN[:] = [signal]
+        for layer in self.layers:
+            hidden = layer(hidden, position)
+        return self.head(hidden).pow(2).mean()
+
+
+class Twice(Model):
+    """Calls the first layers again, with something else."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(signal)
+        position = hidden.mean(1, keepdim=True)
+        for layer in self.layers:
+            hidden = layer(hidden, position)
+        for layer in self.layers[:2]:
+            hidden = layer(hidden[:, :2], position)
+        return self.head(hidden).pow(2).mean()
 
 
 class InPlaceAfter(Model):
@@ -191,6 +224,12 @@ def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[
 def test_a_result_that_is_changed_afterwards_is_not_what_its_layer_gave() -> None:
     one, whole, ran = texts(InPlaceAfter(Layer), batch())
     assert one == whole and ran == 1
+
+
+@pytest.mark.parametrize("model", [Raw(Reaching), Twice(Layer)], ids=["Raw", "Twice"])
+def test_what_layers_reach_for_and_how_often_they_are_called(model: Model) -> None:
+    one, whole, _ = texts(model, batch())
+    assert one == whole
 
 
 @pytest.mark.parametrize("kind", [Decaying, Tied])
