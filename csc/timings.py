@@ -7,6 +7,7 @@ timings_table(name, spent, summaries) -> a table to print
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Mapping
@@ -29,9 +30,19 @@ STEPS = {  # of the way through, and what of it stands in program.json
 def compile_times(directory: Path) -> dict[str, float]:
     """Seconds of every step that is in a program's program.json, of all of them, and this process' peak memory."""
     spent: dict[str, float] = json.loads((directory / "program.json").read_text())["timings"]
+    return {**spent, "total": round(sum(spent.values()), 4), "peak_memory": peak_memory()}
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has had.
+
+    Where there is /proc, from there: getrusage also counts what the process that started this one had at that moment.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {**spent, "total": round(sum(spent.values()), 4), "peak_memory": peak}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Table:

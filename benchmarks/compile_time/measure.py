@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time.models import MESHES, MICROBATCHES, batch, model
+from csc.timings import peak_memory
 
 CSC = "csc"
-GB = 1024**2 if sys.platform != "darwin" else 1024**3
 
 
 def measure(name: str, layers: int, ranks: int, schedule: str) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def measure(name: str, layers: int, ranks: int, schedule: str) -> dict[str, Any]
         start = time.perf_counter()
         RIVALS[name](made, example)
         found = {"seconds": time.perf_counter() - start}
-    return {**found, "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GB}
+    return {**found, "rss_gb": peak_memory() / 1024**3}
 
 
 def _csc(made: Any, example: Any, ranks: int, schedule: str) -> dict[str, Any]:
