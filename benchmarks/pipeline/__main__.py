@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +25,9 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--processes", type=int, default=2, help="that plan and simulate (default: 2)")
     parser.add_argument("--configuration", action="append", help="only this configuration; may be repeated")
+    parser.add_argument(
+        "--rows", type=Path, help="a file of simulated rows: those in it are not made again, new ones are added"
+    )
     arguments = parser.parse_args()
     chosen = arguments.part or PARTS
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -45,7 +50,7 @@ def main() -> None:
 def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """The parts, as the arguments of `document`. Measured parts come first: nothing else runs beside them."""
     from benchmarks.mllm.configurations import CONFIGURATIONS
-    from benchmarks.pipeline import paced, real, simulated
+    from benchmarks.pipeline import paced, real, rows_file, simulated
     from benchmarks.pipeline.cases import cases, numbers
     from benchmarks.pipeline.torch_schedules import TORCH
 
@@ -63,7 +68,10 @@ def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int,
     if "simulated" in parts:
         only = arguments.configuration
         listed = [case for case in cases(quick) if not only or case.configuration in only]
-        found["simulated"] = simulated.run(listed, arguments.processes, progress)
+        kept = arguments.rows
+        known = rows_file.read(kept) if kept else {}
+        keep = partial(rows_file.append, kept) if kept else lambda row: None
+        found["simulated"] = simulated.run(listed, arguments.processes, progress, known, keep)
     used = dict.fromkeys(row.case.configuration for row in found["simulated"])
     found["notes"] = {name: CONFIGURATIONS[name].notes for name in used}
     return found

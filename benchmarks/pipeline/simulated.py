@@ -8,7 +8,7 @@ Terms
   pair         a baseline and the fastest plan found whose activations are no more than the baseline's own
 
     evaluate(case, numbers) -> Row                            seconds of work: plans are searched for
-    run(cases, processes, progress) -> [Row]
+    run(cases, processes, progress, known, keep) -> [Row]
 
 Limits are one number for all ranks, and hold for activations alone: parameters, gradients and optimizer state are left
 out of the problem, and stand beside the result. A pair may come from any of the case's plans; where those are too large
@@ -18,10 +18,11 @@ or too slow for a baseline, one more is made within the baseline's activations.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from benchmarks.pipeline.baselines import UNAWARE, Baseline, baselines
 from benchmarks.pipeline.cases import HARDWARE, Case, Numbers, numbers, of_case
@@ -67,7 +68,8 @@ class Pair:
 @dataclass(frozen=True)
 class Row:
     """Everything about one case. bound, shared_bound: seconds, for one stage on each rank and for all plans; device:
-    bytes of its memory. plans: by the names of LIMITS; plan_seconds: of the slowest plan, those for pairs included.
+    bytes of its memory. plans: by the names of LIMITS; plan_seconds: of processor
+    time (a plan is made by one thread; others may run beside it), of the slowest plan, those for pairs included.
     """
 
     case: Case
@@ -94,9 +96,9 @@ def evaluate(case: Case, found: Numbers) -> Row:
     stated = replace(found.problem, ranks=case.ranks)
 
     def planned(limit: float, chunks: int | None = None) -> Planned:
-        start = time.perf_counter()
+        start = time.process_time()
         made = plan(replace(whole, memory=limit), chunks=chunks)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         return Planned(
             makespan=made.makespan,
             over_bound=made.gap + 1,
@@ -144,21 +146,33 @@ def _pairs(others: Sequence[Baseline], made: list[Planned], planned: Callable[[f
     return tuple(pairs)
 
 
-def run(cases: Sequence[Case], processes: int, progress: Callable[[str, int, int], None]) -> list[Row]:
-    """All cases in a pool of processes, in the order given. progress(what, done, all) is called as they are done."""
-    names = list(dict.fromkeys(case.configuration for case in cases))
-    devices = [device for device in HARDWARE if any(case.hardware == device for case in cases)]
+def run(
+    cases: Sequence[Case],
+    processes: int,
+    progress: Callable[[str, int, int], None],
+    known: Mapping[Case, Row] = MappingProxyType({}),
+    keep: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """All cases in a pool of processes, in the order given. progress(what, done, all) is called as they are done.
+
+    known: rows of an earlier run, which are not made again; keep(row) is called with each new one.
+    """
+    open_ = [case for case in cases if case not in known]
+    names = list(dict.fromkeys(case.configuration for case in open_))
+    devices = [device for device in HARDWARE if any(case.hardware == device for case in open_)]
     with ProcessPoolExecutor(processes) as pool:
         tracing = {pool.submit(numbers, name, devices): name for name in names}
         found: dict[tuple[str, str, str], Numbers] = {}
         for done, traced in enumerate(as_completed(tracing), 1):
             found |= {(tracing[traced], *key): each for key, each in traced.result().items()}
             progress("tracing configurations", done, len(names))
-        by_case = {case: found[case.configuration, case.hardware, case.frozen] for case in cases}
-        longest_first = sorted(cases, key=lambda case: -case.ranks * len(by_case[case].layers))
-        futures = {pool.submit(evaluate, case, by_case[case]): case for case in longest_first}
-        rows: dict[Case, Row] = {}
-        for done, future in enumerate(as_completed(futures), 1):
-            rows[futures[future]] = future.result()
+        by_case = {case: found[case.configuration, case.hardware, case.frozen] for case in open_}
+        longest_first = sorted(open_, key=lambda case: -case.ranks * len(by_case[case].layers))
+        futures = [pool.submit(evaluate, case, by_case[case]) for case in longest_first]
+        rows = dict(known)
+        for done, future in enumerate(as_completed(futures), len(cases) - len(open_) + 1):
+            row = future.result()
+            keep(row)
+            rows[row.case] = row
             progress("planning and simulating", done, len(cases))
     return [rows[case] for case in cases]

@@ -31,6 +31,7 @@ from benchmarks.pipeline.baselines import EQUAL as LAYERS
 from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
 from benchmarks.pipeline.paced import EQUAL, Measured
 from benchmarks.pipeline.real import Real
+from benchmarks.pipeline.rows_file import without_stages
 from benchmarks.pipeline.simulated import Row
 from benchmarks.pipeline.torch_schedules import TORCH
 from csc.simulation.pipeline import Link
@@ -144,7 +145,7 @@ def document(
     return {
         "summary": summary(simulated, runs, real),
         "details": details(simulated, runs),
-        "simulated": [_row(row) for row in simulated],
+        "simulated": [without_stages(row) for row in simulated],
         "paced": [asdict(each) | {"error": each.error} for each in runs],
         "paced_over_torch": over_torch(runs),
         "loopback": asdict(link) if link is not None else None,
@@ -155,11 +156,3 @@ def document(
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    """A row without the stages of baselines, which are long."""
-    found = asdict(row)
-    for pair in found["pairs"]:
-        del pair["baseline"]["stages"]
-    return found

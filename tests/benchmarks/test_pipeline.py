@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.pipeline import report
+from benchmarks.pipeline import report, rows_file
 from benchmarks.pipeline.baselines import (
     EQUAL,
     TEMPLATE,
@@ -30,7 +31,7 @@ from benchmarks.pipeline.cases import Case, Numbers, cases, of_case
 from benchmarks.pipeline.paced import DOUBLE, Measured, stretched, work
 from benchmarks.pipeline.paced import EQUAL as CSC
 from benchmarks.pipeline.real import Real, _all, _makespan, _work
-from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate
+from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate, run
 from benchmarks.pipeline.summary import document, geomean, over_torch, summary
 from benchmarks.pipeline.torch_gradients import FROZEN
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
@@ -409,6 +410,22 @@ def test_the_document_is_json(row: Row) -> None:
     assert data["simulated"][0]["case"]["configuration"] == "VALM-S"
     assert data["paced"][0]["error"] == pytest.approx(0.02)
     assert data["versions"]["torch"] and data["date"] and data["machine"]["system"]
+
+
+def test_a_run_goes_on_from_its_file_of_rows(row: Row, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert rows_file.read(file) == {}
+    rows_file.append(file, row)
+    with file.open("a") as cut_off:
+        cut_off.write(file.read_text()[:100])
+    known = rows_file.read(file)
+    assert list(known) == [row.case]
+    assert rows_file.without_stages(known[row.case]) == rows_file.without_stages(row)
+
+    def unwanted(again: Row) -> None:
+        raise AssertionError(f"{again.case.name} is in the file")
+
+    assert run([row.case], 1, lambda what, done, all_: None, known, unwanted) == [known[row.case]]
 
 
 def test_tables_fit_160_columns(row: Row) -> None:
