@@ -68,8 +68,8 @@ class Pair:
 @dataclass(frozen=True)
 class Row:
     """Everything about one case. bound, shared_bound: seconds, for one stage on each rank and for all plans; device:
-    bytes of its memory. plans: by the names of LIMITS; plan_seconds: of processor
-    time (a plan is made by one thread; others may run beside it), of the slowest plan, those for pairs included.
+    bytes of its memory. plans: by the names of LIMITS. plan_seconds: of the slowest plan, those for pairs included, in
+    processor time: a plan is made by one thread, and others may run beside it.
     """
 
     case: Case
