@@ -6,9 +6,10 @@ name, and not somewhere inside a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -19,18 +20,21 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "OpOverload",
+    "ParameterReads",
     "assume_several",
     "fx_traceback",
+    "hint",
     "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
+    "lists_from",
     "make_fx",
     "outside_tracing",
     "pytree",
@@ -55,6 +59,11 @@ def assume_several(size: Any) -> None:
         torch._check(size >= 2)
 
 
+def hint(size: Any) -> int | None:
+    """What a symbolic size is in the batch that is traced; None for a plain number, and where only values tell."""
+    return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
+
+
 def in_functorch_transform() -> bool:
     """True inside vmap, grad and the like, where tensors are wrapped."""
     return peek_interpreter_stack() is not None
@@ -65,6 +74,33 @@ def outside_tracing() -> Iterator[None]:
     """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+@contextmanager
+def lists_from(numbers: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While it lasts, `tolist()` of a traced tensor is what `numbers` gives for it, unless that is None. Its own is
+    Python code that asks for number by number, which a torch function mode sees one by one.
+    """
+    own = FakeTensor.tolist
+
+    def tolist(self: FakeTensor) -> Any:
+        found = numbers(self)
+        return own(self) if found is None else found
+
+    with patch.object(FakeTensor, "tolist", tolist):
+        yield
+
+
+class ParameterReads(TorchDispatchMode):
+    """A context in which operations run as they are; any: whether one of them was given a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.any |= any(isinstance(leaf, torch.nn.Parameter) for leaf in pytree.tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
 
 
 def sizes_allowed(mode: FakeTensorMode, sizes: Mapping[str, int]) -> bool:

@@ -3,7 +3,8 @@
 A block of queries (a row of tiles) is run against the key tiles of its list, gathered where they do not follow each
 other, with the mask as a bias where a tile is partial. What no query of the block sees is neither read nor computed.
 The backward gives the kernel the block's output and log-sum-exp, so each block yields its exact share of dK and dV;
-they are added in float32 (float64 for float64) in ascending order of blocks: deterministic.
+they are added in float32 (float64 for float64) in ascending order of blocks: deterministic. Sequences that share a row
+and do not see each other are blocks of their own.
 
     forward(q, k, v, mask, tiles, scale, softcap) -> (out, lse)
     backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap) -> (dq, dk, dv)      laid out as out is
@@ -25,6 +26,7 @@ from csc.kernels.layout import exact, heads_last, statistics
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import Tiles
 
+SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -117,6 +119,10 @@ def _blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: fl
         for start in range(0, queries, height):
             yield _Block(slice(0, batch), slice(start, min(start + height, queries)), slice(None), None, None)
         return
+    sequences = _sequences(mask)
+    if sequences is not None:
+        yield from sequences
+        return
     index, counts = tiles.of_queries.index, tiles.of_queries.counts.tolist()
     for i in range(index.shape[1]):
         rows = slice(i * tiles.block_q, min((i + 1) * tiles.block_q, queries))
@@ -134,6 +140,23 @@ def _blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: fl
                 bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -float("inf"))
                 blind = ~seen.any(-1)
             yield _Block(samples if mask.batch > 1 else slice(0, batch), rows, keys, bias, blind)
+
+
+def _sequences(mask: Mask) -> list[_Block] | None:
+    """A block for each run of queries that see the same range of keys, if the mask is made of long ones: sequences in
+    one row, each as if it were alone, to the bit. None for any other mask.
+    """
+    if mask.rules > 1 or mask.batch > 1 or mask.kinds is not None or not mask.queries:
+        return None
+    ranges, lengths = torch.unique_consecutive(mask.ranges[0, 0], dim=0, return_counts=True)
+    if mask.queries < len(lengths) * SHORTEST:
+        return None
+    blocks, start = [], 0
+    for (low, high), length in zip(ranges.tolist(), lengths.tolist()):
+        if low < high:
+            blocks.append(_Block(slice(None), slice(start, start + length), slice(low, high), None, None))
+        start += length
+    return blocks
 
 
 def _slots(listed: list[int], block_k: int, keys: int) -> slice | torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from csc.capture import Learned, split_batch
 from csc.capture.export import Host
-from csc.capture.host import HostCall, Method
+from csc.capture.host import Function, HostCall
 from csc.ir.stored import Unstorable
 
 PLAIN = (bool, int, float, str, type(None))
@@ -44,11 +44,11 @@ def extends(more: Learned, less: Learned) -> bool:
 def to_tree(learned: Learned, model: nn.Module) -> Any:
     """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
     calls = [
-        [call.method.module, call.method.function, [list(pair) for pair in call.arguments],
-         [[name, _argument(value, model)] for name, value in call.plain]]
+        [_place(call.function), [list(pair) for pair in call.arguments],
+         [[name, _argument(value, model)] for name, value in call.plain], call.prefix]
         for call in learned.host.calls
     ]  # fmt: skip
-    tried = [[method.module, method.function] for method in learned.host.tried]
+    tried = [_place(function) for function in learned.host.tried]
     return {"calls": calls, "tried": tried, "consulted": sorted(learned.consulted)}
 
 
@@ -56,14 +56,19 @@ def from_tree(tree: Any, model: nn.Module) -> Learned:
     """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
     calls = tuple(
         HostCall(
-            Method(module, function),
+            Function(*function),
             tuple((parameter, entry) for parameter, entry in arguments),
             tuple((name, _value(value, model)) for name, value in plain),
+            prefix,
         )
-        for module, function, arguments, plain in tree["calls"]
+        for function, arguments, plain, prefix in tree["calls"]
     )
-    tried = tuple(Method(module, function) for module, function in tree["tried"])
-    return Learned(Host(calls, None, tried), set(tree["consulted"]))
+    tried = tuple(Function(*function) for function in tree["tried"])
+    return Learned(Host(calls, (), tried), set(tree["consulted"]))
+
+
+def _place(function: Function) -> list[Any]:
+    return [function.owner, function.name, function.of_module]
 
 
 def _argument(value: Any, model: nn.Module) -> Any:
@@ -71,6 +76,8 @@ def _argument(value: Any, model: nn.Module) -> Any:
         return ["value", value]
     if type(value) in (list, tuple):
         return [type(value).__name__, *(_argument(one, model) for one in value)]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return ["dict", *([key, _argument(one, model)] for key, one in value.items())]
     for path, module in model.named_modules():
         if module is value:
             return ["module", path]
@@ -90,6 +97,8 @@ def _value(tree: Any, model: nn.Module) -> Any:
     if kind in ("list", "tuple"):
         values = [_value(one, model) for one in rest]
         return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {key: _value(one, model) for key, one in rest}
     path, *names = rest
     found: Any = model.get_submodule(path)
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,14 +140,15 @@ def _traced(
     while True:
         tensors, extra = split_batch(learned.completed(model, example))
         try:
-            exported, consulted = export(model, placed(tensors, device), extra, learned.host, layers)
+            exported = export(model, placed(tensors, device), extra, learned.host, layers)
+            learned.host = replace(exported.host, asking=())
             traced = time.perf_counter()
-            graph, constants = _flat(exported, model)
+            graph, constants = _flat(exported.program, model)
             times = (
-                Record("capture", traced - start, f"{len(exported.graph.nodes)} nodes"),
+                Record("capture", traced - start, f"{len(exported.program.graph.nodes)} nodes"),
                 Record("normalise", time.perf_counter() - traced, f"{len(graph.nodes)} nodes"),
             )
-            return graph, constants, tensors, consulted, times
+            return graph, constants, tensors, exported.consulted, times
         except HostFunctionFound as found:
             learned.host = found.host
         except NotHidden as needed:

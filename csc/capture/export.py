@@ -22,9 +22,10 @@ from torch import nn
 from csc.capture import host as hosting
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
 from csc.capture.failures import untraceable
-from csc.capture.host import HostCall, Method
+from csc.capture.host import Function, HostCall
 from csc.capture.known import Watching
 from csc.capture.repeats import Layers, NotHidden, Repeats
+from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
 
 
@@ -45,44 +46,57 @@ class LossOnly(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._extra, self._host, self._example = dict(extra), host, values
+        self.host = host
+        self._extra, self._example = dict(extra), values
         known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
         self.watching = Watching(known, self._asked)
-        self._repeats = Repeats(layers, self.watching.knows)
+        self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        calls = self._host.calls
-        made = {name for call in calls for name in call.entries(self.model, self._example)}
-        self._names = {id(tensor): name for name, tensor in batch.items()}
+        host = self.host
+        made = {name for call in host.calls for name in call.entries(self.model, self._example)}
         with (
             self.watching.entries(batch),
             self._repeats.patched(),
-            hosting.patched(self.model, calls, self._example, batch),
-            hosting.recorded(self.model, self._host.asking, self._names, self._found),
+            hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
             own = {name: tensor for name, tensor in batch.items() if name not in made}
             return loss_of(self.model(**own, **self._extra))
 
     def _asked(self, sources: frozenset[str]) -> None:
-        """The model asks for values that only the batch has: is a method around it that can be run before?"""
-        method = hosting.find(self.model, self._names, sys._getframe(1)) if sources else None
-        if method is not None and method not in self._host.tried:
-            raise HostFunctionFound(replace(self._host, asking=method, tried=(*self._host.tried, method)))
+        """The model asks for values that only the batch has: can a function around it be run before?"""
+        if not sources:
+            return
+        functions = hosting.around(self.model, sys._getframe(1))
+        asked = tuple(one for one in functions if one in self.host.asking)  # none of their calls was for the host
+        self.host = replace(self.host, tried=tuple(dict.fromkeys((*self.host.tried, *asked))))
+        others = tuple(one for one in functions if one not in self.host.tried)
+        if others:
+            raise HostFunctionFound(replace(self.host, asking=(*self.host.asking, *others)))
 
     def _found(self, call: HostCall) -> None:
         if call.gives_tensors(self.model, self._example):
-            raise HostFunctionFound(replace(self._host, asking=None, calls=(*self._host.calls, call)))
+            raise HostFunctionFound(replace(self.host, calls=(*self.host.calls, call)))
 
 
 @dataclass(frozen=True)
 class Host:
-    """What runs on the host: calls; asking: a method of which the next trace shows how it is called; tried: those that
-    were asked.
+    """What runs on the host: calls; asking: functions of which the next trace shows how they are called; tried: those
+    that cannot. Each start of a trace has more of one of them than the one before.
     """
 
     calls: tuple[HostCall, ...] = ()
-    asking: Method | None = None
-    tried: tuple[Method, ...] = ()
+    asking: tuple[Function, ...] = ()
+    tried: tuple[Function, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """consulted: the batch entries whose values the program was traced for; host: what is known to run there now."""
+
+    program: torch.export.ExportedProgram
+    consulted: frozenset[str]
+    host: Host
 
 
 class HostFunctionFound(Exception):
@@ -161,12 +175,11 @@ def export(
     extra: Mapping[str, Any],
     host: Host = Host(),
     layers: Layers | None = None,
-) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
+) -> Exported:
     """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
     ones of these layers traced once (see csc.capture.repeats).
 
-    Returns the program and the batch entries whose values it was traced for. Raises CscError with the user's source
-    line, HostFunctionFound, or NotHidden: then it has to be done again.
+    Raises CscError with the user's source line, HostFunctionFound, or NotHidden: then it has to be done again.
     """
     layers = Layers.of(model, ()) if layers is None else layers
     _check_names(model, tensors)
@@ -193,7 +206,7 @@ def _exported(
     tensors: Mapping[str, torch.Tensor],
     symbolic: Callable[[torch.Tensor], tuple[int, ...]],
     layers: Layers,
-) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
+) -> Exported:
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
     model = wrapped.model
@@ -201,6 +214,7 @@ def _exported(
     with (
         training(model),
         without_kv_cache(model),
+        one_attention(model),
         attributes_kept(model),
         layers.kept_out(),
         warnings.catch_warnings(),
@@ -216,7 +230,7 @@ def _exported(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     sys.stderr.write(said.getvalue())
-    return exported, frozenset(wrapped.watching.consulted)
+    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host)
 
 
 @contextmanager

@@ -1,76 +1,97 @@
-"""Functions of a model that are run for every batch before the step, outside the graph.
+"""Functions that are run for every batch before the step, outside the graph.
 
-Some models take Python decisions from the tokens themselves (Qwen-VL counts positions image by image). The function
-that does so is found while tracing: the outermost one around the decision whose tensors are batch entries as they are.
-It is then run on the real batch, and what it returns enters the graph as further batch entries.
+Models take Python decisions from tokens (Qwen-VL counts positions image by image) and from sizes of images (which
+patches share a window, where each image begins). The function that does so is found while tracing: the outermost one
+around the decision whose tensors are batch entries as they are. It is then run on the real batch, and what it returns
+enters the graph as further batch entries, so one graph serves every batch.
 
-    find(model, entries, frame) -> Method | None          while tracing: the method around a frame
-    recorded(model, method, entries, found)               context: the method's next call ends in found(HostCall)
-    patched(model, calls, example, batch)                 context: these methods return entries of a traced batch
+    around(model, frame) -> [Function]                    while tracing: those that a frame was called through
+    hosted(model, calls, asking, example, batch, found)   context: these calls return entries of a traced batch; found()
+                                                          gets calls of functions `asking` that could run on the host
     call.entries(model, batch) -> {name: tensor}          what it makes of a real batch
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from csc.errors import InputError
-from csc.torch_private import outside_tracing, pytree
+from csc.torch_private import ParameterReads, outside_tracing, pytree
+
+NOT_THE_MODELS = ("torch", "csc")  # packages whose functions take part in every trace
 
 
 @dataclass(frozen=True)
-class Method:
-    """A method of the module at a path."""
+class Function:
+    """A method of the module at path `owner`; or, of_module False, a function that code of the Python module `owner`
+    calls by this name.
+    """
 
-    module: str
-    function: str
+    owner: str
+    name: str
+    of_module: bool = True
+
+    def namespace(self, model: nn.Module) -> dict[str, Any]:
+        """Where a replacement goes that its callers find."""
+        return model.get_submodule(self.owner).__dict__ if self.of_module else sys.modules[self.owner].__dict__
 
     def of(self, model: nn.Module) -> Callable[..., Any]:
-        """The method, bound, as its class has it."""
-        module = model.get_submodule(self.module)
-        return getattr(type(module), self.function).__get__(module)
+        """The function, bound; a method as its class has it."""
+        if not self.of_module:
+            return self.namespace(model)[self.name]
+        module = model.get_submodule(self.owner)
+        return getattr(type(module), self.name).__get__(module)
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A method, and what it is called with: (parameter, batch entry), and (parameter, value) where that is no tensor
-    (plain values, configurations of the model).
+    """A function, and what it is called with: (parameter, batch entry), and (parameter, value) where that is no tensor
+    (plain values, configurations of the model). prefix: of the names of the entries that it makes.
     """
 
-    method: Method
+    function: Function
     arguments: tuple[tuple[str, str], ...]
     plain: tuple[tuple[str, Any], ...] = field(compare=False)
+    prefix: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
         """`model.get_rope_index`."""
-        return f"{self.method.module}.{self.function}" if self.method.module else self.function
+        return ".".join(filter(None, (self.function.owner, self.function.name)))
 
-    @property
-    def function(self) -> str:
-        """`get_rope_index`."""
-        return self.method.function
+    def same(self, other: HostCall | None) -> bool:
+        """Whether both are calls with the same entries and values."""
+        return other is not None and self == other and _alike(self.plain, other.plain)
 
     def gives_tensors(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
-        """Whether it runs on a batch and returns tensors, and nothing that would have to be traced for its value."""
+        """Whether it runs on a batch without the model's parameters and returns tensors, and nothing that would have to
+        be traced for its value.
+        """
+        reads = ParameterReads()
         try:
-            leaves = pytree.tree_leaves(self._results(model, batch))
+            leaves = pytree.tree_leaves(self._results(model, batch, reads))
         except Exception:
             return False
-        return all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return not reads.any and all(leaf is None or type(leaf) is torch.Tensor for leaf in leaves)
 
-    def _results(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
+    def _results(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], watch: AbstractContextManager[Any] | None = None
+    ) -> Any:
         given = {parameter: batch[entry] for parameter, entry in self.arguments}
-        with outside_tracing():
-            return self.method.of(model)(**given, **dict(self.plain))
+        plain = pytree.tree_map(lambda leaf: leaf, dict(self.plain))  # it may change containers that it is given
+        with outside_tracing(), watch or nullcontext():
+            return self.function.of(model)(**given, **plain)
 
     def entries(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors it returns, named after it, for a real microbatch. InputError if it raises."""
@@ -83,31 +104,24 @@ class HostCall:
                 "check these entries: placeholders in the text, image sizes and masks have to fit each other",
             ) from error
         return {
-            f"{self.function}_{place}": leaf
+            f"{self.prefix}_{place}": leaf
             for place, leaf in enumerate(pytree.tree_leaves(results))
             if isinstance(leaf, torch.Tensor)
         }
 
     def stand_in(
         self, model: nn.Module, example: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any]:
-        """What is called in its place while tracing: with the arguments of this call it gives what the real one gives,
-        its tensors taken from the traced batch; with others it is the real one.
-        """
+    ) -> Callable[[], Any]:
+        """Gives, while tracing, what it returns for `example`, its tensors taken from the traced batch."""
         leaves, structure = pytree.tree_flatten(self._results(model, example))
-        entries = {id(tensor): name for name, tensor in batch.items()}
-        real = self.method.of(model)
 
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            call = _bound(self.method, real, args, kwargs, entries)
-            if call != self or not _alike(call.plain, self.plain):
-                return real(*args, **kwargs)
+        def results() -> Any:
             return pytree.tree_unflatten(
-                [batch[f"{self.function}_{i}"] if isinstance(leaf, torch.Tensor) else leaf
+                [batch[f"{self.prefix}_{i}"] if isinstance(leaf, torch.Tensor) else leaf
                  for i, leaf in enumerate(leaves)], structure,
             )  # fmt: skip
 
-        return replacement
+        return results
 
 
 def _alike(one: Sequence[tuple[str, Any]], other: Sequence[tuple[str, Any]]) -> bool:
@@ -118,29 +132,34 @@ def _alike(one: Sequence[tuple[str, Any]], other: Sequence[tuple[str, Any]]) -> 
 
 
 def _bound(
-    method: Method, function: Callable[..., Any], args: Any, kwargs: Any, entries: Mapping[int, str]
+    function: Function, real: Callable[..., Any], args: Any, kwargs: Any, entries: Mapping[int, str]
 ) -> HostCall | None:
-    """A call with these arguments; None if a tensor among them is no batch entry, or a value belongs to the trace.
+    """A call with these arguments; None if a tensor among them is no batch entry or holds pixels or sound, or a value
+    belongs to the trace.
 
     entries: names of the traced batch entries by `id`.
     """
     arguments: list[tuple[str, str]] = []
     plain: list[tuple[str, Any]] = []
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    for name, value in bound.arguments.items():
+    signature = inspect.signature(real)
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
         if isinstance(value, torch.Tensor):
-            if id(value) not in entries:
+            if id(value) not in entries or _is_signal(value):
                 return None
             arguments.append((name, entries[id(value)]))
-        elif not _plain(value):
+        elif not _plain(value) or kind is inspect.Parameter.VAR_POSITIONAL:
             return None
-        elif inspect.signature(function).parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            plain += value.items()
-        elif inspect.signature(function).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            return None
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            plain += pytree.tree_map(lambda leaf: leaf, value).items()
         else:
-            plain.append((name, value))
-    return HostCall(method, tuple(arguments), tuple(plain)) if arguments else None
+            plain.append((name, pytree.tree_map(lambda leaf: leaf, value)))
+    return HostCall(function, tuple(arguments), tuple(plain)) if arguments else None
+
+
+def _is_signal(tensor: torch.Tensor) -> bool:
+    """Pixels, sound and features, which are for the graph; a list of numbers (seconds per grid) may be metadata."""
+    return tensor.is_floating_point() and tensor.dim() > 1
 
 
 def _plain(value: Any) -> bool:
@@ -148,75 +167,96 @@ def _plain(value: Any) -> bool:
     return not any(isinstance(leaf, traced) for leaf in pytree.tree_leaves(value))
 
 
-def find(model: nn.Module, entries: Mapping[int, str], frame: FrameType | None) -> Method | None:
-    """The outermost method around `frame`, below the model's own forward, whose tensors are all batch entries, as far
-    as its local names still show (see `recorded`).
+def around(model: nn.Module, frame: FrameType | None) -> list[Function]:
+    """Functions of the model's code that `frame` was called through, below the model's own forward, innermost first;
+    those that were given pixels, sound or features left out, as far as their local names still show it.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    found: Method | None = None
+    stack: list[FrameType] = []
     while frame is not None:
-        found = _method(frame, paths, entries) or found
+        stack.append(frame)
         if frame.f_locals.get("self") is model and frame.f_code.co_name == "forward":
             break
         frame = frame.f_back
+    found = []
+    for depth, called in enumerate(stack):
+        if str(called.f_globals.get("__name__")).partition(".")[0] in NOT_THE_MODELS:
+            continue
+        function = _method(called, paths) or _global(called, stack[depth + 1 :])
+        if function is not None and not _given_signals(called):
+            found.append(function)
     return found
 
 
-def _method(frame: FrameType, paths: Mapping[int, str], entries: Mapping[int, str]) -> Method | None:
-    module = frame.f_locals.get("self")
-    if not isinstance(module, nn.Module) or id(module) not in paths or frame.f_code.co_name == "forward":
+def _method(frame: FrameType, paths: Mapping[int, str]) -> Function | None:
+    module, name = frame.f_locals.get("self"), frame.f_code.co_name
+    if not isinstance(module, nn.Module) or id(module) not in paths or name == "forward":
         return None
-    function = inspect.unwrap(getattr(type(module), frame.f_code.co_name, None) or _method)
-    if not isinstance(function, FunctionType) or function.__code__ is not frame.f_code:
-        return None
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    values = [frame.f_locals.get(name) for name in names]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    others = [value for value in values if not isinstance(value, torch.Tensor)]
-    if not tensors or any(id(tensor) not in entries for tensor in tensors) or not all(map(_plain, others)):
-        return None
-    return Method(paths[id(module)], frame.f_code.co_name)
+    return Function(paths[id(module)], name) if _is_code_of(getattr(type(module), name, None), frame.f_code) else None
+
+
+def _global(frame: FrameType, callers: Sequence[FrameType]) -> Function | None:
+    """A function found in the module of the nearest caller that knows it: there may be decorators in between."""
+    name = frame.f_code.co_name
+    for caller in callers:
+        if _is_code_of(caller.f_globals.get(name), frame.f_code):
+            module = caller.f_globals.get("__name__")
+            known = sys.modules.get(str(module))
+            return Function(str(module), name, False) if known and known.__dict__ is caller.f_globals else None
+    return None
+
+
+def _is_code_of(function: Any, code: CodeType) -> bool:
+    unwrapped = inspect.unwrap(function) if callable(function) else None
+    return isinstance(unwrapped, FunctionType) and unwrapped.__code__ is code
+
+
+def _given_signals(frame: FrameType) -> bool:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    leaves = pytree.tree_leaves([frame.f_locals.get(name) for name in names if name != "self"])
+    return any(isinstance(leaf, torch.Tensor) and _is_signal(leaf) for leaf in leaves)
 
 
 @contextmanager
-def recorded(
-    model: nn.Module, method: Method | None, entries: Mapping[int, str], found: Callable[[HostCall], None]
-) -> Iterator[None]:
-    """The model with a method that first tells `found` how it is called, if it could run on the host; None: as it is.
-
-    What a frame shows of a function's arguments may have been replaced in its body, so they are taken as they come.
-    """
-    if method is None:
-        yield
-        return
-    module, real = model.get_submodule(method.module), method.of(model)
-
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        call = _bound(method, real, args, kwargs, entries)
-        if call is not None:
-            found(call)
-        return real(*args, **kwargs)
-
-    module.__dict__[method.function] = asking
-    try:
-        yield
-    finally:
-        del module.__dict__[method.function]
-
-
-@contextmanager
-def patched(
+def hosted(
     model: nn.Module,
     calls: Sequence[HostCall],
+    asking: Sequence[Function],
     example: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
+    found: Callable[[HostCall], None],
 ) -> Iterator[None]:
-    """The model with these methods replaced by what they return for `example`, as entries of the traced `batch`."""
-    owners = [(model.get_submodule(call.method.module), call) for call in calls]
-    for module, call in owners:
-        module.__dict__[call.function] = call.stand_in(model, example, batch)
-    try:
+    """The model with these calls replaced by what they return for `example`, as entries of the traced `batch`. Other
+    calls of the functions `asking`, if they could run on the host, are told to `found`, with the arguments as they
+    come: what a frame shows of a function's arguments may have been replaced in its body.
+    """
+    entries = {id(tensor): name for name, tensor in batch.items()}
+    results = [(call, call.stand_in(model, example, batch)) for call in calls]
+    with ExitStack() as stack:
+        for function in dict.fromkeys([*(call.function for call in calls), *asking]):
+            replacement = _replacement(function, function.of(model), results, function in asking, entries, found)
+            stack.enter_context(patch.dict(function.namespace(model), {function.name: replacement}))
         yield
-    finally:
-        for module, call in owners:
-            del module.__dict__[call.function]
+
+
+def _replacement(
+    function: Function,
+    real: Callable[..., Any],
+    results: Sequence[tuple[HostCall, Callable[[], Any]]],
+    asking: bool,
+    entries: Mapping[int, str],
+    found: Callable[[HostCall], None],
+) -> Callable[..., Any]:
+    @functools.wraps(real)  # also for `around`, which asks whose code a frame runs
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call = _bound(function, real, args, kwargs, entries)
+        for known, result in results:
+            if known.same(call):
+                return result()
+        if asking and call is not None:
+            again = sum(known.function.name == function.name for known, _ in results)
+            found(replace(call, prefix=f"{function.name}_call{again + 1}" if again else function.name))
+        return real(*args, **kwargs)
+
+    return replacement

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from csc.torch_private import assume_several, in_functorch_transform, outside_tracing, pytree
+from csc.capture.splits import Numbers, Pieces, length
+from csc.torch_private import assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
 
 LARGEST = 1 << 16  # elements; beyond, values are not kept
 ASKS = frozenset(
@@ -58,13 +59,14 @@ class Watching(TorchFunctionMode):
     """Runs operations on known values for real, beside the trace of them."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], asked: Callable[[frozenset[str]], None]) -> None:
-        """values: the real values of the entries that may be consulted. asked(sources): called before values that are
-        not known are asked for; it may raise.
+        """values: the real values of the entries that may be consulted. asked(sources): called before values are asked
+        for, known or not; it may raise.
         """
         super().__init__()
         self._values = values
         self._asked = asked
         self._facts: dict[int, _Fact] = {}
+        self._pieces = Pieces()
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
         self.consulted: set[str] = set()
         self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
@@ -77,28 +79,44 @@ class Watching(TorchFunctionMode):
     def entries(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Watch what is computed from these tensors."""
         self._facts.clear()
+        self._pieces = Pieces()
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
-        with self:
+        with self, lists_from(self._listed):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_functorch_transform():
             return func(*args, **kwargs)
-        args, kwargs = self._sizes_as_numbers(getattr(func, "__name__", ""), args, kwargs)
+        name = getattr(func, "__name__", "")
+        known_length = length(name, args)
+        if known_length is not None:
+            return known_length
+        whole = self._pieces.joined(name, args, kwargs)
+        if whole is not None:
+            return self._remembered(whole, None, self._sources(whole))
+        pieces = self._pieces.cut(name, args, kwargs, lambda args, kwargs: self._run(func, name, args, kwargs))
+        return self._run(func, name, args, kwargs) if pieces is None else pieces
+
+    def real(self, value: Any) -> Any:
+        """Arguments of a call with what pieces in it stand for (see csc.capture.splits)."""
+        return pytree.tree_map(self._pieces.real, value)
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._sizes_as_numbers(name, self.real(args), self.real(kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sources = frozenset[str]().union(*(self._sources(tensor) for tensor in tensors))
-        name = getattr(func, "__name__", "")
         known = self._all_known(name, tensors, leaves)
         if _asks(name, args, kwargs):
+            if tensors:
+                self._asked(sources)
             if known:
-                self.consulted |= sources
+                self._consult(sources)
                 return self._remembered(self._really(func, args, kwargs), None, sources)
             if tensors:
                 self.asked_last = sources
-                self._asked(sources)
         if not known and _writes(name) and tensors and (value := self._value(tensors[0])) is not None:
             self._unknown.add(value.untyped_storage().data_ptr())
         result = func(*args, **kwargs)
@@ -109,6 +127,20 @@ class Watching(TorchFunctionMode):
         real = self._really(func, args, kwargs) if known else None
         return self._remembered(result, real, sources)
 
+    def _listed(self, tensor: torch.Tensor) -> Any:
+        """The values of a known tensor as a list; None if they are not known."""
+        value = self._value(tensor)
+        if value is None or in_functorch_transform():
+            return None
+        sources = self._sources(tensor)
+        self._asked(sources)
+        with outside_tracing():
+            found = value.tolist()
+        if value.dim() == 1 and not value.is_floating_point():
+            return Numbers(found, lambda: self._consult(sources))
+        self._consult(sources)
+        return found
+
     def _sizes_as_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
         """Arguments in which known tensors that stand for a size or a bound are numbers."""
 
@@ -116,7 +148,8 @@ class Watching(TorchFunctionMode):
             value = self._value(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 else None
             if value is None or value.is_floating_point():
                 return leaf
-            self.consulted |= self._sources(leaf)
+            self._asked(self._sources(leaf))
+            self._consult(self._sources(leaf))
             with outside_tracing():
                 return value.item()
 
@@ -133,6 +166,9 @@ class Watching(TorchFunctionMode):
             return args, kwargs
         first = 0 if name in FACTORIES else 1
         return (*args[:first], *pytree.tree_map(number, args[first:])), pytree.tree_map(number, kwargs)
+
+    def _consult(self, sources: frozenset[str]) -> None:
+        self.consulted |= sources
 
     def _sources(self, tensor: torch.Tensor) -> frozenset[str]:
         fact = self._facts.get(id(tensor))

@@ -10,7 +10,7 @@ Terms
            read, called with equal plain values and tensors of the same shapes, dtypes and strides
   body     the operations of a first, between its inputs and its outputs
 
-    Repeats(layers, known).patched()                    context: while the model is traced
+    Repeats(layers, known, real).patched()                    context: while the model is traced
     bodies(graph, module_of, batch) -> {mark: body}     of a flat functional graph; CannotRepeat if one is not closed
     copied(again, body, mapping, own, copy)             what stands for an again's results
 
@@ -175,11 +175,11 @@ def _called(args: Any, kwargs: Any) -> _Called:
 
 class Repeats:
     """Watches the layers of a model during one trace. known(tensor): whether its values may have been looked at, so
-    that another tensor in its place may lead to other operations.
+    that another tensor in its place may lead to other operations. real(arguments): with tensors for their stand-ins.
     """
 
-    def __init__(self, layers: Layers, known: Callable[[torch.Tensor], bool]) -> None:
-        self._known = known
+    def __init__(self, layers: Layers, known: Callable[[torch.Tensor], bool], real: Callable[[Any], Any]) -> None:
+        self._known, self._real = known, real
         self._layers = layers
         self._firsts: dict[Any, list[_First]] = {}
 
@@ -204,6 +204,7 @@ class Repeats:
     def _forward(self, path: str, layer: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._real((args, kwargs))
             called = _called(args, kwargs)
             if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)

@@ -252,14 +252,3 @@ def test_one_capture_serves_other_numbers_of_samples() -> None:
         result = verify(compiled, hf.whisper_batch(samples, length))
         assert result.params_missing == () and result.grad_rel_max <= 1e-6
     assert _captures(compiled) == 1
-
-
-def test_a_number_that_the_model_counts_with_is_another_capture() -> None:
-    """LLaVA makes a list of its images: the graph is for one number of them, which export does not say."""
-    compiled = csc.compile(hf.llava(), mesh="pp=2", example=hf.llava_batch(2))
-    more = hf.llava_batch(2, 30)
-    more["input_ids"][1, 12:21] = hf.IMAGE_TOKEN
-    more["pixel_values"] = torch.cat([more["pixel_values"], more["pixel_values"][:1]])
-    equal(compiled, more)
-    equal(compiled, hf.llava_batch(2, 25))
-    assert _captures(compiled) == 2

@@ -75,6 +75,25 @@ def test_small_tiles(mask: Mask, block_q: int, block_k: int) -> None:
     assert_close((out, lse, *gradients), wanted, torch.float64)
 
 
+@pytest.mark.parametrize("lengths", [[24, 16], [9, 40, 11], [300, 8, 200], [3, 60]])
+def test_sequences_in_one_row_are_as_if_alone(lengths: list[int]) -> None:
+    """To the bit, gradients too: images in a row, whatever their lengths and where tiles begin."""
+    ends = torch.tensor(lengths).cumsum(0)
+    begins = ends - torch.tensor(lengths)
+    bounds = torch.stack([begins, ends], 1).repeat_interleave(torch.tensor(lengths), 0)
+    mask = Mask(bounds.int()[None, None], None, None, int(ends[-1]))
+    q, k, v, d_out = inputs(1, (4, 2), (mask.queries, mask.keys), 8, torch.float32)
+    leaves = [x.detach().requires_grad_(True) for x in (q, k, v)]
+    out, lse = attention_with_lse(*leaves, mask)
+    found = (out, lse, *torch.autograd.grad(out, leaves, d_out))
+    for low, high in zip(begins.tolist(), ends.tolist()):
+        alone = [x[:, :, low:high].detach().requires_grad_(True) for x in (q, k, v)]
+        expected, expected_lse = attention_with_lse(*alone, None)
+        wanted = (expected, expected_lse, *torch.autograd.grad(expected, alone, d_out[:, :, low:high]))
+        for name, one, other in zip(NAMES, found, wanted, strict=True):
+            assert torch.equal(one[:, :, low:high], other), name
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_without_a_mask(dtype: torch.dtype, softcap: float) -> None:

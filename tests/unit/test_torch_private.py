@@ -94,6 +94,43 @@ class Branch(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
+def test_hint() -> None:
+    """Asking for it makes no guard: the size stays symbolic."""
+    seen = []
+
+    class Sized(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(private.hint(x.shape[0]))
+            return x + 1
+
+    shapes = {"x": {0: torch.export.Dim.AUTO}}
+    exported = torch.export.export(Sized(), (torch.ones(3, 2),), dynamic_shapes=shapes, strict=False)
+    assert seen == [3] and private.hint(3) is None
+    (node,) = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    assert isinstance(node.meta["val"].shape[0], torch.SymInt)
+
+
+def test_lists_from() -> None:
+    """Inside, `tolist()` of a traced tensor is ours; that of real tensors, and afterwards, is torch's."""
+    with private.FakeTensorMode():
+        fake = torch.empty(2, dtype=torch.int64)
+    with private.lists_from(lambda tensor: [7, 8] if tensor is fake else None):
+        assert fake.tolist() == [7, 8]
+        assert torch.arange(2).tolist() == [0, 1]
+    with pytest.raises(Exception, match="_local_scalar_dense"):
+        fake.tolist()
+
+
+def test_parameter_reads() -> None:
+    """Sees parameters among the arguments of operations, also when no gradient is asked for."""
+    linear = nn.Linear(2, 2)
+    with private.outside_tracing(), private.ParameterReads() as reads:
+        assert torch.equal(torch.arange(3) + 1, torch.tensor([1, 2, 3]))
+        assert not reads.any
+        linear(torch.ones(1, 2))
+    assert reads.any
+
+
 def test_guard_on_data_dependent_sym_node() -> None:
     """What export raises, somewhere in the chain of causes, for a Python branch on a tensor's values."""
     with pytest.raises(Exception) as caught:

@@ -1,0 +1,242 @@
+"""Images of other sizes and numbers than the example's: one capture, the gradients of eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from benchmarks.coverage import models
+from csc.verification import verify
+from tests.models import hf
+
+WIDTH, WORDS, IMAGE = 8, 40, 39
+
+Batch = dict[str, torch.Tensor]
+
+
+def captures(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.captures.values()))
+
+
+def close(compiled: csc.CompiledModel, batch: Batch, largest: float = 0.0) -> None:
+    result = verify(compiled, batch)
+    assert result.params_missing == () and result.params_unexpected == ()
+    assert result.loss_rel <= largest and result.grad_rel_max <= largest
+
+
+# Hugging Face models
+
+
+def grids_batch(grids: list[list[int]], width: int) -> Batch:
+    """All images but the last in the first sample."""
+    tokens = [t * h * w // 4 for t, h, w in grids]
+    return models._grids(models.words([tokens[:-1], tokens[-1:]], length=48), grids, width)
+
+
+SEVERAL = ([[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4]], [[1, 4, 4], [1, 6, 4], [1, 4, 4]])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        models.qwen2_vl,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (models.qwen2_5_vl, models.qwen3_vl, models.glm4v)),
+    ],
+)
+def test_grids_of_images(build: Callable[[], tuple[nn.Module, Batch]]) -> None:
+    """Positions, windows and beginnings of images are worked out for every batch; attention is one with a mask."""
+    torch.manual_seed(0)
+    model, batch = build()
+    compiled = csc.compile(model, mesh="pp=2", example=batch)
+    for grids in SEVERAL:
+        close(compiled, grids_batch(grids, batch["pixel_values"].shape[1]))
+    assert captures(compiled) == 1
+    assert compiled.program.fixed == {} and compiled.program.notes == ()
+
+
+def test_a_video_has_an_attention_for_each_frame() -> None:
+    """As many patches as an image of three times the height would have, of which a frame sees a third."""
+    model, batch = models.qwen2_vl()
+    compiled = csc.compile(model, mesh="pp=2", example=batch)
+    close(compiled, grids_batch([[3, 4, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
+    close(compiled, grids_batch([[1, 12, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
+    assert captures(compiled) == 1
+
+
+def test_numbers_of_images() -> None:
+    """LLaVA makes a list of its images' features, and one tensor of the list."""
+    compiled = csc.compile(hf.llava(), mesh="pp=2", example=hf.llava_batch(2))
+    more = hf.llava_batch(2, 30)
+    more["input_ids"][1, 12:21] = hf.IMAGE_TOKEN
+    more["pixel_values"] = torch.cat([more["pixel_values"], more["pixel_values"][:1]])
+    close(compiled, more)
+    close(compiled, hf.llava_batch(2, 25))
+    assert captures(compiled) == 1
+
+
+# Lists of pieces
+
+
+def _in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts))
+
+
+def _reversed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)[::-1])
+
+
+def _by_their_number(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) / len(parts)
+
+
+def _one_of_them(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) + parts[0].mean()
+
+
+def _one_changed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = parts
+    return torch.cat([first * 2, *others])
+
+
+def _along_the_width(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.mean(0, keepdim=True) for part in parts], dim=1).expand(4, -1)[:, :WIDTH]
+
+
+def _twice(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) + torch.cat(tuple(parts), dim=0)
+
+
+class Album(nn.Module):
+    """Rows of all images, taken apart by their numbers of rows, put together, and added up for the text."""
+
+    def __init__(self, join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.row, self.embed, self.head = nn.Linear(3, WIDTH), nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.join = join
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        images = self.join(torch.split(self.row(rows), counts.tolist()))
+        logits = self.head(self.embed(ids) + images.tanh().sum(0))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def album_batch(counts: list[int]) -> Batch:
+    ids = (torch.arange(2)[:, None] * 5 + torch.arange(6)) % 30
+    rows = torch.sin(torch.arange(sum(counts) * 3.0)).view(-1, 3)
+    return {"ids": ids, "labels": ids.roll(1, 1), "rows": rows, "counts": torch.tensor(counts)}
+
+
+@pytest.mark.parametrize(
+    ("join", "needed"),
+    [(_in_order, 1), (_twice, 1), (_reversed, 4), (_by_their_number, 4), (_one_of_them, 4), (_one_changed, 4),
+     (_along_the_width, 4)],
+)  # fmt: skip
+def test_a_split_that_is_joined_again_decides_nothing(join: Any, needed: int) -> None:
+    """The others hold for these images alone: their captures are for one batch each, and right."""
+    torch.manual_seed(0)
+    compiled = csc.compile(Album(join), mesh="pp=1", example=album_batch([2, 3]))
+    for counts in ([2, 3], [3, 2], [4, 2], [2, 2, 3]):
+        close(compiled, album_batch(counts), 1e-6)
+    assert captures(compiled) == needed
+
+
+class Slices(nn.Module):
+    """A list of the images of a tensor, and one tensor of them again."""
+
+    def __init__(self, join: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.row, self.head, self.join = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WORDS), join
+
+    def forward(self, labels: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.join(list(self.row(images)))
+        return F.cross_entropy(self.head(hidden).view(-1, WORDS), labels.flatten())
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts)
+
+
+def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts, dim=1)
+
+
+def _over_their_number(parts: list[torch.Tensor]) -> torch.Tensor:
+    number = len(parts)
+    return torch.stack(parts) / number
+
+
+@pytest.mark.parametrize(
+    ("join", "needed"), [(_in_order, 1), (_stacked, 1), (_side_by_side, 2), (_over_their_number, 2)]
+)
+def test_a_list_of_images(join: Any, needed: int) -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Slices(join), mesh="pp=1", example=slices_batch(3))
+    close(compiled, slices_batch(3), 1e-6)
+    close(compiled, slices_batch(5), 1e-6)
+    assert captures(compiled) == needed
+
+
+def slices_batch(count: int) -> Batch:
+    images = torch.sin(torch.arange(count * 4 * 3.0)).view(count, 4, 3)
+    return {"labels": torch.arange(count * 4).view(count, 4) % WORDS, "images": images}
+
+
+# Functions of a Python module
+
+
+def places_of(counts: torch.Tensor, step: int, options: dict[str, Any]) -> torch.Tensor:
+    """A place for each row, from 0 in each image."""
+    return torch.cat([torch.arange(count) * step + options["first"] for count in counts.tolist()])
+
+
+def whole_numbers(counts: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(count) for count in counts.tolist())
+
+
+class Placed(nn.Module):
+    """Rows with learned places: of their image, and twice as far apart."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.row, self.place, self.head = nn.Linear(3, WIDTH), nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.kind = kind
+
+    def learned_places(self, counts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.place.weight[:count] for count in counts.tolist()])
+
+    def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if self.kind == "twice":
+            placed = self.place(places_of(counts, 1, {"first": 0})) + self.place(places_of(counts, 2, {"first": 3}))
+        elif self.kind == "parameter":
+            placed = self.learned_places(counts)
+        else:
+            placed = self.place(torch.cat([torch.arange(count) for count in whole_numbers(counts)]))
+        return F.cross_entropy(self.head((self.row(rows) + placed).tanh()), labels)
+
+
+def placed_batch(counts: list[int]) -> Batch:
+    rows = torch.sin(torch.arange(sum(counts) * 3.0)).view(-1, 3)
+    return {"labels": torch.arange(sum(counts)) % WORDS, "rows": rows, "counts": torch.tensor(counts)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "needed"),
+    [("twice", ["places_of", "places_of_call2"], 1), ("parameter", [], 3), ("numbers", [], 3)],
+)
+def test_functions_that_run_before_the_step(kind: str, calls: list[str], needed: int) -> None:
+    """Those that give tensors and read no parameter; what the others decide holds for the values of one batch."""
+    torch.manual_seed(0)
+    compiled = csc.compile(Placed(kind), mesh="pp=1", example=placed_batch([2, 3]))
+    for counts in ([2, 3], [3, 2], [4, 2, 5]):
+        close(compiled, placed_batch(counts), 1e-6)
+    assert [call.prefix for call in compiled.compiler.learned.host.calls] == calls
+    assert captures(compiled) == needed
+    assert places_of.__module__ == __name__ and not hasattr(places_of, "__wrapped__")
