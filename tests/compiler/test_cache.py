@@ -29,6 +29,7 @@ from csc.ir.printer import program_text
 from csc.ir.stored import Unstorable, from_tree, to_tree
 from tests.compiler import small
 from tests.compiler.conftest import Models
+from tests.compiler.test_image_sizes import Placed, placed_batch
 from tests.compiler.test_values import Reader, equal, reader_batch
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,20 @@ def test_the_same_start_again_traces_nothing(cache: Store, tmp_path: Path) -> No
     with pytest.raises(InputError, match="placeholders for"):
         again.train_step(broken)
     assert captures(again) == 0
+
+
+def test_functions_of_a_python_module_are_kept(cache: Store) -> None:
+    """With their calls' values, dictionaries too: a batch with images of other sizes needs no trace of this process."""
+
+    def placed() -> csc.CompiledModel:
+        torch.manual_seed(0)
+        return csc.compile(Placed("twice"), mesh="pp=1", example=placed_batch([2, 3]))
+
+    placed().trainer()
+    again = placed()
+    equal(again, placed_batch([3, 2]))
+    assert captures(again) == 0
+    assert [call.prefix for call in again.compiler.learned.host.calls] == ["places_of", "places_of_call2"]
 
 
 def test_other_lengths_are_compiled_once(cache: Store) -> None:

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from benchmarks.coverage.models import qwen2_vl
 from csc.errors import InputError
 from csc.verification import verify
 from tests.compiler.conftest import Models
+from tests.compiler.test_image_sizes import grids_batch
 from tests.models import plain
 
 FLOAT32 = 1e-5  # what is promised; 1.2e-6 is the most that was seen
@@ -60,6 +62,18 @@ def test_speech(models: Models) -> None:
     compiled = models("whisper", mesh="cp=2,pp=2", context={"audio_tower": 2})
     parity(compiled, 59)
     assert compiled.program.contexts[0].tokens == 16
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", pytest.param("cp=2,pp=2", marks=pytest.mark.slow)])
+def test_images_packed_in_one_row(mesh: str) -> None:
+    """Qwen2-VL's encoder: patches of two images, each of which sees its own; then three of other sizes."""
+    torch.manual_seed(0)
+    model, batch = qwen2_vl()
+    compiled = csc.compile(model, mesh=mesh, example=batch, context={"visual": 2})
+    parity(compiled, len(list(model.parameters())))
+    assert compiled.program.contexts[0].tokens == 40 and compiled.program.notes == ()
+    result = verify(compiled, grids_batch([[1, 4, 4], [1, 6, 4], [1, 4, 8]], batch["pixel_values"].shape[1]))
+    assert result.params_missing == () and result.grad_rel_max <= FLOAT32
 
 
 @pytest.mark.parametrize(
