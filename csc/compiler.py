@@ -20,10 +20,11 @@ from torch import nn
 
 from csc.cache.kept import Kept
 from csc.cache.learning import extends, signature, snapshot
-from csc.cache.packed import Traced
+from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
 from csc.capture import Learned, capture, serves, split_batch
 from csc.codegen.write import write
+from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.passes.loss import combined
@@ -33,6 +34,7 @@ from csc.placeholders import places_for_features
 
 Progress = Callable[[str], None]
 CACHED = "traced graphs, from the cache"
+CACHED_CAPTURE = "capture, from the cache"
 
 
 def quiet(_: str) -> None:
@@ -51,6 +53,7 @@ class Compiler:
     model: nn.Module
     store: Store | None = None
     captures: dict[Any, list[Program]] = field(default_factory=dict)
+    restored: dict[Any, list[Program]] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, Traced] = field(default_factory=dict)
     learned: Learned = field(default_factory=Learned)
 
@@ -96,12 +99,14 @@ class Compiler:
             progress(CACHED)
             self.adopt(found.learned)
         else:
-            captured = self._captured(microbatch, progress)
+            captured = self._captured(microbatch, progress, whole)
             tensors, _ = split_batch(self.complete(microbatch))
             alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
             history = run([_with_shapes(captured, tensors)], TRACING, alone, progress)
             places = places_for_features(history[1 + TRACING.index(shapes)])
-            found = Traced(history[-1], places, snapshot(self.learned), tuple(history))
+            from_cache = any(captured is one for several in self.restored.values() for one in several)
+            shown = () if from_cache else tuple(history)
+            found = Traced(history[-1], places, snapshot(self.learned), shown)
             self.kept.keep_trace(found, microbatch, options)
         self.traced[self._key(microbatch, options)] = found  # a trace may have shown what else decides
         return found
@@ -117,16 +122,31 @@ class Compiler:
             options.precision, options.keep_fp32,
         )  # fmt: skip
 
-    def _captured(self, microbatch: Mapping[str, Any], progress: Progress) -> Program:
-        """A capture that serves the microbatch, an earlier one if there is any."""
+    def _captured(self, microbatch: Mapping[str, Any], progress: Progress, whole: bool) -> Program:
+        """A capture that serves the microbatch: an earlier one, else one from the cache, else a new one. whole: one
+        that can be shown, as those from the cache cannot.
+        """
         tensors, extra = split_batch(self.complete(microbatch))
-        known = self.captures.setdefault(repr(sorted(extra.items(), key=lambda item: item[0])), [])
-        for program in known:
+        plain = repr(sorted(extra.items(), key=lambda item: item[0]))
+        known = self.captures.setdefault(plain, [])
+        restored = self.restored.setdefault(plain, [])
+        for program in (*known, *(() if whole else restored)):
             if serves(program, tensors):
                 return program
+        for captured in () if whole else self.kept.captures(microbatch, self.learned):
+            try:
+                completed, _ = split_batch(captured.learned.completed(self.model, microbatch))
+            except CscError:  # a function on the host refuses the batch: a new capture says why
+                continue
+            if serves(captured.program, completed):
+                progress(CACHED_CAPTURE)
+                self.adopt(captured.learned)
+                restored.append(captured.program)
+                return captured.program
         progress(CAPTURE)
         with self.kept.capturing(microbatch):
             known.append(capture(self.model, microbatch, self.learned))
+        self.kept.keep_capture(Captured(known[-1], snapshot(self.learned)), microbatch)
         return known[-1]
 
     def _as_the_model_says(self, program: Program) -> Program:

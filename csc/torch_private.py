@@ -6,7 +6,7 @@ name, and not somewhere inside a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +21,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy import functions as size_functions
 
 __all__ = [
+    "SIZE_FUNCTIONS",
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "ParameterReads",
     "assume_several",
+    "assumed_of_sizes",
     "fx_traceback",
     "hint",
     "in_functorch_transform",
@@ -38,9 +41,14 @@ __all__ = [
     "make_fx",
     "outside_tracing",
     "pytree",
-    "sizes_allowed",
     "under_autograd",
 ]
+
+# Functions of whole numbers that sizes are made of, beside sympy's own.
+SIZE_FUNCTIONS = {
+    name: getattr(size_functions, name)
+    for name in ("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "ModularIndexing", "PythonMod")
+}
 
 
 def is_no_grad_region(target: Any) -> bool:
@@ -103,27 +111,25 @@ class ParameterReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sizes_allowed(mode: FakeTensorMode, sizes: Mapping[str, int]) -> bool:
-    """Whether a graph that export traced in this mode holds for these values of its symbols.
+def assumed_of_sizes(mode: FakeTensorMode) -> tuple[dict[str, tuple[int, int | None]], list[Any]]:
+    """What a graph that export traced in this mode assumes of its symbols: least and largest values (None: no limit),
+    and sympy relations between them.
 
-    Export specialises in silence where a model counts with a size in Python (`list(images)`); what it then assumed is
-    in the ranges of symbols, in symbols replaced by others, and in conditions that it would have checked at run time.
+    Export specialises in silence where a model counts with a size in Python; what it then assumed is in the ranges of
+    symbols, in symbols replaced by others, and in conditions that it would have checked at run time.
     """
     environment = mode.shape_env
     if environment is None:
-        return True
-
-    def value(expression: Any) -> Any:
-        known = {symbol: sizes[str(symbol)] for symbol in expression.free_symbols if str(symbol) in sizes}
-        return expression.subs(known)
-
-    ranges = {str(symbol): found for symbol, found in environment.var_to_range.items()}
-    if any(name in ranges and not ranges[name].lower <= size <= ranges[name].upper for name, size in sizes.items()):
-        return False
+        return {}, []
+    ranges = {
+        str(symbol): (int(found.lower), int(found.upper) if found.upper.is_Integer else None)
+        for symbol, found in environment.var_to_range.items()
+        if found.is_int and found.lower.is_Integer
+    }
     relations = [guard.expr for guard in environment.guards]
     relations += [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
     relations += [sympy.Eq(symbol, other) for symbol, other in environment.replacements.items()]
-    return all(value(relation) is not sympy.false for relation in relations)
+    return ranges, relations
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 kept = Kept(model, store)
 kept.program(microbatch, options, learned) -> Packed | None        kept.keep_program(packed, microbatch, options)
 kept.trace(microbatch, options, learned) -> Traced | None          kept.keep_trace(traced, microbatch, options)
+kept.captures(microbatch, learned) -> iterator of Captured         kept.keep_capture(captured, microbatch)
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from torch import nn
 
 from csc.cache import learning
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
-from csc.cache.packed import Files, Packed, Traced, packed_bytes, packed_from, traced_bytes, traced_from
+from csc.cache.packed import (
+    Captured,
+    Files,
+    Packed,
+    Traced,
+    captured_bytes,
+    captured_from,
+    packed_bytes,
+    packed_from,
+    traced_bytes,
+    traced_from,
+)
 from csc.cache.store import Store
 from csc.capture import Learned, split_batch
 from csc.errors import CscError
@@ -68,6 +80,41 @@ class Kept:
             "trace", traced.learned, microbatch, options, lambda: traced_bytes(traced, self._model), lambda key: key, {}
         )
 
+    def captures(self, microbatch: Mapping[str, Any], learned: Learned) -> Iterator[Captured]:
+        """What was captured of the model with the plain entries of this microbatch, for whatever sizes."""
+        model = self._model_key(microbatch)
+        if model is None or self._store is None:
+            return
+        for key in self._store.keys("capture", model):
+            files = self._store.read("capture", key)
+            if files is None:
+                continue
+            try:
+                found = captured_from(files, self._model)
+            except DAMAGE as error:
+                self._store.discard("capture", key, f"{type(error).__name__}: {error}")
+                continue
+            if learning.extends(found.learned, learned):
+                yield found
+
+    def keep_capture(self, captured: Captured, microbatch: Mapping[str, Any]) -> None:
+        """Keep what was just captured."""
+        model = self._model_key(microbatch)
+        if model is None or self._store is None:
+            return
+        try:
+            files = captured_bytes(captured, self._model)
+        except (Unstorable, RuntimeError, SafetensorError) as reason:
+            log.info("cache: what was traced of %s is not cached for other sizes: it holds %s", self._name, reason)
+            return
+        shapes = {one.name: list(one.shape) for one in captured.program.inputs}
+        digest = hashlib.sha256(files["capture.json"] + files["learned.json"]).hexdigest()
+        self._store.write("capture", f"{model}-{digest}", files, {"name": self._name, "shapes": shapes})
+
+    @property
+    def _name(self) -> str:
+        return type(self._model).__name__
+
     def _find(
         self,
         kind: str,
@@ -111,7 +158,7 @@ class Kept:
             return
         tensors, _ = split_batch(microbatch)
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        about = {"name": type(self._model).__name__, "shapes": shapes, **about}
+        about = {"name": self._name, "shapes": shapes, **about}
         if key is not None and self._store.write(kind, key, files, about) and form["calls"] + form["consulted"]:
             text = json.dumps(form, sort_keys=True).encode()
             self._store.write("learned", f"{model}-{hashlib.sha256(text).hexdigest()}", {"learned.json": text}, about)
@@ -181,7 +228,7 @@ class Kept:
 
     def _say(self, reason: str) -> None:
         if not self._said:
-            log.info("cache: %s is not cached: %s", type(self._model).__name__, reason)
+            log.info("cache: %s is not cached: %s", self._name, reason)
         self._said = True
 
     def _trainable(self) -> dict[str, bool]:

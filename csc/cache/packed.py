@@ -3,10 +3,12 @@
 Terms
   Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
   Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
-  learned    both carry what the traces have shown about batches: which of their values decide what a program is
+  Captured   a Program as it was traced, for all sizes that its trace allows; it can be lowered, not shown
+  learned    all carry what the traces have shown about batches: which of their values decide what a program is
 
     packed_bytes(packed, model) -> {name: bytes}          packed_from(files, model) -> Packed
     traced_bytes(traced, model) -> {name: bytes}          traced_from(files, model) -> Traced
+    captured_bytes(captured, model) -> {name: bytes}      captured_from(files, model) -> Captured
 """
 
 from __future__ import annotations
@@ -56,6 +58,14 @@ class Traced:
     history: tuple[Program, ...] = ()
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A capture, and what it has shown."""
+
+    program: Program
+    learned: Learned
+
+
 def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
     """Unstorable if something in it has no form in text, or means something in this process alone."""
     if packed.bound:
@@ -82,6 +92,26 @@ def traced_from(files: Files, model: nn.Module) -> Traced:
     program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
     history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
     return Traced(replace(program, history=history), *_common_from(files, model))
+
+
+def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text, or means something in this process alone."""
+    if reason := stored.bound(captured.program):
+        raise Unstorable(reason)
+    tree, tensors = stored.to_tree(captured.program, captured=True)
+    return {
+        "capture.json": _text(tree),
+        "capture.safetensors": _saved(tensors),
+        "learned.json": _text(learning.to_tree(captured.learned, model)),
+    }
+
+
+def captured_from(files: Files, model: nn.Module) -> Captured:
+    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+    program = stored.from_tree(json.loads(files["capture.json"]), load_tensors(files["capture.safetensors"]))
+    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    learned = learning.from_tree(json.loads(files["learned.json"]), model)
+    return Captured(replace(program, history=history), learned)
 
 
 def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ from csc.errors import InputError
 log = logging.getLogger("csc")
 
 FORMAT = 1
-KINDS = ("trace", "program", "learned")
+KINDS = ("capture", "trace", "program", "learned")
 LIMIT = 2 * 10**9  # bytes
 LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
 KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")

@@ -21,7 +21,8 @@ from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program, Record
-from csc.torch_private import sizes_allowed
+from csc.ir.sizes import Sizes
+from csc.torch_private import assumed_of_sizes
 
 __all__ = [
     "Learned",
@@ -66,24 +67,20 @@ def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a captured Program is the model for a microbatch: same entries, sizes that it allows, values that it was
     made for.
     """
-    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(program.graph) if n.meta["role"][0] == "input"}
-    if given.keys() != tensors.keys():
+    if program.sizes is None or not program.sizes.allow(tensors):
         return False
-    sizes: dict[str, int] = {}
-    for name, traced in given.items():
-        tensor = tensors[name]
-        if traced.dtype != tensor.dtype or traced.dim() != tensor.dim():
-            return False
-        for expected, size in zip(traced.shape, tensor.shape):
-            fits = (
-                expected == size
-                if isinstance(expected, int)
-                else size > 1 and sizes.setdefault(str(expected), size) == size
-            )
-            if not fits:
-                return False
-    fixed = all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
-    return fixed and sizes_allowed(program.fake_mode, sizes)
+    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+
+
+def _sizes(graph: fx.Graph) -> Sizes:
+    """What the graph assumes of its inputs."""
+    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
+    entries = {
+        name: (str(val.dtype), tuple(size if isinstance(size, int) else size.node.expr for size in val.shape))
+        for name, val in given.items()
+    }
+    ranges, relations = assumed_of_sizes(g.outputs(graph)[0].meta["val"].fake_mode)
+    return Sizes(entries, ranges, tuple(relations))
 
 
 def capture(model: nn.Module, example: Any, learned: Learned | None = None, whole: bool = False) -> Program:
@@ -126,6 +123,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         graph=graph,
         fake_mode=loss.meta["val"].fake_mode,
         fixed={name: tensors[name] for name in sorted(consulted)},
+        sizes=_sizes(graph),
         history=history,
     )
 

@@ -24,6 +24,7 @@ from torch import fx
 
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
+from csc.ir.sizes import Sizes
 
 LOSS = "loss"
 Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, full or auto, or these values
@@ -280,6 +281,7 @@ class Program:
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
+    sizes: Sizes | None = None  # that the graph as captured is for
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
     shared: fx.Graph | None = None

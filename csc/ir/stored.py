@@ -2,10 +2,11 @@
 
 Terms
   tree       plain JSON: numbers, strings, booleans, None, and lists whose first entry says what they are
-  stored     what a traced Program is kept as: its graphs node by node, the dataclasses around them, its tensors apart.
-             The graph as captured, for other sizes, is not: its sizes belong to the trace.
+  stored     what a Program is kept as: its graphs node by node, the dataclasses around them, its tensors apart
+  captured   a Program as it was captured: its sizes are symbols of the trace. It is kept without the types of what its
+             operations make, which pass `shapes` works out again, and can be lowered, not shown
 
-    to_tree(program) -> tree, {name: tensor}          Unstorable for what has no such form
+    to_tree(program, captured) -> tree, {name: tensor}          Unstorable for what has no such form
     from_tree(tree, tensors) -> Program               equal text for text, in a fake mode of its own
     graph_to_tree(graph) -> tree                      graph_from_tree(tree, mode) -> fx.Graph
     bound(program) -> str                             why it means something in this process alone; "": it does not
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
+from csc.ir import sizes
 from csc.ir.program import Context, ContextMask, Input, ModuleInfo, Parameter, Program, Record, Region, Template
 from csc.torch_private import FakeTensorMode, OpOverload
 
@@ -30,7 +32,7 @@ CLASSES = {one.__name__: one for one in (Context, ContextMask, Input, ModuleInfo
 META = (*g.KEPT_META, "names")
 APART = ("constants", "fixed")  # mappings to tensors
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
-LEFT_OUT = (*APART, "fake_mode", "symbolic")
+LEFT_OUT = (*APART, "fake_mode", "sizes", "symbolic")
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 Tree = Any
@@ -40,11 +42,11 @@ class Unstorable(ValueError):
     """The Program holds something that has no form in text."""
 
 
-def to_tree(program: Program) -> tuple[Tree, dict[str, torch.Tensor]]:
-    """The Program, and its tensors by `constants/NAME` and `fixed/NAME`. Unstorable before any pass of planning is
-    meant: later fields must be empty.
+def to_tree(program: Program, captured: bool = False) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """The Program, and its tensors by `constants/NAME` and `fixed/NAME`. Before any pass of planning: later fields must
+    be empty.
     """
-    writer = _Writer()
+    writer = _Writer(captured=captured)
     fields = {
         one.name: writer.tree(getattr(program, one.name))
         for one in dataclasses.fields(Program)
@@ -53,7 +55,14 @@ def to_tree(program: Program) -> tuple[Tree, dict[str, torch.Tensor]]:
     kept = {name: list(getattr(program, name)) for name in APART}
     tensors = {f"{part}/{name}": getattr(program, part)[name] for part in APART for name in kept[part]}
     strides = {name: list(tensor.stride()) for name, tensor in tensors.items()}
-    return {"format": FORMAT, "graphs": writer.graphs, "fields": fields, **kept, "strides": strides}, tensors
+    tree = {"format": FORMAT, "graphs": writer.graphs, "fields": fields, **kept, "strides": strides}
+    if captured:
+        assert program.sizes is not None
+        try:
+            tree["sizes"] = sizes.to_tree(program.sizes)
+        except sizes.Unknown as reason:
+            raise Unstorable(str(reason)) from reason
+    return tree, tensors
 
 
 def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
@@ -69,7 +78,8 @@ def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
         for part in APART
     }
     fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
-    return Program(**fields, **parts, fake_mode=mode)
+    assumed = sizes.from_tree(tree["sizes"]) if "sizes" in tree else None
+    return Program(**fields, **parts, fake_mode=mode, sizes=assumed)
 
 
 def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
@@ -82,7 +92,8 @@ def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
 class _Writer:
     """Values as trees; graphs are listed once each."""
 
-    def __init__(self, nodes: Mapping[fx.Node, int] | None = None) -> None:
+    def __init__(self, nodes: Mapping[fx.Node, int] | None = None, captured: bool = False) -> None:
+        self._captured = captured
         self.graphs: list[Tree] = []
         self._index: dict[int, int] = {}
         self._nodes = nodes if nodes is not None else {}
@@ -95,7 +106,7 @@ class _Writer:
         if isinstance(value, fx.Graph):
             if id(value) not in self._index:
                 self._index[id(value)] = len(self.graphs)
-                self.graphs.append(graph_to_tree(value))
+                self.graphs.append(graph_to_tree(value, self._captured))
             return ["graph", self._index[id(value)]]
         if isinstance(value, NAMED):
             return ["torch", str(value).removeprefix("torch.")]
@@ -180,20 +191,32 @@ def bound(program: Program) -> str:
     return "an opaque module, which exists only in this process" if opaque else ""
 
 
-def graph_to_tree(graph: fx.Graph) -> Tree:
+def graph_to_tree(graph: fx.Graph, captured: bool = False) -> Tree:
     """The nodes in order: [op, name, target, args, kwargs, meta]. Unstorable for an operator of neither torch.ops nor
     Python's own.
     """
+    meta_of = _placeholder_meta if captured else dict
     index: dict[fx.Node, int] = {}
     writer = _Writer(index)
     rows = []
     for position, node in enumerate(graph.nodes):
-        meta = {key: writer.tree(node.meta[key]) for key in META if key in node.meta}
+        known = meta_of(node.meta)
+        meta = {key: writer.tree(known[key]) for key in META if key in known}
         args = [writer.tree(one) for one in node.args]
         kwargs = {name: writer.tree(one) for name, one in node.kwargs.items()}
         rows.append([node.op, node.name, _target(node), args, kwargs, meta])
         index[node] = position
     return rows
+
+
+def _placeholder_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the type of an operation's result; a batch entry's has no sizes, but for those that are numbers."""
+    kept = {key: value for key, value in meta.items() if key != "val"}
+    if "role" in meta:
+        val = meta["val"]
+        sized = all(isinstance(size, int) for size in val.shape)
+        kept["val"] = val if sized else torch.empty([0] * val.dim(), dtype=val.dtype, device=val.device)
+    return kept
 
 
 def graph_from_tree(tree: Tree, mode: FakeTensorMode) -> fx.Graph:

@@ -29,7 +29,7 @@ from csc.ir.printer import program_text
 from csc.ir.stored import Unstorable, from_tree, to_tree
 from tests.compiler import small
 from tests.compiler.conftest import Models
-from tests.compiler.test_image_sizes import Placed, placed_batch
+from tests.compiler.test_image_sizes import Placed, close, placed_batch
 from tests.compiler.test_values import Reader, equal, reader_batch
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,8 @@ def test_the_same_start_again_traces_nothing(cache: Store, tmp_path: Path) -> No
     """A model with a function on the host, values that decide, and placeholders."""
     first = reader()
     fresh = written(first, tmp_path / "first")
-    assert captures(first) == 1 and {entry.kind for entry in cache.entries()} == {"program", "trace", "learned"}
+    kinds = {entry.kind for entry in cache.entries()}
+    assert captures(first) == 1 and kinds == {"capture", "program", "trace", "learned"}
     again = reader()
     assert written(again, tmp_path / "again") == fresh == written(reader(cache=False), tmp_path / "without")
     assert captures(again) == 0 and not again.compiler.traced
@@ -102,6 +103,36 @@ def test_the_same_start_again_traces_nothing(cache: Store, tmp_path: Path) -> No
     with pytest.raises(InputError, match="placeholders for"):
         again.train_step(broken)
     assert captures(again) == 0
+
+
+def restored(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.restored.values()))
+
+
+def test_a_new_length_in_a_new_process_is_lowered_from_the_stored_trace(cache: Store) -> None:
+    """Images of other sizes, more of them, and another length: nothing is traced, and the program is the same."""
+    reader().trainer()
+    longer = reader_batch([[2, 3], [1, 4]], length=11)
+    again = reader(longer)
+    equal(again, longer)
+    assert (captures(again), restored(again)) == (0, 1)
+    fresh = csc.compile(again.model, mesh="pp=2", example=longer, cache=False)
+    assert program_text(again.program) == program_text(fresh.program)
+
+    torch.manual_seed(0)
+    csc.compile(Placed("twice"), mesh="pp=1", example=placed_batch([2, 3])).trainer()
+    other = csc.compile(Placed("twice"), mesh="pp=1", example=placed_batch([4, 2, 5]))
+    close(other, placed_batch([4, 2, 5]), 1e-6)
+    close(other, placed_batch([7, 2]), 1e-6)
+    assert (captures(other), restored(other)) == (0, 1)
+    assert [len(other.history()), captures(other)] == [len(fresh.history()), 1]  # what is shown is traced
+
+
+def test_a_stored_trace_for_other_values_or_sizes_is_not_taken(cache: Store) -> None:
+    reader().trainer()
+    other = reader(reader_batch([[2, 2], [1, 1]]))  # the model decides by these values
+    equal(other, reader_batch([[2, 2], [1, 1]]))
+    assert (captures(other), restored(other)) == (1, 0)
 
 
 def test_functions_of_a_python_module_are_kept(cache: Store) -> None:
@@ -170,23 +201,23 @@ def test_what_lies_between_is_traced_when_it_is_asked_for(cache: Store) -> None:
     assert [program_text(program) for program in again.history()] == expected and captures(again) == 1
 
 
-@pytest.mark.parametrize("kind", ["program", "trace"])
+@pytest.mark.parametrize("kind", ["program", "trace", "capture"])
 def test_a_damaged_entry_is_made_again(
     kind: str, cache: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = written(mixed(), tmp_path / "fresh")
-    if kind == "trace":
-        cache.clear(cache.keys("program")[0])
+    for later in {"program": (), "trace": ("program",), "capture": ("program", "trace")}[kind]:
+        cache.clear(cache.keys(later)[0])
     (key,) = cache.keys(kind)
     files = cache.read(kind, key)
     assert files is not None
     cache.clear(key)
-    broken = {"program": "places.json", "trace": "trace.json"}[kind]
+    broken = {"program": "places.json", "trace": "trace.json", "capture": "capture.json"}[kind]
     cache.write(kind, key, {**files, broken: b'{"format": 1, "graphs": [[["call_function"]]]}'}, {})  # hashes are right
     with caplog.at_level(logging.WARNING, "csc"):
         again = mixed()
     assert f"{kind} {key[:12]} is damaged" in caplog.text
-    assert captures(again) == (1 if kind == "trace" else 0)
+    assert (captures(again), restored(again)) == {"program": (0, 0), "trace": (0, 1), "capture": (1, 0)}[kind]
     assert written(again, tmp_path / "again") == fresh
     caplog.clear()
     assert captures(mixed()) == 0 and "damaged" not in caplog.text
@@ -245,12 +276,12 @@ def test_the_command_line(cache: Store, capsys: pytest.CaptureFixture[str], monk
 
     mixed().trainer()
     code, text = command("list")
-    assert code == 0 and "Mixed" in text and "pp=2" in text and "2 entries" in text
+    assert code == 0 and "Mixed" in text and "pp=2" in text and "3 entries" in text
     listed = json.loads(command("list", "--json")[1])
-    assert {entry["kind"] for entry in listed["entries"]} == {"program", "trace"}
+    assert {entry["kind"] for entry in listed["entries"]} == {"capture", "program", "trace"}
     assert command("path") == (0, f"{cache.folder}\n")
     assert command("clear", "nothing")[0] == 2
     assert command("clear", listed["entries"][0]["key"][:12]) == (0, "1 entries removed\n")
-    assert command("clear") == (0, "1 entries removed\n") and cache.entries() == []
+    assert command("clear") == (0, "2 entries removed\n") and cache.entries() == []
     monkeypatch.setenv("CSC_CACHE", "0")
     assert "switched off" in command("list")[1]

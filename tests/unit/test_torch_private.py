@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
@@ -197,7 +198,7 @@ def test_outside_tracing() -> None:
     assert sum(node.op == "call_function" for node in exported.graph.nodes) == 1
 
 
-def test_sizes_allowed() -> None:
+def test_assumed_of_sizes() -> None:
     """`list(x)` specialises x to its rows; equal lengths of two inputs are a condition."""
 
     class Counts(nn.Module):
@@ -212,9 +213,17 @@ def test_sizes_allowed() -> None:
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
     rows, one, other = (str(value.shape[0]) for value in values)
     mode = values[0].fake_mode
-    assert private.sizes_allowed(mode, {rows: 3, one: 7, other: 7})
-    assert not private.sizes_allowed(mode, {rows: 4, one: 5, other: 5})
-    assert one == other or not private.sizes_allowed(mode, {rows: 3, one: 7, other: 6})
+    ranges, relations = private.assumed_of_sizes(mode)
+    assert ranges[rows] == (3, 3) and ranges[one][1] is None
+    assert one == other or {one, other} in [set(map(str, relation.free_symbols)) for relation in relations]
+
+
+def test_size_functions() -> None:
+    """Functions of sympy numbers, by the names that their classes have."""
+    assert all(function.__name__ == name for name, function in private.SIZE_FUNCTIONS.items())
+    size = sympy.Symbol("s", integer=True, positive=True)
+    divided = private.SIZE_FUNCTIONS["FloorDiv"](size, sympy.Integer(4))
+    assert divided.subs({size: 11}) == 2 and type(divided).__name__ == "FloorDiv"
 
 
 def test_under_autograd() -> None:
