@@ -8,8 +8,8 @@ Terms
     architecture(device) -> str
     choose(architecture, head_dim, dtype) -> Choice
 
-Chosen from what compilers report without a GPU: no spills, shared memory within the device's limit, as few registers as
-the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true).
+Chosen from what compilers report without a GPU: no spills with Triton 3.6 to 3.9, shared memory within the device's
+limit, as few registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 MOST_HEAD_DIM = 256
 DESCRIBED_BYTES = 16  # what the strides of a tensor descriptor are multiples of
@@ -74,7 +75,9 @@ _HALF: dict[tuple[str, int], Choice] = {
         Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True),
         Config(32, 128, 8, 2, True), Config(32, 128, 8, 2, True),
     ),
-    ("sm_80", 64): _choice(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2)),
+    ("sm_80", 64): _choice(
+        Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(32, 128, 8, 2), capped=Config(32, 64, 8, 2),
+    ),
     ("sm_80", 128): _choice(
         Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 64, 8, 2), capped=Config(32, 64, 8, 2),
     ),
@@ -90,6 +93,24 @@ _HALF: dict[tuple[str, int], Choice] = {
     ("gfx942", 128): _choice(Config(128, 64, 4, 1), Config(64, 32, 4, 1), Config(32, 64, 4, 1)),
     ("gfx942", 256): _choice(Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(16, 64, 4, 1), Config(16, 64, 4, 1)),
 }  # fmt: skip
+
+# Triton 3.6 to 3.8, and the assemblers that come with them, need more registers and spill with the blocks above. Rows of
+# their own, since with 3.9 these would only cost: half the work for a load, or a stage less.
+_BEFORE_3_9: dict[tuple[str, int], Choice] = {
+    ("sm_90", 128): replace(
+        _HALF["sm_90", 128],
+        forward=Config(128, 128, 8, 2, True),
+        dkv=_HALF["sm_90", 128].dkv_capped,
+    ),
+    ("sm_90", 256): replace(
+        _HALF["sm_90", 256],
+        forward=Config(128, 32, 8, 3, True),
+        dq=Config(64, 32, 8, 3, True),
+    ),
+    ("sm_100", 64): replace(_HALF["sm_100", 64], forward=Config(128, 64, 4, 2, True)),
+    ("sm_86", 64): replace(_HALF["sm_86", 64], dkv=_HALF["sm_86", 64].dkv_capped),
+    ("sm_86", 256): replace(_HALF["sm_86", 256], forward=Config(64, 16, 8, 2)),
+}
 
 
 def _small(block: int, forward: Config, passes: tuple[str, ...] = ("kv",)) -> Choice:
@@ -141,7 +162,9 @@ def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> Choice:
         return _pointers(_INTERPRETED if width <= 64 else _INTERPRETED_WIDE, head_dim, dtype)
     if dtype == torch.float32:
         return _SINGLE[max(64, width)]
-    return _pointers(_HALF[architecture, max(64, width)], head_dim, dtype)
+    older = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+    rows = _HALF | _BEFORE_3_9 if older else _HALF
+    return _pointers(rows[architecture, max(64, width)], head_dim, dtype)
 
 
 def _pointers(found: Choice, head_dim: int, dtype: torch.dtype) -> Choice:
