@@ -5,16 +5,19 @@ Terms
   spilled    bytes (NVIDIA) or registers (AMD) that a thread keeps in memory because it has no registers left
 
     build(case) -> Resources
+    key(case) -> str                         equal where the kernel's source, its constants, target and Triton are
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +37,6 @@ TARGETS = {
 SHARED_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 TENSOR_CORES = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 CUOBJDUMP = Path(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 TENSORS = {"q", "k", "v", "d_out"}
@@ -71,7 +73,8 @@ class Case:
 
     def __str__(self) -> str:
         flags = ("kinds" if self.kinds else "") + (" cap" if self.softcap else "")
-        return f"{self.kernel} {self.architecture} D={self.head_dim} R={self.rules} {flags}".strip()
+        dtype = "" if self.dtype == torch.bfloat16 else f" {DTYPES[self.dtype]}"
+        return f"{self.kernel} {self.architecture} D={self.head_dim} R={self.rules} {flags}".strip() + dtype
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,25 @@ def kernels(choice: Choice, softcap: bool = False) -> list[str]:
 
 def build(case: Case) -> Resources:
     """Compiles one kernel with the constants that csc.kernels.triton_launch gives it."""
+    source, options = _source(case)
+    compiled = triton.compile(source, target=TARGETS[case.architecture], options=options)
+    if case.architecture == "gfx942":
+        return _of_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    assembly = compiled.asm["ptx"]
+    registers, stack = _of_nvidia(compiled.asm["cubin"])
+    cores = assembly.count(TENSOR_CORES[case.architecture])
+    return Resources(registers, stack, compiled.metadata.shared, cores, assembly.count("cp.async.bulk.tensor"))
+
+
+def key(case: Case) -> str:
+    """A hash of all that decides about `build`."""
+    source, options = _source(case)
+    decides = (source.hash(), sorted(options.items()), TARGETS[case.architecture], triton.__version__)
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+
+
+def _source(case: Case) -> tuple[ASTSource, dict[str, Any]]:
+    """The kernel with its constants, and how Triton is to build it."""
     function = {"forward": forward_kernel, "dq": dq_kernel}.get(case.kernel, dkv_kernel)
     config, width, dtype = case.config, padded(case.head_dim), DTYPES[case.dtype]
     constants = {
@@ -114,17 +136,8 @@ def build(case: Case) -> Resources:
         strided = name.endswith(("_batch", "_head", "_row"))
         if strided or signature[name] == f"*{dtype}":
             attributes[(position,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(function, signature, constexprs=constants, attrs=attributes),
-        target=TARGETS[case.architecture],
-        options={"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
-    )
-    if case.architecture == "gfx942":
-        return _of_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    assembly = compiled.asm["ptx"]
-    registers, stack = _of_nvidia(compiled.asm["cubin"])
-    cores = assembly.count(TENSOR_CORES[case.architecture])
-    return Resources(registers, stack, compiled.metadata.shared, cores, assembly.count("cp.async.bulk.tensor"))
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    return source, {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
 
 
 def _of_nvidia(cubin: bytes) -> tuple[int, int]:

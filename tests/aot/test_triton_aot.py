@@ -1,9 +1,12 @@
 """The default configurations, compiled ahead of time: no spills, shared memory within the limit, tensor cores at work.
 
-A few of each architecture run always; all head dims, rules and soft caps are in the slow tier (a second or two each).
+A few of each architecture are compiled always. For all head dims, rules and soft caps what was recorded counts as long
+as kernels, configurations and Triton are those of the record; else they are compiled, a second or two each.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from csc.kernels.triton_configs import choose
+from csc.kernels.triton_forward import forward_kernel
 
-from tests.aot.building import SHARED_BYTES, Case, build, kernels
+from tests.aot.building import SHARED_BYTES, Case, Resources, build, kernels, key
+from tests.aot.recorded import recorded, resources
 
 MASKS = {"no mask": (0, False), "one rule": (1, False), "kinds": (1, True), "two rules": (2, True)}
 
@@ -22,9 +27,13 @@ def cases(architecture: str, head_dim: int, rules: int, kinds: bool, softcap: bo
     return [Case(name, architecture, head_dim, rules, kinds, softcap) for name in names]
 
 
-FAST = [
+COMPILED = [
     *(case for head_dim in (64, 128, 256) for case in cases("sm_90", head_dim, 1, True)),
     *(case for name in ("sm_80", "sm_100", "gfx942") for case in cases(name, 128, 1, True)),
+]
+FAST = [
+    *cases("sm_90", 128, 1, True),
+    *(cases(name, 128, 1, True)[which] for which, name in enumerate(("sm_80", "sm_100", "gfx942"))),
 ]
 ALL = [
     case
@@ -37,49 +46,68 @@ ALL = [
 ]
 
 
-def check(case: Case) -> None:
-    found = build(case)
+def check(case: Case, found: Resources) -> None:
     assert found.spilled == 0, found
     assert found.shared <= SHARED_BYTES[case.architecture], found
     assert found.tensor_cores > 0, found
     assert (found.tma > 0) == case.config.descriptors, found
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
-def test_resources(case: Case) -> None:
-    check(case)
+@pytest.fixture
+def update(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in ALL if case not in FAST], ids=str)
-def test_all_resources(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in COMPILED], ids=str
+)
+def test_resources(case: Case, update: bool) -> None:
+    """Compiled always, and what is recorded is what the compiler gives."""
+    found = resources(case, True) if update else build(case)
+    check(case, found)
+    assert recorded(case) in (None, found)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in COMPILED], ids=str)
+def test_all_resources(case: Case, update: bool) -> None:
+    check(case, resources(case, update))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("architecture", list(SHARED_BYTES))
-def test_many_rules_fit(architecture: str, head_dim: int) -> None:
+def test_many_rules_fit(architecture: str, head_dim: int, update: bool) -> None:
     """Rows of rules are buffered beside K and V: five rules with kinds may spill, but have to fit."""
     for case in cases(architecture, head_dim, 5, True):
-        found = build(case)
+        found = resources(case, update)
         assert found.shared <= SHARED_BYTES[architecture], (case, found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [16, 36, 72, 96])
 @pytest.mark.parametrize("architecture", list(SHARED_BYTES))
-def test_other_head_dims(architecture: str, head_dim: int) -> None:
+def test_other_head_dims(architecture: str, head_dim: int, update: bool) -> None:
     for case in cases(architecture, head_dim, 1, False):
-        found = build(case)
+        found = resources(case, update)
         assert found.shared <= SHARED_BYTES[architecture] and found.tensor_cores > 0, (case, found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("architecture", list(SHARED_BYTES))
-def test_float32(architecture: str, head_dim: int) -> None:
+def test_float32(architecture: str, head_dim: int, update: bool) -> None:
     """Compiles and fits; true float32 has no tensor cores on NVIDIA."""
     for name in kernels(choose(architecture, head_dim, torch.float32)):
-        found = build(Case(name, architecture, head_dim, 1, False, dtype=torch.float32))
-        assert found.shared <= SHARED_BYTES[architecture], (name, found)
+        case = Case(name, architecture, head_dim, 1, False, dtype=torch.float32)
+        found = resources(case, update)
+        assert found.shared <= SHARED_BYTES[architecture], (case, found)
+
+
+def test_another_source_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of other kernels, blocks or another Triton counts no more."""
+    case = FAST[0]
+    before = key(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_kernel, "_src", forward_kernel.src.replace("RULES > 0", "RULES >= 1"))
+        patch.setattr(forward_kernel, "hash", None)
+        assert key(case) != before
+        assert recorded(case) is None
+    assert key(replace(case, softcap=True)) != before
+    assert key(case) == before
