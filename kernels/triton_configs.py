@@ -94,8 +94,8 @@ _HALF: dict[tuple[str, int], Choice] = {
     ("gfx942", 256): _choice(Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(16, 64, 4, 1), Config(16, 64, 4, 1)),
 }  # fmt: skip
 
-# Triton 3.6 to 3.8, and the assemblers that come with them, need more registers and spill with the blocks above. Rows of
-# their own, since with 3.9 these would only cost: half the work for a load, or a stage less.
+# Triton 3.6 to 3.8, and the assemblers that come with them, need more registers and spill with the blocks above. Rows
+# of their own, since with 3.9 these would only cost: half the work for a load, or a stage less.
 _BEFORE_3_9: dict[tuple[str, int], Choice] = {
     ("sm_90", 128): replace(
         _HALF["sm_90", 128],

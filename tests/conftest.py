@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,6 +14,9 @@ os.environ["CSC_CACHE"] = "0"  # tests leave the user's cache alone; those of th
 import hypothesis
 import pytest
 import torch
+
+STARTED_HERE = "CSC_TEST_TRACES" not in os.environ  # not in pytest-xdist's workers, which inherit it
+TRACES = os.environ.setdefault("CSC_TEST_TRACES", tempfile.mkdtemp(prefix="csc-traces-") if STARTED_HERE else "")
 
 torch.set_num_threads(1)
 
@@ -23,3 +29,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden from what the compiler does now"
     )
+
+
+def pytest_unconfigure() -> None:
+    if STARTED_HERE:
+        shutil.rmtree(TRACES, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def traces() -> Iterator[None]:
+    """For files that are about what is made of a trace, not about tracing: models that other tests of this run have
+    traced, in any of its processes, are not traced again. Nothing is left of it after the run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CSC_CACHE", "1")
+        patch.setenv("CSC_CACHE_DIR", TRACES)
+        yield

@@ -1,6 +1,6 @@
 """One rank of test_cache_ranks.py: train on microbatches of two lengths, leave what it did and its gradients in files.
 
-torchrun --nproc-per-node N tests/compiler/cache_worker.py '{"wrong": "no_such_part", "lengths": [8, 8]}' DIR
+main({"wrong": "no_such_part", "lengths": [8, 8]}, directory)
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -28,8 +28,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def main() -> None:
-    case, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+def main(case: dict[str, Any], directory: Path) -> None:
     rank = int(os.environ["RANK"])
     heard = Lines()
     logging.getLogger("csc").addHandler(heard)
@@ -52,7 +51,3 @@ def main() -> None:
     result = {"passes": passes, "log": heard.lines, "error": error, "loss": loss}
     (directory / f"result_{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,13 @@
 """One rank of test_gloo.py: compile a test model, run steps, leave losses and gradients in files.
 
-torchrun --nproc-per-node N tests/compiler/gloo_worker.py '{"model": "llava", ...}' DIR
+main({"model": "llava", ...}, directory)
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,8 +16,7 @@ import csc
 from tests.compiler.gloo_models import BATCHES, MODELS
 
 
-def main() -> None:
-    case, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+def main(case: dict[str, Any], directory: Path) -> None:
     model = MODELS[case["model"]]()
     batch = BATCHES[case["model"]](case["samples"])
     compiled = csc.compile(
@@ -57,7 +56,3 @@ def main() -> None:
     result = {"losses": losses, "norm": norm, "ways": sorted(ways)}
     (directory / f"result_{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

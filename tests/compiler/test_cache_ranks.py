@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 import csc
-from tests.compiler import small
-from tests.compiler.launching import launch
+from tests import launching
+from tests.compiler import cache_worker, small
 
 pytestmark = pytest.mark.gloo
 
 
 def ranks(case: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
-    launch("cache_worker.py", case, directory)
+    launching.ranks(cache_worker.main, 2, case, directory)
     return [json.loads((directory / f"result_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -18,9 +18,12 @@ from csc.checkpoint import format_of
 from csc.errors import InputError
 from csc.runtime import weights
 from csc.runtime.specs import ParameterSpec
-from tests.compiler.launching import launch
+from tests import launching
+from tests.compiler import weights_worker
 from tests.compiler.peft_models import llama, text_batch
 from tests.models import hf
+
+pytestmark = pytest.mark.usefixtures("traces")
 
 
 def randomised(model: nn.Module, seed: int) -> nn.Module:
@@ -128,7 +131,7 @@ def test_two_processes(tmp_path: Path) -> None:
     """Each reads and writes its part; the tied embedding is on both."""
     source = randomised(llama(tied=True), 1)
     source.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    launch("weights_worker.py", {"model": "llama"}, tmp_path)
+    launching.ranks(weights_worker.checkpoint, 2, tmp_path)
     index = json.loads((tmp_path / "csc" / weights.INDEX).read_text())
     assert len(set(index["weight_map"].values())) == 2
     assert_same(tensors(type(source).from_pretrained(tmp_path / "csc")), tensors(source))

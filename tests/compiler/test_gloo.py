@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,17 @@ from safetensors.torch import load_file
 
 import csc
 from csc.analysis.hardware import Wire, hardware, toml_text
+from tests import launching
+from tests.compiler import gloo_worker
 from tests.compiler.gloo_models import BATCHES, MODELS
 
-ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("traces")]
 
 
 def launch(case: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
-    """Run the case under torchrun; the ranks' results in order."""
+    """Run the case on the ranks of its mesh; their results in order."""
     ranks = csc.Mesh.of(case["mesh"]).size
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "tests/compiler/gloo_worker.py"), json.dumps(case), str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launching.ranks(gloo_worker.main, ranks, case, directory)
     return [json.loads((directory / f"result_{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -17,8 +17,10 @@ from transformers import BatchEncoding, BatchFeature, Trainer, TrainerCallback, 
 import csc
 from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
-from tests.compiler.launching import launch
+from tests import launching
 from tests.compiler.peft_models import llama, peft_model, text_batch
+
+pytestmark = pytest.mark.usefixtures("traces")
 
 ROWS, STEPS, RATE, NORM = 4, 4, 1e-2, 0.5
 Samples = list[dict[str, torch.Tensor]]
@@ -169,7 +171,9 @@ def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_hf_trainer_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     """Shuffled batches, saved and resumed halfway: what one process does, to the bit."""
-    launch("trainer_worker.py", {}, tmp_path)
+    from tests.compiler import trainer_worker  # which imports this file
+
+    launching.ranks(trainer_worker.main, 2, tmp_path)
     found = json.loads((tmp_path / "result.json").read_text())
     log = Losses()
     alone = CompiledTrainer(

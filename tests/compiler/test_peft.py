@@ -14,7 +14,8 @@ import csc
 from csc.analysis.explain import explain
 from csc.errors import InputError
 from csc.verification import verify
-from tests.compiler.launching import launch
+from tests import launching
+from tests.compiler import weights_worker
 from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch
 from tests.compiler.test_parity import FLOAT32, check, training_only
 from tests.models import hf
@@ -109,7 +110,7 @@ def test_a_model_without_adapters_has_none_to_save(plain: csc.CompiledModel, tmp
 
 @pytest.mark.gloo
 def test_adapters_of_several_processes_are_gathered(tmp_path: Path) -> None:
-    launch("weights_worker.py", {"peft": "llama", "steps": 2}, tmp_path)
+    launching.ranks(weights_worker.adapter, 2, "llama", 2, tmp_path)
     alone = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
     trained(alone, text_batch(2))
     assert_same(alone.model, PeftModel.from_pretrained(base("llama"), str(tmp_path / "adapter")))

@@ -22,9 +22,9 @@ from csc.ir.mesh import Mesh
 from csc.runtime.launch import Launch
 from csc.runtime.program import functions, load
 from csc.runtime.trainer import Trainer
-from tests.compiler import small
+from tests import launching
+from tests.compiler import small, weights_worker
 from tests.compiler.conftest import Models
-from tests.compiler.launching import launch
 from tests.compiler.peft_models import llama
 
 RANKS = 1024
@@ -186,7 +186,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
 def test_a_model_on_the_meta_device_in_two_processes(tmp_path: Path) -> None:
     source = llama()
     source.save_pretrained(tmp_path / "hf")
-    launch("weights_worker.py", {"meta": True}, tmp_path)
+    launching.ranks(weights_worker.meta, 2, tmp_path)
     again = type(source).from_pretrained(tmp_path / "csc").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in source.state_dict().items())
 

@@ -1,12 +1,11 @@
 """One rank of the test that trains with HF's Trainer on two processes, with a checkpoint on the way.
 
-torchrun --nproc-per-node 2 tests/compiler/trainer_worker.py '{}' DIR
+main(directory)
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from tests.compiler.peft_models import llama, text_batch
 from tests.compiler.test_integrations import ROWS, Losses, arguments, collate, samples
 
 
-def main() -> None:
-    directory = Path(sys.argv[2])
+def main(directory: Path) -> None:
     log, again = Losses(), Losses()
     changes = {"train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 2}
     for seen, checkpoint in ((log, None), (again, str(directory / "checkpoint-2"))):
@@ -37,7 +35,3 @@ def main() -> None:
         result = {"losses": log.seen, "evaluated": evaluated["eval_loss"]}
         (directory / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,13 @@
 """One rank of the tests that write and read weights on two processes.
 
-torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"peft": "llama", "steps": 2}' DIR
-torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"model": "llama"}' DIR
-torchrun --nproc-per-node 2 tests/compiler/weights_worker.py '{"meta": true}' DIR
+adapter(name, steps, directory)
+checkpoint(directory)
+meta(directory)
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +17,17 @@ import csc
 from tests.compiler.peft_models import llama, peft_model, text_batch
 
 
-def adapter(case: dict[str, Any], directory: Path) -> None:
+def adapter(name: str, steps: int, directory: Path) -> None:
     """Train adapters, and write them."""
     batch = text_batch(2)
-    compiled = csc.compile(peft_model(case["peft"]), mesh="pp=2", example=batch)
+    compiled = csc.compile(peft_model(name), mesh="pp=2", example=batch)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
-    for _ in range(case["steps"]):
+    for _ in range(steps):
         compiled.train_step(batch)
         optimizer.step()
         optimizer.zero_grad()
     compiled.save_adapter(directory / "adapter")
+    dist.destroy_process_group()
 
 
 def checkpoint(directory: Path) -> None:
@@ -40,6 +38,7 @@ def checkpoint(directory: Path) -> None:
     expected = LlamaForCausalLM.from_pretrained(directory / "hf").state_dict()
     found = compiled.gather().state_dict()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    dist.destroy_process_group()
 
 
 def meta(directory: Path) -> None:
@@ -58,18 +57,4 @@ def meta(directory: Path) -> None:
     loss = compiled.train_step(text_batch(2))
     assert torch.allclose(loss, expected(**text_batch(2)).loss, rtol=1e-5)
     compiled.save(directory / "csc")
-
-
-def main() -> None:
-    case, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
-    if "peft" in case:
-        adapter(case, directory)
-    elif "meta" in case:
-        meta(directory)
-    else:
-        checkpoint(directory)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""Real processes over gloo, started by torchrun."""
+"""Real processes over gloo; those that run `csc.run` are started by torchrun."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,32 +10,16 @@ from pathlib import Path
 
 import handmade
 import pytest
+import worker
+
+from tests.launching import ranks, torchrun
 
 pytestmark = pytest.mark.gloo
-WORKER = Path(__file__).parent / "worker.py"
-
-
-def torchrun(processes: int, *command: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment
-    )
-
-
-def check(processes: int, *command: object) -> None:
-    done = torchrun(processes, WORKER, *command)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_three_stages(tmp_path: Path) -> None:
-    check(
+    ranks(
+        worker.run,
         3,
         "stages",
         handmade.write(tmp_path / "1f1b"),
@@ -47,14 +30,16 @@ def test_three_stages(tmp_path: Path) -> None:
 
 
 def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
-    check(2, "replicas", handmade.write(tmp_path / "p", placement=(0, 0, 0), dp=2, microbatches=2))
+    ranks(worker.run, 2, "replicas", handmade.write(tmp_path / "p", placement=(0, 0, 0), dp=2, microbatches=2))
     one = handmade.write(tmp_path / "one", placement=(0, 0, 0), dp=2)
     handmade.write(tmp_path / "one_3")
-    check(2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
+    ranks(worker.run, 2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
 
 
 def test_ranks_that_run_several_stages(tmp_path: Path) -> None:
-    check(2, "replicas", handmade.write(tmp_path / "v", placement=(0, 1, 0), microbatches=4, schedule="auto"))
+    ranks(
+        worker.run, 2, "replicas", handmade.write(tmp_path / "v", placement=(0, 1, 0), microbatches=4, schedule="auto")
+    )
 
 
 def test_csc_run(tmp_path: Path) -> None:
@@ -103,7 +88,7 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_six_ranks_with_tied_weights_and_replicas(tmp_path: Path) -> None:
-    check(6, "replicas", handmade.write(tmp_path / "p", dp=2, microbatches=2))
+    ranks(worker.run, 6, "replicas", handmade.write(tmp_path / "p", dp=2, microbatches=2))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from test_gloo import torchrun
 
 from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
@@ -22,6 +21,7 @@ from csc.simulation.pipeline import Link, Network, Pipeline, Stage
 from csc.simulation.pipeline_file import from_json, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import from_json as read_timeline
+from tests.launching import torchrun
 
 PIPELINE = Pipeline(
     (

@@ -1,16 +1,12 @@
-"""Started by torchrun from test_gloo.py: one rank that checks itself against eager autograd and against the
-in-process run.
+"""One rank of test_gloo.py, which checks itself against eager autograd and against the in-process run.
 
-worker.py CASE DIR...       exits 0 if all is well
+run(case, *directories)       returns if all is well
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import handmade
 import torch
@@ -126,9 +122,9 @@ def disagree(one: Path, other: Path) -> None:
         assert "is for 3 ranks (pp=3), the process group has 2" in str(error), error
 
 
-if __name__ == "__main__":
+def run(case: str, *directories: Path) -> None:
     setup_distributed(timeout=30)
     torch.set_num_threads(1)
     cases: dict[str, Callable[..., None]] = {"stages": stages, "replicas": replicas, "disagree": disagree}
-    cases[sys.argv[1]](*map(Path, sys.argv[2:]))
+    cases[case](*directories)
     torch.distributed.destroy_process_group()

@@ -1,0 +1,92 @@
+"""Real processes for tests: under torchrun, or forked from one process that has imported everything already.
+
+Terms
+  forkserver   a process that imports csc, transformers and peft once and then forks: importing them again
+               for every rank of every test took most of the time of the tests with processes
+
+    torchrun(processes, *command) -> CompletedProcess          as users start them: python -m torch.distributed.run
+    ranks(main, processes, *arguments)                         main(*arguments) on so many ranks
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 240.0  # seconds
+IMPORTED = ["csc", "csc.compiler", "csc.integrations.hf", "csc.runtime.trainer", "peft", "tests.compiler.gloo_models"]
+
+
+def torchrun(processes: int, *command: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    """The command under torchrun, from the root of the repository, with one thread a process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
+    )
+
+
+def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> None:
+    """main(*arguments) on so many processes with the environment that torchrun would give them, and torchrun's kind of
+    store, which outlives any rank. AssertionError with what the first rank that failed wrote, if one did.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(processes):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            environment = {**os.environ, **{name: str(value) for name, value in (place | meeting).items()}}
+            heard = Path(folder, f"{rank}.txt")
+            started.append(context.Process(target=_rank, args=(main, environment, heard, arguments), daemon=True))
+            started[-1].start()
+        failed = _first_failure(started)
+        assert failed is None, (
+            f"rank {failed} ended with {started[failed].exitcode}:\n"
+            + Path(folder, f"{failed}.txt").read_text()[-4000:]
+        )
+
+
+def _first_failure(started: list[Any]) -> int | None:
+    """Wait until all processes are done, or one has failed: the others wait for it in vain, and are ended."""
+    end, running = monotonic() + PATIENCE, dict(enumerate(started))
+    failed = None
+    while running and failed is None:
+        if not wait([process.sentinel for process in running.values()], end - monotonic()):
+            failed = min(running)
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                del running[rank]
+                failed = rank if process.exitcode and failed is None else failed
+    for process in running.values():
+        process.kill()
+        process.join()
+    return failed
+
+
+def _rank(main: Callable[..., None], environment: Mapping[str, str], heard: Path, arguments: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with heard.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    try:
+        main(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
