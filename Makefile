@@ -27,11 +27,10 @@ demo: install
 	$(BIN)/python examples/digits/demo.py --output build/demo
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gloo"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gloo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gloo"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gloo"
 
 lint: install
 	$(BIN)/ruff check .

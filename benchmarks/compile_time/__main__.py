@@ -35,11 +35,13 @@ def main() -> None:
     print(json.dumps(summary(rows), indent=1))
 
 
-def run(depths: tuple[int, ...], ranks: tuple[int, ...], limit: int) -> list[dict[str, Any]]:
+def run(
+    depths: tuple[int, ...], ranks: tuple[int, ...], limit: int, rivals: tuple[str, ...] = RIVALS
+) -> list[dict[str, Any]]:
     """A row for csc and each rival at every depth; for csc at the largest depth over ever more ranks, and with a plan
     whose order of work is searched.
     """
-    wanted = [(name, layers, max(ranks), "1f1b") for layers in depths for name in (CSC, *RIVALS)]
+    wanted = [(name, layers, max(ranks), "1f1b") for layers in depths for name in (CSC, *rivals)]
     wanted += [(CSC, max(depths), count, "1f1b") for count in ranks if count != max(ranks)]
     wanted.append((CSC, max(depths), max(ranks), SEARCHED))
     rows = []

@@ -69,6 +69,7 @@ def test_cpu_summary() -> None:
     assert report.summary(None, [row]) == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is left out where there is no GPU")
 def test_without_a_gpu_its_figures_are_left_out() -> None:
     command = [sys.executable, "-m", "benchmarks.attention", "--json", "--part", "gpu"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import csc
 from benchmarks.compile_time.__main__ import CSC, RIVALS, SEARCHED, run, summary, tables
 from benchmarks.compile_time.rivals import RIVALS as TRACERS
+from tests.models import hf
 
 
 def row(name: str, schedule: str = "1f1b", **more: float) -> dict:
@@ -32,8 +34,16 @@ def test_summary_is_of_the_whole_model() -> None:
 
 @pytest.mark.slow
 def test_two_layers_are_measured() -> None:
-    rows = run((2,), (16,), 300)
-    assert [each["name"] for each in rows] == [CSC, *RIVALS, CSC]
+    rows = run((2,), (16,), 300, RIVALS[:1])
+    assert [each["name"] for each in rows] == [CSC, RIVALS[0], CSC]
     assert not [each for each in rows if "failed" in each]
     own = rows[0]
     assert own["capture"] + own["after"] == pytest.approx(own["seconds"]) and own["lines"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_trace_a_model(name: str) -> None:
+    with csc.weightless():
+        model = hf.llava()
+    TRACERS[name](model, hf.llava_batch(1))

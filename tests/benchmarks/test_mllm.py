@@ -78,6 +78,7 @@ def grown(shallow: Program) -> Program:
     return expand(shallow, STACKS)
 
 
+@pytest.mark.slow
 def test_the_expanded_program_is_that_of_a_deep_capture(shallow: Program, grown: Program, deep: Program) -> None:
     assert len(shallow.regions) + 1 + 2 == len(deep.regions)
     assert grown.regions == deep.regions
@@ -141,6 +142,7 @@ def test_layers_that_are_no_chain_are_refused(inside: bool) -> None:
         expand(program, {component: Stack(9)})
 
 
+@pytest.mark.slow
 def test_a_capture_without_weights_is_that_with_weights(shallow: Program) -> None:
     heavy = build(SMALL, SHALLOW).to(torch.bfloat16)
     assert sum(p.numel() for p in heavy.parameters()) == sum(p.numel for p in shallow.parameters)

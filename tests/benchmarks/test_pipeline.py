@@ -238,6 +238,7 @@ def row() -> Row:
     return evaluate(Case("VALM-S", "encoder frozen", 3, "a40"), numbers_of(True))
 
 
+@pytest.mark.slow
 def test_a_row_keeps_to_its_limits(row: Row) -> None:
     blind = row.pair(UNAWARE).baseline
     assert row.plans["equal"].activations <= blind.activations * (1 + 1e-9)

@@ -12,7 +12,7 @@ from torch import nn
 import csc
 from csc.api import CompiledModel
 from tests.compiler import small
-from tests.models import hf, plain
+from tests.models import hf, packed, plain
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "llava_lora": (_lora, hf.llava_batch),
     "llava_bf16": (lambda: hf.llava().bfloat16(), lambda samples: _half(hf.llava_batch(samples))),
     "whisper": (hf.whisper_llama, hf.whisper_batch),
+    "packed": (packed.llama, lambda samples: packed.batch(samples, length=200)),
     "plain": (plain.plain, plain.plain_batch),
     "plain_untied": (lambda: plain.plain(tied=False), plain.plain_batch),
     "mixed": (small.mixed, small.mixed_batch),
@@ -47,12 +48,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 
 
 class Models:
-    """models("llava", mesh="pp=3", freeze=[...]): the model compiled with these options, from shared captures."""
+    """models("llava", mesh="pp=3", freeze=[...]): the model compiled with these options, from shared captures.
+
+    models("llava", batch, ...): for another batch, which a capture serves whatever its lengths are.
+    """
 
     def __init__(self) -> None:
         self.bases: dict[str, CompiledModel] = {}
 
-    def __call__(self, name: str, **options: Any) -> CompiledModel:
+    def __call__(self, name: str, example: Batch | None = None, **options: Any) -> CompiledModel:
         make, batch = MODELS[name]
         if name not in self.bases:
             self.bases[name] = csc.compile(make(), example=batch(2), cache=False)  # some look at its capture
@@ -60,7 +64,7 @@ class Models:
         # Two samples a microbatch whatever the options are: one capture serves all of them.
         chosen = base.with_options(**options).options
         rows = 2 * chosen.microbatches * chosen.mesh.dp
-        return CompiledModel(base.model, chosen, batch(rows), None, base.compiler)
+        return CompiledModel(base.model, chosen, batch(rows) if example is None else example, None, base.compiler)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import torch
 import csc
 from csc.errors import InputError
 from csc.runtime import context, spread
+from tests.compiler.conftest import Models
 from tests.models import packed
 
 Batch = dict[str, torch.Tensor]
@@ -39,8 +40,9 @@ def batches(count: int) -> list[Batch]:
     return [packed.batch(4, 96, (11 + 5 * number, 3, 30, 1 + number)) for number in range(count)]
 
 
-def compiled_model() -> csc.CompiledModel:
-    return csc.compile(packed.llama(), example=batches(1)[0], mesh="cp=2", microbatches=2)
+@pytest.fixture
+def compiled(models: Models) -> csc.CompiledModel:
+    return models("packed", batches(1)[0], mesh="cp=2", microbatches=2)
 
 
 def gradients(compiled: csc.CompiledModel, loop: Iterator[Batch]) -> list[tuple[float, dict[str, torch.Tensor]]]:
@@ -52,8 +54,10 @@ def gradients(compiled: csc.CompiledModel, loop: Iterator[Batch]) -> list[tuple[
     return found
 
 
-def test_the_same_bits_and_nothing_planned_in_the_step(planned: list[tuple[str, str]]) -> None:
-    compiled = compiled_model()
+@pytest.mark.slow
+def test_the_same_bits_and_nothing_planned_in_the_step(
+    planned: list[tuple[str, str]], compiled: csc.CompiledModel
+) -> None:
     expected = gradients(compiled, iter(batches(6)))
     assert not [thread for _, thread in planned if thread.startswith("csc-ahead")]
     again = compiled.with_options(schedule="gpipe")  # the same traces, another trainer that has planned nothing
@@ -69,8 +73,8 @@ def test_the_same_bits_and_nothing_planned_in_the_step(planned: list[tuple[str, 
     assert {what for what, _ in planned} == {"tokens", "keys"}
 
 
-def test_a_batch_that_is_changed_after_all_is_planned_in_its_step() -> None:
-    compiled, other = compiled_model(), batches(6)[5]
+def test_a_batch_that_is_changed_after_all_is_planned_in_its_step(compiled: csc.CompiledModel) -> None:
+    other = batches(6)[5]
     expected = gradients(compiled, iter([batches(1)[0], other]))[1]
     found = None
     for place, batch in enumerate(compiled.ahead(batches(2))):
@@ -83,8 +87,8 @@ def test_a_batch_that_is_changed_after_all_is_planned_in_its_step() -> None:
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
-def test_a_batch_that_does_not_fit_is_refused_in_its_turn() -> None:
-    compiled, seen = compiled_model(), []
+def test_a_batch_that_does_not_fit_is_refused_in_its_turn(compiled: csc.CompiledModel) -> None:
+    seen = []
     compiled.trainer()
     bad = {name: tensor[:3] for name, tensor in batches(1)[0].items()}
     with pytest.raises(InputError):
@@ -95,6 +99,6 @@ def test_a_batch_that_does_not_fit_is_refused_in_its_turn() -> None:
         compiled.ahead(batches(1), depth=0)
 
 
-def test_without_cp_batches_are_only_fetched() -> None:
-    compiled = csc.compile(packed.llama(), example=batches(1)[0])
+def test_without_cp_batches_are_only_fetched(models: Models) -> None:
+    compiled = models("packed", batches(1)[0])
     assert len(gradients(compiled, compiled.ahead(batches(2)))) == 2

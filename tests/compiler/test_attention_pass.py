@@ -186,6 +186,7 @@ def mask_in(program: Program, seen: dict[str, Any]) -> torch.Tensor:
     return packing.unpack(seen[packed.name], form)[0].dense()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_of", READ, ids=lambda f: f.__name__)
 def test_lets_through_what_the_mask_did(mask_of: MaskOf) -> None:
     before, after = traced(mask_of)

@@ -259,6 +259,7 @@ def test_no_example_at_all() -> None:
     refused(lambda: csc.compile(Base()).program, "no example batch", "compile", "pass example=batch")
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit_the_model(models: Models) -> None:
     """Another length than the example's is fine; one that the model's own tables do not cover is not."""
     compiled = models("plain", mesh="pp=2")

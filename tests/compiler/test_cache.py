@@ -70,6 +70,7 @@ def untimed(directory: Path) -> dict[str, bytes]:
     return {**files, "program.json": json.dumps(table, indent=1).encode()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("llava", {"mesh": "pp=3"}), ("mixed", {}), ("text", {"mesh": "cp=2"})])
 def test_a_stored_program_reads_back_text_for_text(name: str, options: dict[str, Any], models: Models) -> None:
     compiled = models(name, **options)
@@ -149,6 +150,7 @@ def test_functions_of_a_python_module_are_kept(cache: Store) -> None:
     assert [call.prefix for call in again.compiler.learned.host.calls] == ["places_of", "places_of_call2"]
 
 
+@pytest.mark.slow
 def test_other_lengths_are_compiled_once(cache: Store) -> None:
     batches = [reader_batch([[2, 3], [1, 4]], length) for length in (7, 11)] + [reader_batch([[2, 2], [1, 1]])]
     for start in range(2):
@@ -162,6 +164,7 @@ def test_other_lengths_are_compiled_once(cache: Store) -> None:
         assert len(cache.entries()) == entries
 
 
+@pytest.mark.slow
 def test_another_frozen_set_starts_from_the_traced_graphs(cache: Store, tmp_path: Path) -> None:
     reader()
     batch = [reader_batch([[2, 3], [1, 4]])] * 2
@@ -173,6 +176,7 @@ def test_another_frozen_set_starts_from_the_traced_graphs(cache: Store, tmp_path
         equal(again)
 
 
+@pytest.mark.slow
 def test_in_another_process(cache: Store, tmp_path: Path) -> None:
     mixed()
     code = f"""
@@ -193,6 +197,7 @@ compiled.write({str(tmp_path / "there")!r})
     assert written(found, tmp_path / "found") == untimed(tmp_path / "here") and not found.compiler.traced
 
 
+@pytest.mark.slow
 def test_what_lies_between_is_traced_when_it_is_asked_for(cache: Store) -> None:
     expected = [program_text(program) for program in mixed().history()]
     again = mixed()
@@ -201,6 +206,7 @@ def test_what_lies_between_is_traced_when_it_is_asked_for(cache: Store) -> None:
     assert [program_text(program) for program in again.history()] == expected and captures(again) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["program", "trace", "capture"])
 def test_a_damaged_entry_is_made_again(
     kind: str, cache: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, torch.Tensor]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """save_pretrained, in shards -> compiled.load -> compiled.save -> from_pretrained."""

@@ -99,6 +99,7 @@ def test_explain(run: Run) -> None:
     assert "multi_modal_projector" in table.out
 
 
+@pytest.mark.slow
 def test_memory_options(run: Run) -> None:
     """Precision and recomputation by component; explain says what runs again."""
     more = ("--precision", "bf16", "--keep-fp32", "lm_head", "--recompute", "language_model=full,lm_head=none")
@@ -364,6 +365,7 @@ def test_a_plain_class_with_an_example_from_the_same_file(run: Run, tmp_path: Pa
     assert "bad.py:11: if x.sum() > 100:" in said
 
 
+@pytest.mark.slow
 def test_the_command_itself() -> None:
     """In processes of their own: a good command, a bad one, the same with --debug."""
     listed = process("passes", "--json")
@@ -386,6 +388,7 @@ def test_the_command_verifies() -> None:
     assert os.fspath(ROOT) not in done.stdout
 
 
+@pytest.mark.slow
 def test_fake(run: Run, tmp_path: Path) -> None:
     """Without weights the same program comes out, and the steps of the way to it are told."""
     copied = shutil.copy(TARGET.rpartition(":")[0], tmp_path)  # a file of its own is loaded anew

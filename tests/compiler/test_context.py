@@ -15,7 +15,8 @@ from csc import masks
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.verification import verify
-from tests.models import hf, packed, plain
+from tests.compiler.conftest import Models
+from tests.models import hf, plain
 
 FLOAT32 = 1e-5  # what is promised; 1.2e-6 is the most that was seen
 
@@ -23,7 +24,10 @@ Batch = dict[str, torch.Tensor]
 
 
 def check(model: nn.Module, batch: Batch, gradients: int, **options: Any) -> csc.CompiledModel:
-    compiled = csc.compile(model, example=batch, **options)
+    return parity(csc.compile(model, example=batch, **options), gradients)
+
+
+def parity(compiled: csc.CompiledModel, gradients: int) -> csc.CompiledModel:
     result = verify(compiled)
     assert result.params_missing == ()
     assert result.params_unexpected == ()
@@ -34,37 +38,43 @@ def check(model: nn.Module, batch: Batch, gradients: int, **options: Any) -> csc
 
 
 # Lengths that no block divides, and more than one block of 128.
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "mesh"), [(57, "cp=2"), (57, "cp=4"), (600, "cp=4"), (1000, "cp=2")])
-def test_llava(length: int, mesh: str) -> None:
-    check(hf.llava(), hf.llava_batch(length=length), 80, mesh=mesh)
+def test_llava(models: Models, length: int, mesh: str) -> None:
+    parity(models("llava", hf.llava_batch(length=length), mesh=mesh), 80)
 
 
 @pytest.mark.parametrize(
     "freeze", [["vision_tower"], ["vision_tower", "language_model"]], ids=["encoder", "projector only"]
 )
-def test_llava_with_stages_and_frozen_parts(freeze: list[str]) -> None:
-    check(hf.llava(), hf.llava_batch(length=57), 43 if len(freeze) == 1 else 4, mesh="cp=2,pp=2", freeze=freeze)
+def test_llava_with_stages_and_frozen_parts(models: Models, freeze: list[str]) -> None:
+    compiled = models("llava", hf.llava_batch(length=57), mesh="cp=2,pp=2", freeze=freeze)
+    parity(compiled, 43 if len(freeze) == 1 else 4)
 
 
-def test_llava_with_replicas_and_microbatches() -> None:
-    check(hf.llava(tied=True), hf.llava_batch(samples=4, length=57), 79, mesh="cp=2,dp=2", microbatches=2)
+@pytest.mark.slow
+def test_llava_with_replicas_and_microbatches(models: Models) -> None:
+    parity(models("llava_tied", hf.llava_batch(samples=8, length=57), mesh="cp=2,dp=2", microbatches=2), 79)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4,pp=2"])
-def test_plain_model_with_skips_into_the_middle(mesh: str) -> None:
+def test_plain_model_with_skips_into_the_middle(models: Models, mesh: str) -> None:
     """DeepStack adds to a slice of the sequence and concatenates; labels are shifted by slicing; weights are tied."""
-    check(plain.plain(), plain.plain_batch(length=30), 164, mesh=mesh)
+    parity(models("plain", plain.plain_batch(length=30), mesh=mesh), 164)
 
 
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,pp=2"])
-def test_packed_documents(mesh: str) -> None:
-    check(packed.llama(), packed.batch(length=200), 30, mesh=mesh)
+def test_packed_documents(models: Models, mesh: str) -> None:
+    parity(models("packed", mesh=mesh), 30)
 
 
-def test_speech_in_front_of_text() -> None:
-    check(hf.whisper_llama(), hf.whisper_batch(length=40), 59, mesh="cp=2,pp=2")
+@pytest.mark.slow
+def test_speech_in_front_of_text(models: Models) -> None:
+    parity(models("whisper", hf.whisper_batch(length=40), mesh="cp=2,pp=2"), 59)
 
 
+@pytest.mark.slow
 def test_full_and_sliding_layers() -> None:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -80,6 +90,7 @@ def test_full_and_sliding_layers() -> None:
     assert [mask.layers for mask in compiled.program.contexts[-1].masks] == [2, 1]
 
 
+@pytest.mark.slow
 def test_what_a_rank_file_says(tmp_path: Any) -> None:
     """Layers call the plan; embeddings, positions and labels are dispatched; no dense mask is made."""
     compiled = csc.compile(hf.llava(), example=hf.llava_batch(length=57), mesh="cp=2,pp=2")
@@ -93,9 +104,9 @@ def test_what_a_rank_file_says(tmp_path: Any) -> None:
     assert "57, 57" not in tables
 
 
-def test_labels_are_shifted_before_they_are_spread() -> None:
+def test_labels_are_shifted_before_they_are_spread(models: Models) -> None:
     """The fault of splitting labels first shows on data with structure: the order of the two is in the graph."""
-    compiled = csc.compile(hf.llava(), example=hf.llava_batch(length=57), mesh="cp=2")
+    compiled = models("llava", hf.llava_batch(length=57), mesh="cp=2")
     shared = compiled.program.shared
     labels = dict(zip(shared.output_node().meta["names"], g.outputs(shared)))["labels"]
     names = [g.op_name(node) for node in g.subgraph_nodes(shared, g.ancestors([labels])) if node.op == "call_function"]
@@ -134,6 +145,7 @@ def mixing(between: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, 
     return Mixing(between), {"ids": ids, "labels": (ids + 1) % 50}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "why"),
     [
@@ -151,13 +163,15 @@ def mixing(between: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, 
 )  # fmt: skip
 def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) -> None:
     model, batch = mixing(between)
+    whole = csc.compile(model, example=batch)
     with pytest.raises(InputError) as caught:
-        csc.compile(model, example=batch, mesh="cp=2")
+        whole.with_options(mesh="cp=2").prepare()
     text = str(caught.value)
     assert why in text and "cp=2" in text and "test_context.py" in text and "leave cp at 1" in text
-    assert verify(csc.compile(model, example=batch)).grad_rel_max <= FLOAT32  # without cp it is fine
+    assert verify(whole).grad_rel_max <= FLOAT32  # without cp it is fine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
     [
@@ -181,6 +195,7 @@ def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
         csc.compile(Summed(lambda x: x), example=batch, mesh="cp=2")
 
 
+@pytest.mark.slow
 def test_an_attention_that_cannot_be_read_is_named() -> None:
     class Odd(plain_layer):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -211,6 +226,7 @@ def test_too_short_a_sequence_is_refused() -> None:
         csc.compile(model, example=short, mesh="cp=4")
 
 
+@pytest.mark.slow
 def test_a_model_that_says_its_mask_itself() -> None:
     """csc.attention in the user's own code, its mask made by the data loader."""
 

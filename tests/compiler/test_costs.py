@@ -79,6 +79,7 @@ def costs(program: Program, **options: bool) -> list[RegionCost]:
 # --- FLOPs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "plain"])
 def test_forward_flops_are_those_that_torch_counts(name: str) -> None:
     """Eager, with attention as the two matmuls that it is, which torch counts by itself."""
@@ -100,6 +101,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "freeze"),
     [
@@ -389,6 +391,7 @@ def speaking() -> tuple[CompiledModel, CostReport]:
     return compiled, report(compiled, symbolic=True)
 
 
+@pytest.mark.slow
 def test_what_varies(speaking: tuple[CompiledModel, CostReport]) -> None:
     """The number of mel bins does not: the model fixes it."""
     _, found = speaking
@@ -410,6 +413,7 @@ def at(expression: sympy.Expr, sizes: Mapping[str, int]) -> sympy.Expr:
     return expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols})
 
 
+@pytest.mark.slow
 def test_expressions_predict_other_sizes(speaking: tuple[CompiledModel, CostReport]) -> None:
     """Of a new capture of another batch, of sizes that no sample had."""
     compiled, found = speaking
@@ -449,6 +453,7 @@ def aligned_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
     return {"signal": torch.ones(samples, 3, length), "tokens": torch.ones(samples, length, dtype=torch.int64)}
 
 
+@pytest.mark.slow
 def test_lengths_that_grow_together() -> None:
     """Neither the signal nor the text grows alone. One row: expressions from two rows on."""
     compiled = CompiledModel(Aligned(), Options(), aligned_batch(1, 6))
@@ -461,6 +466,7 @@ def test_lengths_that_grow_together() -> None:
         assert {name: at(e, {"batch": 4, "text": 9}) for name, e in row.expressions.items()} == there.figures
 
 
+@pytest.mark.slow
 def test_a_text_model_varies_in_text_alone() -> None:
     source = sampler(CompiledModel(small.text(1), Options(), small.text_batch(4)))
     (length,) = lengths(source)
@@ -470,6 +476,7 @@ def test_a_text_model_varies_in_text_alone() -> None:
     assert {item.shape for item in grown.inputs} == {(4, 31)}
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_counts_once_in_a_component() -> None:
     model = small.text(2)
     model.lm_head.weight = model.embed_tokens.weight

@@ -99,6 +99,7 @@ def base() -> CompiledModel:
     return csc.compile(model(), example=small.text_batch(8, 10), microbatches=4)
 
 
+@pytest.mark.slow
 def test_eager_with_the_same_masks_has_the_same_bits(base: CompiledModel) -> None:
     eager, batch = model(seeded=True), small.text_batch(8, 10)
     torch.manual_seed(3)
@@ -129,6 +130,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_step_whatever_the_split(base: CompiledModel) -> None:
     loss, expected = step(base)
     same(step(base), (loss, expected))
@@ -234,6 +236,7 @@ def _run(graph: fx.Graph, values: Any) -> Any:
     return fx.Interpreter(nn.Module(), graph=graph).run(*(values[n.meta["role"]] for n in g.placeholders(graph)))
 
 
+@pytest.mark.slow
 def test_gpt2_with_dropout_of_hidden_states_and_attention() -> None:
     compiled = csc.compile(gpt2(), example=gpt2_batch(2))
     assert sum("attention written out" in note for note in compiled.program.notes) == 3
@@ -246,6 +249,7 @@ def test_gpt2_with_dropout_of_hidden_states_and_attention() -> None:
         _ = compiled.with_options(mesh="cp=2").program
 
 
+@pytest.mark.slow
 def test_attention_written_out_is_attention() -> None:
     """With a rate too small to drop anything, GPT-2 has the gradients of eager GPT-2 without dropout."""
     compiled = csc.compile(gpt2(1e-12), example=gpt2_batch(2), mesh="pp=2")

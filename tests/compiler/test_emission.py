@@ -46,6 +46,7 @@ def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [None, ["embed_tokens"], ["embed_tokens", "layers.0", "layers.1"], ["layers"]])
 @pytest.mark.parametrize("cut", [5, 6])
 def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | None, cut: int) -> None:
@@ -117,6 +118,7 @@ def step(
     return loss, {name: p.grad for name, p in trainer.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_user_may_edit_an_emitted_layer_and_run_it(models: Models, tmp_path: Path) -> None:
     compiled = models("text", mesh="pp=2")
     directory = compiled.write(tmp_path / "program")
@@ -235,6 +237,7 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_hostile_names_never_become_code(tmp_path: Path, stages: int) -> None:
     """Behind capture: all passes and the emission with such names, then the gradients."""
@@ -267,6 +270,7 @@ def test_hostile_names_never_become_code(tmp_path: Path, stages: int) -> None:
     assert not hasattr(builtins, "pwned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_hostile_names_in_every_picture(form: str) -> None:
     model = OddNames(["a b; import os", "its <b>", "{0} %s"])
@@ -381,6 +385,7 @@ class ReservedPart(nn.Module):
         return W + self.aten(torch.tanh(self.w(W * kept)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 def test_names_of_the_emitted_files_own_variables(stages: int) -> None:
     torch.manual_seed(0)
@@ -488,6 +493,7 @@ print(json.dumps({"code": code, "modules": sorted(sys.modules)}))
 """
 
 
+@pytest.mark.slow
 def test_a_program_runs_without_the_compiler_and_transformers(models: Models, tmp_path: Path) -> None:
     compiled = models("llava", mesh="pp=3", freeze=["vision_tower"])
     directory = compiled.write(tmp_path / "program", with_weights=True)
@@ -514,6 +520,7 @@ def test_a_program_runs_without_the_compiler_and_transformers(models: Models, tm
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_emitted_graphs_hold_no_fx(models: Models) -> None:
     compiled = models("plain", mesh="pp=4")
     for path, text in sources(compiled.program, compiled.options).items():

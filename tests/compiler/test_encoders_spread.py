@@ -38,6 +38,7 @@ def ranks_of(compiled: csc.CompiledModel) -> dict[str, int]:
 
 
 # Ten tokens: five a rank, three and padding on four ranks; and two groups of two that compute the same.
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "ranks"), [("cp=2", 2), ("cp=4", 4), ("cp=4", 2)])
 def test_llava(models: Models, mesh: str, ranks: int) -> None:
     compiled = models("llava", mesh=mesh, context={"vision_tower": ranks})
@@ -58,6 +59,7 @@ def test_replicas_and_microbatches(models: Models) -> None:
     parity(models("llava", mesh="cp=2,dp=2", microbatches=2, context={"vision_tower": 2}), 80)
 
 
+@pytest.mark.slow
 def test_speech(models: Models) -> None:
     compiled = models("whisper", mesh="cp=2,pp=2", context={"audio_tower": 2})
     parity(compiled, 59)
@@ -76,6 +78,7 @@ def test_images_packed_in_one_row(mesh: str) -> None:
     assert result.params_missing == () and result.grad_rel_max <= FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context"), [("cp=2", {"vision": 2}), ("cp=4", {"vision": 2, "audio": 4}), ("cp=4,pp=2", {"audio": 2})]
 )
@@ -177,6 +180,7 @@ def test_sizes_do_not_matter(tokens: int, samples: int) -> None:
     parity(compiled, 12)  # the convolution is not used
 
 
+@pytest.mark.slow
 def test_masks_of_an_encoder_come_from_the_batch() -> None:
     compiled = small({**small_batch(), "lengths": torch.tensor([16, 9])}, mesh="cp=4", ranks=4)
     assert compiled.program.contexts[0].masks[0].kinds
@@ -187,6 +191,7 @@ def test_masks_of_an_encoder_come_from_the_batch() -> None:
     assert float(loss) == pytest.approx(float(compiled.model(**other).detach()), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "what", "gradients"),
     [
@@ -202,6 +207,7 @@ def test_operations_that_mix_tokens_are_computed_whole_and_noted(between: Any, w
     assert what in note and "test_encoders_spread.py" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context", "why"),
     [

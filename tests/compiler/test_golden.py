@@ -92,6 +92,7 @@ def every_text(compiled: CompiledModel) -> dict[str, str]:
     return files | {f"after {n}": program_text(p) for n, p in enumerate(compiled.history())}
 
 
+@pytest.mark.slow
 def test_the_same_model_built_again_gives_the_same_bytes(models: Models) -> None:
     again = csc.compile(hf.llava(), example=hf.llava_batch(4), **OPTIONS)
     first, second = every_text(models("llava", **OPTIONS)), every_text(again)

@@ -99,6 +99,7 @@ def arguments(directory: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(directory), **{**settings, **changes})
 
 
+@pytest.mark.slow
 def test_a_loop_takes_what_processors_give(fresh: Callable[[], csc.CompiledModel]) -> None:
     expected = loop(fresh(), [dict(batch) for batch in batches()])
     losses, trained = loop(fresh(), [BatchFeature(dict(batch)) for batch in batches()])
@@ -120,6 +121,7 @@ def test_hf_trainer_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel]
         assert evaluated["eval_loss"] == pytest.approx(float(trainer.compiled.model(**batches()[0]).loss), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_hf_trainer_agrees_with_its_eager_self(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     """With accumulation over batches of unequal numbers of labels, which the Trainer weights by tokens."""
     change = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

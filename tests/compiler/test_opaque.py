@@ -72,12 +72,14 @@ def model(dropout: float = 0.0) -> Model:
     return made
 
 
+@pytest.mark.slow
 def test_without_it_the_error_names_it() -> None:
     with pytest.raises(csc.CscError, match=r"csc\.opaque") as caught:
         csc.compile(Model(), example=batch())
     assert "test_opaque.py" in caught.value.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 def test_gradients_are_those_of_eager(mesh: str) -> None:
     compiled = csc.compile(model(), mesh=mesh, example=batch())
@@ -87,6 +89,7 @@ def test_gradients_are_those_of_eager(mesh: str) -> None:
     assert {name for name, _ in compiled.model.named_parameters()} == {name for name, _ in Model().named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_frozen_one_passes_gradients_on() -> None:
     compiled = csc.compile(model(), mesh="pp=2", example=batch(), freeze=["layers.*"])
     result = verify(compiled)
@@ -94,6 +97,7 @@ def test_a_frozen_one_passes_gradients_on() -> None:
     assert result.params_missing == () and result.grad_rel_max <= 1e-6
 
 
+@pytest.mark.slow
 def test_backward_draws_the_numbers_of_forward() -> None:
     """Where no row was dropped by chance the loss differs: so it is compared with itself, by finite differences."""
     compiled = csc.compile(model(dropout=0.5).double(), mesh="pp=2", example=_double(batch()))
@@ -113,6 +117,7 @@ def _double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
 
 
+@pytest.mark.slow
 def test_another_length_and_another_shape() -> None:
     class Pooling(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +145,7 @@ def test_another_length_and_another_shape() -> None:
         assert result.params_missing == () and result.grad_rel_max <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_program_from_its_directory_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = csc.compile(model(), example=batch()).write(tmp_path / "program", with_weights=True)
     monkeypatch.setattr("csc.kernels.opaque._CALLS", {})  # as in another process

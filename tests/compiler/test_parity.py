@@ -101,6 +101,7 @@ PLAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3, 4])
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_model_with_every_wiring(models: Models, case: str, stages: int) -> None:
@@ -126,6 +127,7 @@ WHISPER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("case", WHISPER)
 def test_whisper_and_llama(models: Models, case: str, stages: int) -> None:
@@ -170,6 +172,7 @@ def test_another_sequence_length_uses_the_same_capture(models: Models, length: i
     assert all(compiled.compiler.captures[key] is captured for key, captured in before.items())
 
 
+@pytest.mark.slow
 def test_another_length_of_the_plain_model(models: Models) -> None:
     compiled = models("plain", mesh="pp=3")
     captures = list(compiled.compiler.captures.values())
@@ -177,6 +180,7 @@ def test_another_length_of_the_plain_model(models: Models) -> None:
     assert [c is k for c, k in zip(compiled.compiler.captures.values(), captures, strict=True)] == [True]
 
 
+@pytest.mark.slow
 def test_a_new_frozen_set_traces_nothing(models: Models) -> None:
     first = models("llava", mesh="pp=2")
     joint = {name: template.joint for name, template in first.program.templates.items()}
@@ -197,6 +201,7 @@ def test_requires_grad_changed_after_the_capture_counts(models: Models) -> None:
     assert list(compiled.compiler.captures) == captures
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_and_are_cleared(models: Models) -> None:
     """`.grad` behaves as autograd's does: a second step adds, zero_grad clears."""
     compiled = models("text", mesh="pp=2")
@@ -209,6 +214,7 @@ def test_gradients_accumulate_and_are_cleared(models: Models) -> None:
     assert all(p.grad is None for p in compiled.parameters())
 
 
+@pytest.mark.slow
 def test_another_loss_weight_is_not_taken_from_the_kept_trace(models: Models) -> None:
     """Equal weights are wrong for unequal label counts, and must be what the program does if asked for."""
     compiled = models("llava")

@@ -54,10 +54,12 @@ def mixed() -> csc.CompiledModel:
     return csc.compile(model, mesh="pp=2", example=text_batch(2))
 
 
+@pytest.mark.slow
 def test_dora_new_tokens_and_a_trained_head(mixed: csc.CompiledModel) -> None:
     check(verify(mixed), 0, 6 * 3 + 1 + 1)
 
 
+@pytest.mark.slow
 def test_new_tokens_alone_in_tied_embeddings() -> None:
     """The new rows are one parameter that the input embedding and the head read, on two stages."""
     model = adapted(llama(tied=True), trainable_token_indices=[97, 98])
@@ -72,6 +74,7 @@ def plain() -> csc.CompiledModel:
     return csc.compile(llama(), mesh="pp=3", example=text_batch(4), microbatches=2)
 
 
+@pytest.mark.slow
 def test_norms_alone(plain: csc.CompiledModel) -> None:
     with training_only(plain.model, lambda name: "norm" in name) as count:
         check(verify(plain.with_options()), FLOAT32, count)

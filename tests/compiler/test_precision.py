@@ -122,6 +122,7 @@ def base() -> CompiledModel:
     return csc.compile(model(), example=batch(2), precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"mesh": "pp=1"}, {"mesh": "pp=3"}, {"mesh": "pp=2", "recompute": "full"}])
 def test_the_casts_are_those_written_by_hand(base: CompiledModel, options: dict[str, Any]) -> None:
     compiled = base.with_options(**options)
@@ -153,6 +154,7 @@ def test_microbatches_and_replicas_add_up_in_float32(base: CompiledModel) -> Non
     assert distance(shared, expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_is_computed_in_which_dtype(base: CompiledModel) -> None:
     compiled = base.with_options(mesh="pp=2")
     program = compiled.program
@@ -195,6 +197,7 @@ def test_modules_kept_in_float32(base: CompiledModel) -> None:
     assert distance(step(everything)[1], exact) < 0.02
 
 
+@pytest.mark.slow
 def test_llava_is_as_near_to_float32_as_the_model_in_bfloat16(models: Models) -> None:
     """HF's own bfloat16 run and csc's have errors of the same size; the loss is nearer."""
     compiled = models("llava", mesh="pp=3", freeze=["vision_tower"], precision="bf16")
@@ -215,6 +218,7 @@ def test_llava_is_as_near_to_float32_as_the_model_in_bfloat16(models: Models) ->
     assert abs(loss - exact_loss) < abs(half_loss.detach() - exact_loss)
 
 
+@pytest.mark.slow
 def test_recomputed_and_spread(models: Models) -> None:
     compiled = models("llava", mesh="pp=2", freeze=["vision_tower"], precision="bf16", microbatches=2)
     (loss, found), (again_loss, again) = step(compiled), step(compiled.with_options(recompute="full"))

@@ -80,6 +80,7 @@ def test_what_no_part_depends_on_stays() -> None:
     assert fit(base, []) == base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "batch"), [(small.mixed, small.mixed_batch), (plain.plain, plain.plain_batch)])
 def test_every_part_is_measured(make: object, batch: object) -> None:
     """Those that exist take time, others none; DeepStack, cross-attention and tied weights included."""
@@ -97,6 +98,7 @@ def test_every_part_is_measured(make: object, batch: object) -> None:
     assert all(p.grad is None for p in compiled.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_measured_plan_says_so(tmp_path: Path) -> None:
     compiled = CompiledModel(small.mixed(), Options(), small.mixed_batch(2))
     found = profile(compiled, budget=0.0, output=tmp_path / "here.toml")
@@ -152,6 +154,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_csc_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(TARGET)
     target, file = f"{tmp_path}/train.py:model", tmp_path / "mine.toml"

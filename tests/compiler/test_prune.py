@@ -70,6 +70,7 @@ def traced_frozen(template: Template, program: Program, dx: tuple[bool, ...], dw
     return graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "freeze"), [(name, f) for name, sets in FROZEN.items() for f in sets], ids=str)
 def test_every_variant_is_what_tracing_it_frozen_gives(models: Models, name: str, freeze: list[str]) -> None:
     program = models(name, freeze=freeze).program
@@ -87,6 +88,7 @@ def random_needs(data: st.DataObject, template: Template) -> tuple[tuple[bool, .
     return some(template.activation_gradients), some(template.parameter_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "template"), [("llava", "llama_decoder_layer"), ("llava", "clip_encoder_layer"), ("mixed", "body")]
 )

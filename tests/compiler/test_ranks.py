@@ -43,6 +43,7 @@ def gradients(directory: Path, model: nn.Module, batch: dict[str, torch.Tensor])
 # --- shared ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_functions_stand_once_for_all_ranks_of_a_position(models: Models) -> None:
     compiled = models("text", mesh="pp=2,dp=3")
     files = sources(compiled.program, compiled.options)
@@ -155,6 +156,7 @@ def test_ranks_that_the_mesh_does_not_have(models: Models, tmp_path: Path, ranks
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     """In one process: its parameters are made where it runs, by `load`; what the step does not use is kept, too."""
 

@@ -65,6 +65,7 @@ def test_llava_bit_for_bit(models: Models, choice: str, mesh: str, schedule: str
     same(models("llava", **options), models("llava", **options, recompute=choice))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [None, ["vision"]])
 def test_skips_and_threaded_gradients_bit_for_bit(models: Models, freeze: Any) -> None:
     plain = models("plain", mesh="pp=3", freeze=freeze)
@@ -151,6 +152,7 @@ def test_choices_by_region(models: Models) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_auto_fits_the_memory(models: Models) -> None:
     cuts = ["model.language_model.layers.2"]
     plain = models("llava", mesh="pp=2", freeze=["vision_tower"], microbatches=2, schedule="gpipe", cuts=cuts)
@@ -210,6 +212,7 @@ def test_dropout_is_not_drawn_again() -> None:
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
+@pytest.mark.slow
 def test_an_opaque_module_runs_once() -> None:
     """Its draws come from torch's generator: what it returned is kept."""
     plain = csc.compile(test_opaque.model(0.5), example=test_opaque.batch(), mesh="pp=2")

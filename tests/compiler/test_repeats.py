@@ -220,21 +220,25 @@ def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[
     assert ran == traced
 
 
+@pytest.mark.slow
 def test_a_result_that_is_changed_afterwards_is_not_what_its_layer_gave() -> None:
     one, whole, ran = texts(InPlaceAfter(Layer), batch())
     assert one == whole and ran == 1
 
 
+@pytest.mark.slow
 def test_a_batch_entry_that_a_layer_was_not_given() -> None:
     one, whole, _ = texts(Raw(Reaching), {**batch(), "other": 2.0 * batch()["signal"]})
     assert one == whole
 
 
+@pytest.mark.slow
 def test_layers_that_are_called_in_several_ways() -> None:
     one, whole, _ = texts(Twice(Layer), batch())
     assert one == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Decaying, Tied])
 def test_parameters_of_repeated_layers_are_there_for_whoever_asks(kind: type[Model]) -> None:
     model = kind(Layer)
@@ -273,6 +277,7 @@ QUICK = ("LLaVA", "Gemma 3, text")
 TRACED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "SmolVLM"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)  # SmolVLM cannot be traced in either way
 def test_models_of_hugging_face_traced_once_are_those_traced_whole(name: str) -> None:
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from csc.simulation.timeline import from_json
 from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
 
 
+@pytest.mark.slow
 def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
     files = {name: tmp_path / name for name in ("plan.json", "plan.html", "chrome.json")}
     options = ["-o", files["plan.json"], "--page", files["plan.html"], "--chrome", files["chrome.json"]]
@@ -32,6 +33,7 @@ def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert json.loads(files["chrome.json"].read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_simulate_prints_a_table(run: Run) -> None:  # noqa: F811
     done = run("simulate", TARGET, "--baseline", "none")
     assert done.code == 0

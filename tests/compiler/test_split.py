@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "freeze"), CASES, ids=str)
 def test_the_parts_compute_what_the_joint_graph_does(models: Models, name: str, freeze: list[str]) -> None:
     compiled = models(name, freeze=freeze)

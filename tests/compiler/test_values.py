@@ -150,6 +150,7 @@ def test_a_batch_that_the_host_function_refuses(reader: csc.CompiledModel) -> No
         reader.train_step(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sample", "found"), [(0, "sample 0: 8, sample 1: 9"), (1, "sample 0: 9, sample 1: 10")])
 def test_placeholders_are_counted_before_the_step(sample: int, found: str) -> None:
     """One too few would drop a row of features in silence; one too many ends in a kernel's error on a GPU."""
@@ -246,6 +247,7 @@ def test_rows_that_were_not_chosen_never_count(kind: str, what: str) -> None:
     assert "test_values.py" in caught.value.where
 
 
+@pytest.mark.slow
 def test_one_capture_serves_other_numbers_of_samples() -> None:
     compiled = csc.compile(hf.whisper_llama(), mesh="pp=2", example=hf.whisper_batch(2))
     for samples, length in ((3, 12), (4, 17)):

@@ -288,6 +288,7 @@ def test_7_message(program: Program) -> None:
 # --- and nothing else --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -13,6 +13,7 @@ from csc.errors import InputError
 from csc.verification import verify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2-Audio"])
 def test_the_program_is_that_of_the_model_with_weights(name: str) -> None:
     real, batch = CASES[name]()

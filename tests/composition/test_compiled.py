@@ -52,6 +52,7 @@ def test_gradients_are_those_of_eager(case: str) -> None:
     assert set(alone.grad_rel) == {f"vision_projector.{name}" for name, _ in model.vision_projector.named_parameters()}
 
 
+@pytest.mark.slow
 def test_vision_audio_and_text_on_three_ranks() -> None:
     """Components have the names of the modalities; encoders are frozen by them; microbatches of unequal labels."""
     model = valm()
@@ -90,6 +91,7 @@ def test_slots_that_are_empty_and_tokens_spread_over_ranks() -> None:
     checked(compiled.with_options(mesh="pp=2,cp=2"))
 
 
+@pytest.mark.slow
 def test_a_batch_of_text_alone() -> None:
     model = valm()
     given = {name: tensor for name, tensor in batch(model).items() if name not in model.inputs.values()}

@@ -12,6 +12,7 @@ import pytest
 CASES = Path(__file__).with_name("triton_interpreted.py")
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is for Linux")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]

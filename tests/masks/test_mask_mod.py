@@ -131,6 +131,7 @@ def functions(draw: st.DrawFn, depth: int = 3) -> Callable[..., Any]:
     return joined[kind]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(functions())
 def test_random_functions(function: Callable[..., Any]) -> None:

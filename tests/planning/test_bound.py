@@ -79,6 +79,7 @@ def test_unequal_microbatches_have_no_pace() -> None:
     assert lower_bound(problem).seconds == pytest.approx(min(plain))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(problems())
 def test_the_bound_is_the_least_over_all_partitions(problem: Problem) -> None:
@@ -162,6 +163,7 @@ def test_a_frozen_stage_counts_the_whole_round_trip() -> None:
     assert stage_bound(problem, [1]) == 5 + 8 * trunk.work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [("encoder", "llm"), ("encoder",), ()])
 def test_the_reference_case(frozen: tuple[str, ...]) -> None:
     """A large case: the stages that come with the bound have it, and no unit is lost."""

@@ -56,6 +56,7 @@ def test_without_memory_it_is_the_best_of_all(problem: Problem) -> None:
     assert value(problem, stages) == pytest.approx(brute, rel=1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problems(), st.integers(1, 50))
 def test_with_memory_it_is_the_best_that_fits(problem: Problem, limit: int) -> None:
@@ -197,6 +198,7 @@ def test_words_for_layouts() -> None:
     )
 
 
+@pytest.mark.slow
 def test_three_encoders_on_many_ranks() -> None:
     """Large: exact, valid, the same again."""
     problem = mllm([(12, 1.0), (6, 0.7), (15, 0.3)], (80, 2.0), 40, ("encoder",))

@@ -60,6 +60,7 @@ def test_a_plan_keeps_its_promises(problem: Problem, schedule: str, limited: boo
     assert found == plan(problem, schedule, effort=0.1)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(problems(microbatches=(2, 4)), st.integers(1, 3))
 def test_auto_is_no_slower_than_named_schedules_in_its_memory(problem: Problem, times: int) -> None:
@@ -95,6 +96,7 @@ NEAR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "tight", "ample"), NEAR)
 def test_models_of_the_usual_shapes_are_near_the_bound(problem: Problem, tight: float, ample: float) -> None:
     """With the memory that 1F1B takes on the best partition for it, and with twice its activations."""

@@ -30,6 +30,7 @@ def small(case: Case) -> int:
     return TRIALS * 3 * len(case.placement) * case.microbatches
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cases(), st.sampled_from([1.0, 1.3, 2.0, None]))
 def test_valid_within_memory_and_never_slower_than_a_named_schedule(case: Case, spare: float | None) -> None:
@@ -101,6 +102,7 @@ def small_case(seed: int) -> tuple[Work, list[float] | None]:
     return work, None if spare is None else [spare] * stages
 
 
+@pytest.mark.slow
 def test_as_good_as_brute_force_on_small_cases() -> None:
     gaps = []
     for seed in range(40):

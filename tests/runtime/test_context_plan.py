@@ -87,6 +87,7 @@ def check(
             assert error <= 1e-10, f"{name} of {layer}: {error:.1e}"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spreads(), st.sampled_from([(2, 2), (4, 2), (4, 1)]), st.sampled_from([0.0, 5.0]), st.integers(1, 2), st.data())
 def test_any_mask_on_any_ranks(
@@ -97,6 +98,7 @@ def test_any_mask_on_any_ranks(
     check(spec, masks, heads, max(samples, *(mask.batch for mask in masks)), softcap, collective)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spreads(), st.sampled_from(["each", "two", "one", "shared"]), st.sampled_from([0.0, 5.0]), st.integers(1, 2))
 def test_heads_are_divided(drawn: tuple[ContextSpec, list[Mask]], keys: str, softcap: float, samples: int) -> None:

@@ -106,6 +106,7 @@ def test_errors_are_one_sentence(
         assert len(said.splitlines()) == 1 and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_the_runtime_leaves_the_compiler_alone(directory: Path) -> None:
     # sympy is not in the list after a step: torch.optim imports torch._dynamo, and that imports it
     code = (
