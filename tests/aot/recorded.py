@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.aot.building import Case, Resources, build, key
 
-FILE = Path(__file__).parents[1] / "golden/attention_resources.json"
+FILE = Path(__file__).with_name("recorded.json")
 
 
 @cache
