@@ -14,6 +14,7 @@ Terms
     numbered(branches, home)     -> stages     in an order in which values go forward
     pieces(problem, branches)    -> Pieces     tables by which the bounds of many pieces are found at once
     bounds(pieces, low, high)    -> seconds of each piece: see csc.planning.bound for what they are and the proof
+    measures(pieces, low, high)  -> Measures   what they follow from: bounds_of(pieces, measures)
 """
 
 from __future__ import annotations
@@ -346,14 +347,32 @@ def largest_fused(tables: Pieces, low: Ints, high: Ints) -> Floats:
     return found
 
 
+@dataclass(frozen=True)
+class Measures:
+    """Of pieces: amounts (pieces, 6), their `totals`; ways (4, pieces), the paths to and from them."""
+
+    amounts: Floats
+    ways: Floats
+
+
+def measures(tables: Pieces, low: Ints, high: Ints) -> Measures:
+    """The measures of the pieces between frontiers low and high, (pieces, chains)."""
+    return Measures(totals(tables, low, high), ways(tables, low, high))
+
+
 def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:
     """The least time of a step in which one rank runs this piece as its only stage, for each of many pieces.
 
     low, high: (pieces, chains), frontiers; every piece must be the difference of two frontiers that can occur. Never
     larger for a part of a piece than for the piece: see csc.planning.bound.
     """
-    forward, backward, weight = np.maximum(totals(tables, low, high)[:, :3].T, 0.0)
-    before_f, into_b, after_b, out_of_f = ways(tables, low, high)
+    return bounds_of(tables, measures(tables, low, high))
+
+
+def bounds_of(tables: Pieces, measured: Measures) -> Floats:
+    """The bounds of pieces by their measures."""
+    forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
+    before_f, into_b, after_b, out_of_f = measured.ways
     before_b = np.maximum(before_f + forward, into_b)
     after_f = np.maximum(out_of_f, backward + np.maximum(after_b, weight))
     m, r = tables.work, tables.ramp
@@ -373,9 +392,8 @@ def ways(tables: Pieces, low: Ints, high: Ints) -> Floats:
     at_low, at_high = tables.start + low, tables.start + high
     there = high > low
     ramp = np.empty((4, len(low)))
-    for where in range(4):
-        ends = at_low if where in (0, 2) else at_high
-        ramp[where] = np.where(there, tables.links[where][ends], 0.0).max(axis=1)
+    ramp[0::2] = np.where(there, tables.links[0::2, at_low], 0.0).max(axis=2)
+    ramp[1::2] = np.where(there, tables.links[1::2, at_high], 0.0).max(axis=2)
     for crossing in tables.crossings:
         inside = (crossing.count[at_high] - crossing.count[at_low]).sum(axis=1) > 0
         c = crossing.chain

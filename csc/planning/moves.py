@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from csc.errors import InputError
 from csc.planning.branches import Branches, Pieces, Stages, numbered, stage_bounds
-from csc.planning.frontiers import Room
 from csc.planning.problem import Problem, Value
+from csc.planning.room import Room
 
 ROUNDS = 20  # over all units; what is left to gain after a few is little
 
@@ -61,7 +61,7 @@ def depths(found: Branches, stages: Sequence[Sequence[int]]) -> list[int]:
 
 
 def held(problem: Problem, found: Branches, stages: Sequence[Sequence[int]], room: Room) -> list[float]:
-    """Bytes that the rank of each stage needs; see csc.planning.frontiers.Room."""
+    """Bytes that the rank of each stage needs; see csc.planning.room.Room."""
     needs = []
     for members, depth in zip(stages, depths(found, stages)):
         units = [problem.units[u] for u in members]

@@ -23,8 +23,9 @@ import itertools
 
 import numpy as np
 
-from csc.planning.branches import Floats, Ints, Pieces, ramps, totals, ways
-from csc.planning.frontiers import Bools, Step, best_frontiers, extend, fitting
+from csc.planning.branches import Floats, Ints, Measures, Pieces, ramps, totals
+from csc.planning.dominance import best_frontiers
+from csc.planning.extension import Bools, Step, extend, fitting
 from csc.planning.problem import Problem
 
 INTERVALS = 14
@@ -81,16 +82,16 @@ def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, 
     """Whether exactly `ranks` stages can keep the cap with a pace above `pace`, up to `most`."""
     last = len(tables.lengths) - 1
 
-    def main_forward(low: Ints, high: Ints) -> Floats:
-        return np.where(high[:, last] > low[:, last], totals(tables, low, high)[:, 0], 0.0)
+    def main_forward(low: Ints, high: Ints, amounts: Floats) -> Floats:
+        return np.where(high[:, last] > low[:, last], amounts[:, 0], 0.0)
 
-    def behind(low: Ints, high: Ints) -> Bools:
-        good: Bools = main_forward(low, high) <= pace * (1 + 1e-12)
-        good &= _bound(tables, low, high, pace, ahead, count) <= cap * (1 + 1e-12)
+    def behind(low: Ints, high: Ints, measured: Measures) -> Bools:
+        good: Bools = main_forward(low, high, measured.amounts) <= pace * (1 + 1e-12)
+        good &= _bound(tables, low, high, measured, pace, ahead, count) <= cap * (1 + 1e-12)
         return good
 
-    def before(low: Ints, high: Ints) -> Bools:
-        good: Bools = main_forward(low, high) <= most * (1 + 1e-12)
+    def before(low: Ints, high: Ints, measured: Measures) -> Bools:
+        good: Bools = main_forward(low, high, measured.amounts) <= most * (1 + 1e-12)
         return good
 
     slow = Step(tables, cap, check=behind)
@@ -107,7 +108,8 @@ def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, 
     passed = waiting[:0]
     for left in range(ranks - 1, 0, -1):
         direct, rows = extended(free, waiting, left)
-        direct = direct[main_forward(direct, waiting[rows]) > pace]
+        at = waiting[rows]
+        direct = direct[main_forward(direct, at, totals(tables, direct, at)) > pace]
         on, _ = extended(free, passed, left)
         passed = np.concatenate([direct, on])
         passed = passed[best_frontiers(tables, passed)] if len(passed) else passed
@@ -117,14 +119,15 @@ def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, 
     ends = np.concatenate([passed, waiting])
     zero = np.zeros_like(ends)
     good = fitting(free, zero, ends, np.repeat(none, len(ends), axis=0))
-    good[len(passed) :] &= main_forward(zero[len(passed) :], waiting) > pace
+    rest = zero[len(passed) :]
+    good[len(passed) :] &= main_forward(rest, waiting, totals(tables, rest, waiting)) > pace
     return bool(good.any())
 
 
-def _bound(tables: Pieces, low: Ints, high: Ints, pace: float, ahead: Floats, count: int) -> Floats:
+def _bound(tables: Pieces, low: Ints, high: Ints, measured: Measures, pace: float, ahead: Floats, count: int) -> Floats:
     """The bound of each piece behind a stage of this pace; 0 for pieces that it says nothing about."""
-    forward, backward, weight = np.maximum(totals(tables, low, high)[:, :3].T, 0.0)
-    before_f, into_b, after_b, _ = ways(tables, low, high)
+    forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
+    before_f, into_b, after_b, _ = measured.ways
     start = np.maximum(before_f + forward, into_b)
     first = ahead[low[:, -1]]
     whole = np.clip(np.floor((start - forward - first) / pace) + 1, 0, count)

@@ -23,9 +23,10 @@ from typing import Literal
 from csc.errors import InputError
 from csc.planning.bound import check_ranks, floor_of
 from csc.planning.branches import Branches, Pieces, Stages, branches, pieces, stages_between
-from csc.planning.frontiers import Room, feasible, least, narrow, parts_of
+from csc.planning.frontiers import feasible, least, narrow, parts_of
 from csc.planning.moves import depths, held, homes, settle
 from csc.planning.problem import Problem
+from csc.planning.room import Room
 from csc.simulation.look import bytes_text
 
 Layout = Literal["any", "apart", "colocated"]
@@ -121,7 +122,7 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
     (csc.planning.bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
     state + n * saved, n = in_flight(depth), and what B keeps for W of one microbatch at a time within it (see
-    csc.planning.frontiers.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
+    csc.planning.room.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
     partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other stages are
     preferred, as far as moving single units leads to them. The same problem always gives the same stages.
 
