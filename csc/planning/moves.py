@@ -2,7 +2,8 @@
 
 Terms: see csc.planning.branches. A *neighbour* of a unit is a stage that holds a unit right before or after it.
 
-    moves(found, stages)                        -> (unit, from, to) of every change that leaves no stage empty
+    neighbours(found, stages, home, unit)       -> the stages that a unit can go to, so that none becomes empty
+    moves(found, stages)                        -> (unit, from, to) of every such change
     moved(found, stages, unit, to)              -> stages, or None if they would wait for each other in a circle
     settle(problem, tables, stages, cap, ...)   -> stages: as good as single moves make them under a cap
 """
@@ -28,16 +29,22 @@ def homes(stages: Sequence[Sequence[int]]) -> list[int]:
     return home
 
 
+def neighbours(found: Branches, stages: Sequence[Sequence[int]], home: Sequence[int], unit: int) -> list[int]:
+    """Where a unit can go from home[unit]. One with its stage's units on both sides stays, as does one alone."""
+    stage = home[unit]
+    if len(stages[stage]) == 1:
+        return []
+    ahead = {home[a] for a in found.before[unit]}
+    behind = {home[a] for a in found.after[unit]}
+    targets = (ahead if stage not in ahead else set()) | (behind if stage not in behind else set())
+    return sorted(targets - {stage})
+
+
 def moves(found: Branches, stages: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Every (unit, its stage, a neighbour), by unit. A unit with its stage's units on both sides stays."""
+    """Every (unit, its stage, a neighbour), by unit."""
     home = homes(stages)
     for unit, stage in enumerate(home):
-        if len(stages[stage]) == 1:
-            continue
-        ahead = {home[a] for a in found.before[unit]}
-        behind = {home[a] for a in found.after[unit]}
-        targets = (ahead if stage not in ahead else set()) | (behind if stage not in behind else set())
-        yield from ((unit, stage, target) for target in sorted(targets - {stage}))
+        yield from ((unit, stage, target) for target in neighbours(found, stages, home, unit))
 
 
 def moved(found: Branches, stages: Sequence[Sequence[int]], unit: int, to: int) -> Stages | None:

@@ -25,11 +25,11 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.branches import Stages, branches
 from csc.planning.contiguous import contiguous
-from csc.planning.moves import homes, moved, moves
+from csc.planning.moves import homes, moved, neighbours
 from csc.planning.paired import paired
 from csc.planning.partition import MIDDLE, InFlight, balance, candidates, describe
 from csc.planning.problem import Problem, Unit, pipeline
-from csc.planning.schedules import SCHEDULES, auto, stages_per_rank
+from csc.planning.schedules import SCHEDULES, auto, stages_per_rank, timed
 from csc.planning.schedules import placement as placed
 from csc.planning.screen import STYLES, Trial, climb, polish, screen
 from csc.simulation.memory import peak_memory
@@ -44,7 +44,14 @@ SEARCH_GAINS = 1.05  # at most by this factor is a plan expected to get faster a
 AUTO = 500  # actions that `auto` simulates for each action of the step
 
 Placement = tuple[int, ...]
-Make = Callable[[Stages, Placement], Schedule]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a schedule follows from stages and their placement. seconds: its makespan; CscError where it does not fit."""
+
+    seconds: Callable[[Stages, Placement], float]
+    schedule: Callable[[Stages, Placement], Schedule]
 
 
 @dataclass(frozen=True)
@@ -95,25 +102,39 @@ def plan(
     fixed = None if stages is None else _given(problem, stages)
     if isinstance(schedule, Schedule):
         home = _checked(problem, tuple(schedule.placement.values()))
-        return _best(problem, [home], fixed, lambda found, home: _fitting(problem, schedule, found), [None, _one])
+        return _best(problem, [home], fixed, _kept(problem, schedule), [None, _one])
     ways = _placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
         return _auto(problem, ways, fixed, effort)
-    make = SCHEDULES[schedule]
-    return _best(
-        problem,
-        ways,
-        fixed,
-        lambda found, home: make(pipeline(problem, found), home, problem.microbatches, problem.memory),
-        _limits(problem, schedule),
+    return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
+
+
+def _named(problem: Problem, name: str) -> Way:
+    """The schedule of this name."""
+    count, memory = problem.microbatches, problem.memory
+    return Way(
+        lambda stages, home: timed(name, pipeline(problem, stages), home, count, memory),
+        lambda stages, home: SCHEDULES[name](pipeline(problem, stages), home, count, memory),
     )
 
 
-def _fitting(problem: Problem, schedule: Schedule, stages: Stages) -> Schedule:
+def _kept(problem: Problem, schedule: Schedule) -> Way:
     """A whole schedule, checked against the stages."""
-    numbers = pipeline(problem, stages)
-    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
-    return schedule
+
+    def seconds(stages: Stages, home: Placement) -> float:
+        numbers = pipeline(problem, stages)
+        verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
+        for rank, peak in enumerate(peak_memory(numbers, schedule)):
+            if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
+                raise InputError(
+                    f"rank {rank} needs {math.ceil(peak)} bytes under schedule {schedule.name}, the limit is "
+                    f"{math.floor(problem.memory)}",
+                    "plan",
+                    "Allow more memory, or choose schedule auto, which keeps to the limit",
+                )
+        return makespan(numbers, schedule)
+
+    return Way(seconds, lambda stages, home: schedule)
 
 
 def _given(problem: Problem, stages: Sequence[Sequence[int]]) -> Stages:
@@ -225,65 +246,49 @@ def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
 
 
 def _best(
-    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, make: Make, limits: Sequence[InFlight | None]
+    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, way: Way, limits: Sequence[InFlight | None]
 ) -> Plan:
     """The best partition for a schedule that follows from it; units are moved between the stages of the best."""
-    best: tuple[float, Stages, Placement, Schedule] | None = None
+    best: tuple[float, Stages, Placement] | None = None
     error: CscError | None = None
     for home in ways:
         for stages in [fixed] if fixed else _partitions(problem, home, limits):
             try:
-                seconds, schedule = _made(problem, stages, home, make)
+                seconds = way.seconds(stages, home)
             except CscError as each:
                 error = error or each
                 continue
             if best is None or seconds < best[0] * (1 - 1e-9):
-                best = (seconds, stages, home, schedule)
+                best = (seconds, stages, home)
     if best is None:
         if fixed is None and len(ways[0]) == problem.ranks:
             candidates(problem, limits[0], (1.0,), layouts=False)  # says what would fit
         assert error is not None  # there is at least one partition, or _partitions raised
         raise error
+    seconds, stages, home = best
     if fixed is None:
-        best = _climbed(problem, best, make)
-    return _finished(problem, *best[1:])
+        stages = _climbed(problem, seconds, stages, home, way)
+    return _finished(problem, stages, home, way.schedule(stages, home))
 
 
-def _made(problem: Problem, stages: Stages, home: Placement, make: Make) -> tuple[float, Schedule]:
-    """The schedule of these stages and its makespan, checked against memory."""
-    schedule = make(stages, home)
-    numbers = pipeline(problem, stages)
-    if problem.memory is not None:
-        for rank, peak in enumerate(peak_memory(numbers, schedule)):
-            if peak > problem.memory * (1 + 1e-9):
-                raise InputError(
-                    f"rank {rank} needs {math.ceil(peak)} bytes under schedule {schedule.name}, the limit is "
-                    f"{math.floor(problem.memory)}",
-                    "plan",
-                    "Allow more memory, or choose schedule auto, which keeps to the limit",
-                )
-    return makespan(numbers, schedule), schedule
-
-
-def _climbed(
-    problem: Problem, best: tuple[float, Stages, Placement, Schedule], make: Make
-) -> tuple[float, Stages, Placement, Schedule]:
-    """Single units moved to neighbouring stages while the step gets shorter, MOVES tries in all."""
+def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way: Way) -> Stages:
+    """Single units moved to neighbouring stages while the step gets shorter than `best`, MOVES tries in all."""
     found = branches(problem)
     left = MOVES
     for unit in range(len(problem.units)):
-        for moving, source, target in list(moves(found, best[1])):
-            if moving != unit or left <= 0 or unit not in best[1][source]:
+        at = homes(stages)
+        for target in neighbours(found, stages, at, unit):
+            if left <= 0 or unit not in stages[at[unit]]:
                 continue
-            stages = moved(found, best[1], unit, target)
-            if stages is None:
+            other = moved(found, stages, unit, target)
+            if other is None:
                 continue
             left -= 1
             with suppress(CscError):
-                seconds, schedule = _made(problem, stages, best[2], make)
-                if seconds < best[0] * (1 - 1e-6):
-                    best = (seconds, stages, best[2], schedule)
-    return best
+                seconds = way.seconds(other, home)
+                if seconds < best * (1 - 1e-6):
+                    best, stages = seconds, other
+    return stages
 
 
 def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, effort: float) -> Plan:

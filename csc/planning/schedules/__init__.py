@@ -4,6 +4,7 @@ Terms: see csc.ir.schedule; `placement[s]` is the rank of stage s, `memory` the 
 activations (one number for all ranks, or one for each).
 
     SCHEDULES[name](pipeline, placement, microbatches, memory=None) -> Schedule
+    timed(name, pipeline, placement, microbatches, memory=None) -> seconds of a named one, for searches over stages
     stages_per_rank(name) -> stages that it wants on each rank
     placement(name, ranks, chunks=None) -> the rank of each stage
 
@@ -14,6 +15,6 @@ another where microbatches differ in size, unless it is told not to.
 
 from csc.planning.schedules.auto import auto
 from csc.planning.schedules.bound import lower_bound
-from csc.planning.schedules.table import SCHEDULES, placement, stages_per_rank
+from csc.planning.schedules.table import SCHEDULES, placement, stages_per_rank, timed
 
-__all__ = ["SCHEDULES", "auto", "lower_bound", "placement", "stages_per_rank"]
+__all__ = ["SCHEDULES", "auto", "lower_bound", "placement", "stages_per_rank", "timed"]

@@ -1,6 +1,7 @@
 """From orders to a schedule: check the memory, add the messages.
 
-finish(name, work, orders, memory) -> Schedule      InputError: the rank that does not fit
+check(name, work, orders, memory)                   InputError: the rank that does not fit
+finish(name, work, orders, memory) -> Schedule      InputError as check
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from csc.planning.schedules.replay import peaks
 from csc.planning.schedules.work import Work, actions
 
 
+def check(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> None:
+    """InputError if a rank's state and activations do not fit into its memory."""
+    allowed = room(work, memory)
+    if allowed is None:
+        return
+    for rank, (peak, limit) in enumerate(zip(peaks(work, orders), allowed)):
+        if peak > limit * (1 + 1e-9):
+            fixed = state(work)[rank]
+            raise InputError(
+                f"{name} does not fit in {size(limit + fixed)}: rank {rank} needs {size(peak + fixed)}, "
+                f"{size(fixed)} of it for parameters, gradients and optimizer state",
+                "schedule",
+                "Allow more memory, or choose auto, which keeps to the limit",
+            )
+
+
 def finish(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> Schedule:
     """The schedule of these orders. InputError if a rank's state and activations do not fit into its memory."""
-    allowed = room(work, memory)
-    if allowed is not None:
-        for rank, (peak, limit) in enumerate(zip(peaks(work, orders), allowed)):
-            if peak > limit * (1 + 1e-9):
-                fixed = state(work)[rank]
-                raise InputError(
-                    f"{name} does not fit in {size(limit + fixed)}: rank {rank} needs {size(peak + fixed)}, "
-                    f"{size(fixed)} of it for parameters, gradients and optimizer state",
-                    "schedule",
-                    "Allow more memory, or choose auto, which keeps to the limit",
-                )
+    check(name, work, orders, memory)
     return with_messages(name, actions(work, orders), work.pipeline.messages)

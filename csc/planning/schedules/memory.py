@@ -35,11 +35,21 @@ def reserve(work: Work, rank: int) -> Reserve:
     stages = work.pipeline.stages
     turning = tuple(s for s in own if stages[s].has_b)
     saved = {s: work.growth[3 * s] if stages[s].has_b else [0.0] * work.microbatches for s in own}
-    apart = [(s, work.growth[3 * s + (1 if stages[s].has_b else 0)]) for s in own if stages[s].has_w]
-    moment = [list(map(min, row, work.moment[s])) if stages[s].has_b else row for s, row in apart]
-    extra = [max(0.0, *(row[k] for row in moment), 0.0) for k in range(work.microbatches)]
-    most = max(sum(saved[s][k] for s in own) + extra[k] for k in range(work.microbatches))
-    return Reserve(turning, saved, extra, most)
+    alike = {factor: k for k, factor in enumerate(work.factors)}  # a position for each size of microbatches
+    extra = {factor: _extra(work, own, k) for factor, k in alike.items()}
+    most = max(sum(saved[s][k] for s in own) + extra[factor] for factor, k in alike.items())
+    return Reserve(turning, saved, [extra[factor] for factor in work.factors], most)
+
+
+def _extra(work: Work, own: Sequence[int], position: int) -> float:
+    """Bytes that B or W of one microbatch takes for a moment, on that of these stages where it is most."""
+    most = 0.0
+    for s in own:
+        stage = work.pipeline.stages[s]
+        if stage.has_w:
+            apart = work.growth[3 * s + (1 if stage.has_b else 0)][position]
+            most = max(most, min(apart, work.moment[s][position]) if stage.has_b else apart)
+    return most
 
 
 def reserves(work: Work) -> list[Reserve | None]:

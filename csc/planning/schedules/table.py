@@ -1,6 +1,7 @@
 """All schedules by name, and where each of them wants its stages.
 
 SCHEDULES[name](pipeline, placement, microbatches, memory=None) -> Schedule
+timed(name, pipeline, placement, microbatches, memory=None) -> seconds      of a named one, without making it
 stages_per_rank(name), placement(name, ranks, chunks=None)
 """
 
@@ -13,9 +14,10 @@ from typing import Protocol
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.schedules.auto import auto
-from csc.planning.schedules.finish import finish
+from csc.planning.schedules.finish import check, finish
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS
+from csc.planning.schedules.replay import makespan
 from csc.planning.schedules.work import Work
 from csc.simulation.pipeline import Pipeline
 
@@ -46,6 +48,20 @@ def _named(
 
 
 SCHEDULES: dict[str, Planner] = {**{name: partial(_named, name) for name in ORDERS}, "auto": auto}
+
+
+def timed(
+    name: str,
+    pipeline: Pipeline,
+    placement: Sequence[int],
+    microbatches: int,
+    memory: Sequence[float] | float | None = None,
+) -> float:
+    """Seconds of the schedule of this name, any but auto, that SCHEDULES would make: for searches over the stages."""
+    work = Work.of(pipeline, placement, microbatches)
+    orders = ORDERS[name](work, room(work, memory))
+    check(name, work, orders, memory)
+    return makespan(work, orders)
 
 
 def stages_per_rank(name: str) -> int:
