@@ -63,10 +63,14 @@ def auto(
     left = EVALUATIONS * size if budget is None else budget
     found = [Found(makespan(work, orders), work, orders) for orders in _named(work, allowed)]
     rules: list[tuple[float, int, Rule]] = []
+    made: dict[object, tuple[list[list[int]], float]] = {}  # many rules are the same where little is trained
     for rule in _rules(work, allowed):
         if found and (left <= 0 or min(found).seconds <= enough):
             break
-        orders, seconds = hastened(work, *run(work, rule), allowed)
+        kind = (rule.patience, rule.fused, *(tuple(rule.priority[lane]) for lane in work.lanes))
+        if kind not in made:
+            made[kind] = hastened(work, *run(work, rule), allowed)
+        orders, seconds = made[kind]
         left -= GREEDY_COST * size
         found.append(Found(seconds, work, orders))
         rules.append((seconds, len(rules), rule))

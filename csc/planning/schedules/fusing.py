@@ -101,7 +101,7 @@ def hastened(
     work: Work, orders: list[list[int]], seconds: float, room: Sequence[float] | None
 ) -> tuple[list[list[int]], float]:
     """The orders, which take `seconds` and fit, with those BW's divided that need not be one; and their makespan."""
-    if not any(entry >= work.size for order in orders for entry in order):
+    if max(map(max, orders)) < work.size:
         return orders, seconds
     found = settled_all(work, orders, room)
     return (orders, seconds) if found is None else (found, makespan(work, found))

@@ -66,19 +66,25 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
     count = work.microbatches
     seconds, growth, feeds, needs = work.seconds, work.growth, work.feeds, work.needs
     stages = work.pipeline.stages
-    priority, patience = rule.priority, rule.patience
+    priority, patience, fusing = rule.priority, rule.patience, rule.fused
     lanes_of = work.lanes_of
-    rank_of = work.placement
+    rank_of = [work.placement[lane // 3] for lane in range(work.size)]
+    kinds = [lane % 3 for lane in range(work.size)]
     size, moment = work.size, work.moment
     both = [stage.has_b and stage.has_w for stage in stages]
     left = [[n] * count for n in needs]
     when = [[0.0] * count for _ in range(size)]
+    inf = math.inf
+    # Of each lane's next action: when it can start, inf for not known or none left, and its priority.
+    ready = [inf if n else 0.0 for n in needs]
+    urgency = [row[0] for row in priority]
     head = [0] * size
     free = [0.0] * work.slots
     bytes_ = [0.0] * work.ranks
-    caps = [math.inf if rule.memory is None else rule.memory[r] * (1 + 1e-9) for r in range(work.ranks)]
-    in_flight = [math.inf] * len(stages) if rule.in_flight is None else list(rule.in_flight)
-    held = [math.inf] * len(stages) if rule.held is None else list(rule.held)
+    caps = [inf if rule.memory is None else rule.memory[r] * (1 + 1e-9) for r in range(work.ranks)]
+    in_flight = [inf] * len(stages) if rule.in_flight is None else list(rule.in_flight)
+    held = [inf] * len(stages) if rule.held is None else list(rule.held)
+    limited = rule.memory is not None or rule.in_flight is not None or rule.held is not None
     reserve = reserves(work) if rule.memory is not None else [None] * work.ranks
     pending = [0.0] * work.ranks  # bytes that W's which are ready will give back
     # The lane that ends a stage's hold on a microbatch, and the one that ends its flight; -1: nothing is held.
@@ -92,7 +98,6 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
     slack = 1e-9 * max(map(max, seconds))
     heap = [(0.0, r) for r in range(work.ranks)]
     makespan = 0.0
-    inf = math.inf
     while heap:
         now, rank = heappop(heap)
         if now < busy[rank]:
@@ -102,41 +107,40 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
         later, later_at, later_priority = -1, inf, inf  # the best of what is known to become ready
         wake = inf
         room = caps[rank] - bytes_[rank]
-        guard = reserve[rank]
         for lane in lanes_of[rank]:
-            k = head[lane]
-            if k == count or left[lane][k]:
+            at = ready[lane]
+            if at == inf:
                 continue
-            p = priority[lane][k]
-            at = when[lane][k]
+            p = urgency[lane]
             if at > reach:
                 if at < wake:
                     wake = at
-                if p > best_priority or p > later_priority:
+                if not patience or p > best_priority or p > later_priority:
                     continue
             elif p >= best_priority:
                 continue
-            kind = lane % 3
+            kind = kinds[lane]
             entry = lane
-            if kind != 2:
+            if kind == 1:
+                k = head[lane]
                 fits = growth[lane][k] <= room
-                if kind == 1 and (rule.fused or not fits):
+                if fusing or not fits:
                     stage = lane // 3
                     if both[stage] and head[lane + 1] == k and moment[stage][k] <= room:
                         entry, fits = size + stage, True
                 if not fits:
                     continue
-                if kind == 0:
-                    stage = lane // 3
-                    end = last[stage]
-                    if end >= 0 and (
-                        k - head[back[stage]] >= in_flight[stage]
-                        or k - head[end] >= held[stage]
-                        or (
-                            guard is not None
-                            and not _safe(guard, head, lane, k, bytes_[rank], pending[rank], caps[rank])
-                        )
-                    ):
+            elif kind == 0 and limited:
+                k = head[lane]
+                if growth[lane][k] > room:
+                    continue
+                stage = lane // 3
+                end = last[stage]
+                if end >= 0:
+                    if k - head[back[stage]] >= in_flight[stage] or k - head[end] >= held[stage]:
+                        continue
+                    guard = reserve[rank]
+                    if guard is not None and not _safe(guard, head, lane, k, bytes_[rank], pending[rank], caps[rank]):
                         continue
             if at > reach:
                 later, later_at, later_priority = lane, at, p
@@ -149,7 +153,8 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             continue
         lane, entry = best, best_entry
         k = head[lane]
-        end_time = max(now, when[lane][k]) + seconds[entry][k]
+        at = ready[lane]
+        end_time = (now if now > at else at) + seconds[entry][k]
         if (
             patience
             and later >= 0
@@ -162,18 +167,23 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
         idle[rank] = False
         busy[rank] = end_time
         orders[rank].append(entry)
-        head[lane] = k + 1
         bytes_[rank] += growth[entry][k]
         done += 1
-        if entry != lane:
-            head[lane + 1] = k + 1
+        if entry == lane:
+            if kinds[lane] == 2:
+                pending[rank] += growth[lane][k]
+            elif lane == gate[lane // 3]:
+                pending[rank] -= growth[lane - lane % 3 + 2][k]
+        else:
             done += 1
-        elif lane % 3 == 2:
-            pending[rank] += growth[lane][k]
-        elif lane == gate[lane // 3]:
-            pending[rank] -= growth[lane - lane % 3 + 2][k]
         if end_time > makespan:
             makespan = end_time
+        ahead = k + 1
+        for moved in (lane,) if entry == lane else (lane, lane + 1):
+            head[moved] = ahead
+            ready[moved] = when[moved][ahead] if ahead < count and not left[moved][ahead] else inf
+            if ahead < count:
+                urgency[moved] = priority[moved][ahead]
         for fed, slot, latency, wire in feeds[entry]:
             at = end_time
             if slot >= 0:
@@ -185,9 +195,13 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             row = when[fed]
             if at > row[k]:
                 row[k] = at
-            left[fed][k] -= 1
-            if not left[fed][k] and idle[rank_of[fed // 3]]:
-                heappush(heap, (row[k], rank_of[fed // 3]))
+            waits = left[fed]
+            waits[k] -= 1
+            if not waits[k]:
+                if head[fed] == k:
+                    ready[fed] = row[k]
+                if idle[rank_of[fed]]:
+                    heappush(heap, (row[k], rank_of[fed]))
         heappush(heap, (end_time, rank))
     if done < len(work.lanes) * count:
         raise InputError(
