@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from typing import Any
+from itertools import accumulate, product
 
 from csc.passes.attention import attention
 from csc.passes.dropout import dropout
@@ -148,18 +147,20 @@ def _local(program: Program, spread: list[fx.Node]) -> set[fx.Node]:
     tables = shared_nodes(program.graph)
     found: set[fx.Node] = set()
     for node in g.calls(program.graph):
-        module = node.meta.get("module", "")
-        inside = any(module == layer or module.startswith(f"{layer}.") for layer in layers)
+        inside = any(path in layers for path in _around(node.meta.get("module", "")))
         if node not in tables and (inside or any(used in found for used in node.all_input_nodes)):
             found.add(node)
     return found
 
 
+def _around(module: str) -> list[str]:
+    """All modules around a module and itself, the outermost first."""
+    return list(accumulate(module.split("."), lambda outer, name: f"{outer}.{name}"))
+
+
 def _layer(module: str, program: Program) -> str:
     """The outermost layer around a module; the module itself if it is in none."""
-    parts: list[Any] = module.split(".") if module else []
-    for count in range(1, len(parts) + 1):
-        path = ".".join(parts[:count])
+    for path in _around(module):
         if path in program.modules and program.modules[path].role == "layer":
             return path
     return module

@@ -42,11 +42,11 @@ def lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Progr
             old = node.meta["val"]
             if kind == "input" and name not in shape_of:
                 continue  # a batch entry that the loss does not use
-            with mode:
-                if kind == "input":
-                    val = torch.empty(shape_of[name], dtype=old.dtype, device=old.device)
-                else:
-                    val = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+            where = {"dtype": old.dtype, "device": old.device}
+            if kind == "input":
+                val = evaluate(torch.empty, (shape_of[name],), where)
+            else:
+                val = evaluate(torch.empty_strided, (tuple(old.shape), old.stride()), where)
             mapping[node] = g.add_placeholder(graph, node.target, val, node.meta["role"])
             values[node] = val
         elif node.op == "output":

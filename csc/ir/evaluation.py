@@ -8,33 +8,16 @@ a look at the operands is enough.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from csc.torch_private import FakeTensor, FakeTensorMode, pytree
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A tensor of the same shape, strides, offset and dtype on the meta device, and the device that it is to be on."""
-
-    on_meta: torch.Tensor
-    device: torch.device
-
-
-def _layout(tensor: torch.Tensor) -> _Layout:
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    span = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides)) if tensor.numel() else offset
-    whole = torch.empty(span, dtype=tensor.dtype, device="meta")
-    return _Layout(whole.as_strided(shape, strides, offset), tensor.device)
+from csc.torch_private import FakeTensorMode, pytree
 
 
 class Evaluation:
     """Runs operations on fake tensors. Operands of the same shapes, strides, dtypes, devices and values as in an
-    earlier call give the types of the earlier call's result, as tensors of their own: make_fx knows a value by its
-    tensor, so the cosines and sines of positions must not be one.
+    earlier call give the result of the earlier call, the same tensor: it stands for a type, not for a value.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -46,17 +29,15 @@ class Evaluation:
         """Whatever the operation raises is raised here."""
         key = (target, self._key(args), self._key(kwargs))
         try:
-            known = key in self._results
+            return self._results[key]
         except TypeError:  # an operand that cannot be compared
             return self._run(target, args, kwargs)
-        if not known:
-            result = self._run(target, args, kwargs)
-            self._results[key] = pytree.tree_map_only(torch.Tensor, _layout, result)
-            return result
-        return pytree.tree_map_only(_Layout, self._tensor, self._results[key])
-
-    def _tensor(self, layout: _Layout) -> torch.Tensor:
-        return FakeTensor(self._mode, layout.on_meta, layout.device)
+        except KeyError:
+            pass
+        result = self._run(target, args, kwargs)
+        if not any(getattr(leaf, "constant", None) is not None for leaf in pytree.tree_leaves(result)):
+            self._results[key] = result  # else it stands for a value too
+        return result
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self._mode:
