@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Schedule, parse, peak_in_flight, with_messages
 from csc.ir.schedule_verifier import verify
-from csc.planning.schedules import SCHEDULES, placement, stages_per_rank
+from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline, Stage
 from csc.simulation.simulate import makespan, simulate
@@ -167,6 +167,20 @@ def test_schedules_of_several_stages_a_rank_are_valid(case: Case, name: str, dat
         return
     placed = Case(case.pipeline, tuple(placement(name, count // chunks, chunks)), case.microbatches)
     check(placed, SCHEDULES[name](case.pipeline, placed.placement, case.microbatches))
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases(), st.sampled_from([name for name in NAMED if stages_per_rank(name) == 1]), st.sampled_from([None, 30.0]))
+def test_a_schedule_is_timed_without_being_made(case: Case, name: str, memory: float | None) -> None:
+    given_to = (case.pipeline, case.placement, case.microbatches, memory)
+    try:
+        made = makespan(case.pipeline, SCHEDULES[name](*given_to))
+    except InputError as error:
+        with pytest.raises(InputError) as again:
+            timed(name, *given_to)
+        assert str(again.value) == str(error)
+    else:
+        assert timed(name, *given_to) == pytest.approx(made, rel=1e-12)
 
 
 def test_frozen_stages_have_no_slot() -> None:
