@@ -1,11 +1,13 @@
 """Facts of the module tree that name and cut the graph: layers, parts, components.
 
 Terms
-  layer list   a ModuleList or Sequential of two or more modules of one class with parameters; the outermost counts
+  layer list   a ModuleList or Sequential of two or more modules of one class with parameters, or a ModuleList of several
+               classes that come again (layers of self- and cross-attention); the outermost counts
   layer        an element of a layer list
   container    a module with a layer list below it
   part         a module with parameters that is no container, directly below one
-  component    what a user calls a part of the model: the largest module around one layer list, or a part outside them
+  component    what a user calls a part of the model: the largest module around one layer list (or around several that are
+               its own, as an encoder has blocks and what it hands out of their middle), or a part outside them
 """
 
 from __future__ import annotations
@@ -26,11 +28,9 @@ def _is_layer_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
         return False
     children = list(module.children())
-    return (
-        all(type(child) is type(children[0]) for child in children)
-        and all(map(_has_parameters, children))
-        and any(True for _ in children[0].children())
-    )
+    kinds = {type(child) for child in children}
+    alike = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and 2 * len(kinds) <= len(children))
+    return alike and all(_has_parameters(child) and any(True for _ in child.children()) for child in children)
 
 
 def _outermost_layer_lists(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -61,7 +61,14 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
     for path in layer_lists:
         for around in _ancestors(path):
             below[around] = below.get(around, 0) + 1
-    towers = {next(around for around in _ancestors(path) if below[around] == 1) for path in layer_lists}
+    own: dict[str, int] = {}  # layer lists directly below
+    for path in layer_lists:
+        own[path.rpartition(".")[0]] = own.get(path.rpartition(".")[0], 0) + 1
+
+    def is_tower(around: str) -> bool:
+        return below[around] == 1 or below[around] == own.get(around, 0) < len(layer_lists)
+
+    towers = {next(filter(is_tower, _ancestors(path))) for path in layer_lists}
 
     def component(path: str) -> str:
         for around in _ancestors(path):
