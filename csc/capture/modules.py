@@ -1,13 +1,13 @@
 """Facts of the module tree that name and cut the graph: layers, parts, components.
 
 Terms
-  layer list   a ModuleList or Sequential of two or more modules of one class with parameters, or a ModuleList of several
-               classes that come again (layers of self- and cross-attention); the outermost counts
+  layer list   a ModuleList or Sequential of two or more modules of one class with parameters, or a ModuleList of
+               several classes that come again (layers of self- and cross-attention); the outermost counts
   layer        an element of a layer list
   container    a module with a layer list below it
   part         a module with parameters that is no container, directly below one
-  component    what a user calls a part of the model: the largest module around one layer list (or around several that are
-               its own, as an encoder has blocks and what it hands out of their middle), or a part outside them
+  component    what a user calls a part of the model: the largest module around one layer list (or around several that
+               are its own, as an encoder has blocks and what it hands out of their middle), or a part outside them
 """
 
 from __future__ import annotations

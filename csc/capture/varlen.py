@@ -22,9 +22,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from csc.errors import InputError
+
 NAME = "csc_flash_of_packed_rows"  # with "flash" in it, modules hand over the whole row
 LIBRARY = "transformers.modeling_utils"
 LIBRARY_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+FURTHER = ("sliding_window", "softcap", "s_aux")  # what the library's attention functions may be given beside
 BEGINNINGS, LONGEST = "cu_seqlens", "max_seqlen"
 
 
@@ -55,16 +58,17 @@ def _asking_for_it(real: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an attention module. The longest sequence, which flash kernels need and which takes a look at
     values, is not asked for where it can be given.
     """
-    takes_longest = LONGEST in inspect.signature(real).parameters
+    signature = inspect.signature(real)
 
     @functools.wraps(real)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if takes_longest and kwargs.get(LONGEST) is None:
-            kwargs[LONGEST] = 0
+        called = signature.bind(self, *args, **kwargs)
+        if LONGEST in signature.parameters and called.arguments.get(LONGEST) is None:
+            called.arguments[LONGEST] = 0
         before = self.config._attn_implementation
         self.config._attn_implementation = NAME
         try:
-            return real(self, *args, **kwargs)
+            return real(*called.args, **called.kwargs)
         finally:
             self.config._attn_implementation = before
 
@@ -85,8 +89,16 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, G, T, D], cu_seq_lens_q [N + 1] from 0 to T; gives [1, T, H, D].
 
-    Called as the library calls attention functions. Without cu_seq_lens_q all of the row is one sequence.
+    Called as the library calls attention functions. Without cu_seq_lens_q all of the row is one sequence. InputError
+    for what would be dropped: another mask, a sliding window, a soft cap, sinks.
     """
+    further = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in FURTHER}}
+    for name, given in further.items():
+        if given is not None:
+            raise InputError(
+                f"attention over packed rows with {name} is not known to csc", type(module).__name__,
+                "keep the module out of the trace with csc.opaque(module)",
+            )  # fmt: skip
     causal = bool(is_causal)
     seen = None
     if cu_seq_lens_q is not None:

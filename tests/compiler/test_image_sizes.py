@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import csc
 from benchmarks.coverage import models
+from csc.capture import varlen
 from csc.verification import verify
 from tests.models import hf
 
@@ -67,6 +68,28 @@ def test_a_video_has_an_attention_for_each_frame() -> None:
     close(compiled, grids_batch([[3, 4, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
     close(compiled, grids_batch([[1, 12, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
     assert captures(compiled) == 1
+
+
+def test_what_attention_over_packed_rows_cannot_do_is_said() -> None:
+    tokens = torch.zeros(1, 2, 6, 8)
+    ends = torch.tensor([0, 2, 6])
+    out, _ = varlen._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends)
+    assert out.shape == (1, 6, 2, 8)
+    with pytest.raises(csc.CscError, match="packed rows with sliding_window"):
+        varlen._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends, sliding_window=4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_over_packed_rows_is_that_of_each_sequence(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 12, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    out, _ = varlen._attention(
+        nn.Identity(), q, k, v, None, scaling=0.3, is_causal=causal, cu_seq_lens_q=torch.tensor([0, 5, 6, 12])
+    )
+    for low, high in ((0, 5), (5, 6), (6, 12)):
+        alone = [x[:, :, low:high] for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*alone, is_causal=causal, scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(out[:, low:high], expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
 def test_numbers_of_images() -> None:
