@@ -11,7 +11,7 @@ Terms
   joined    the parts of one split, all of them, concatenated where they were split (or stacked where unbound)
 
     Numbers(values, read)                                        a list of int; read() is called before one is read
-    pieces.cut(name, args, kwargs, count, really, read)          stand-ins for a split's result, or None
+    pieces.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
     pieces.joined(name, args, kwargs) -> Tensor | None           what a call makes of all pieces of a split
     pieces.real(leaf) -> Any                                     what a piece stands for, or the leaf itself
     length(name, args) -> int | None                             for `list(tensor)`, which asks how long it will become
@@ -136,10 +136,10 @@ class Pieces:
         if not in_order or cut.parts or _asks_for_a_length(cut.stack, _codes()):
             return None
         if not cut.unbound:
-            return whole if name != "stack" and along % whole.dim() == cut.along else None
+            return _copy(whole) if name != "stack" and along % whole.dim() == cut.along else None
         if along != 0:
             return None
-        return whole if name == "stack" else whole.flatten(0, 1)
+        return _copy(whole) if name == "stack" else _copy(whole.flatten(0, 1))
 
     def real(self, leaf: Any) -> Any:
         """What a piece stands for; anything else as it is."""
@@ -151,6 +151,13 @@ class Pieces:
         if not cut.parts:
             cut.parts = cut.really()
         return cut.parts[place]
+
+
+def _copy(whole: torch.Tensor) -> torch.Tensor:
+    """As a join makes one: what is written to it later is not written to what was split. Pass `shapes` takes out a copy
+    that changes nothing.
+    """
+    return whole.clone(memory_format=torch.contiguous_format)
 
 
 def length(name: str, args: Any) -> int | None:

@@ -135,6 +135,28 @@ def _twice(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts)) + torch.cat(tuple(parts), dim=0)
 
 
+class Written(nn.Module):
+    """Writes to what it joined, and reads what it had split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        hidden = self.row(rows)
+        joined = torch.cat(torch.split(hidden, counts.tolist()))
+        joined.mul_(2)
+        return F.cross_entropy(self.head((hidden + joined).tanh()), labels)
+
+
+def test_a_join_is_a_tensor_of_its_own() -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Written(), mesh="pp=1", example=placed_batch([2, 3]))
+    for counts in ([2, 3], [4, 2, 5]):
+        close(compiled, placed_batch(counts), 1e-6)
+    assert captures(compiled) == 1
+
+
 class Album(nn.Module):
     """Rows of all images, taken apart by their numbers of rows, put together, and added up for the text."""
 
