@@ -10,9 +10,10 @@ import keyword
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -49,40 +50,52 @@ class LossOnly(nn.Module):
         self.host = host
         self._extra, self._example = dict(extra), values
         known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
-        self.watching = Watching(known, self._asked)
+        self.watching = Watching(known)
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         host = self.host
         made = {name for call in host.calls for name in call.entries(self.model, self._example)}
         with (
-            self.watching.entries(batch),
+            self.watching.entries(batch, partial(self._asked, batch)),
             self._repeats.patched(),
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
             own = {name: tensor for name, tensor in batch.items() if name not in made}
             return loss_of(self.model(**own, **self._extra))
 
-    def _asked(self, sources: frozenset[str]) -> None:
+    def _asked(self, batch: Mapping[str, torch.Tensor], sources: frozenset[str]) -> None:
         """The model asks for values that only the batch has: can a function around it be run before?"""
         if not sources:
             return
-        functions = hosting.around(self.model, sys._getframe(1))
-        asked = tuple(one for one in functions if one in self.host.asking)  # none of their calls was for the host
-        self.host = replace(self.host, tried=tuple(dict.fromkeys((*self.host.tried, *asked))))
-        others = tuple(one for one in functions if one not in self.host.tried)
-        if others:
-            raise HostFunctionFound(replace(self.host, asking=(*self.host.asking, *others)))
+        around = hosting.around(self.model, sys._getframe(1))
+        self._give_up([one for one in around if one.function in self.host.asking])  # none of their calls could
+        open_ = [one for one in around if one.function not in self.host.tried]
+        for one in reversed(open_):
+            call = hosting.call_of(self.model, one, batch) if one.given is not None else None
+            if one.given is None or any(call == known for known in self.host.calls):
+                asking = (*self.host.asking, *(each.function for each in open_))
+                raise HostFunctionFound(replace(self.host, asking=asking))
+            if call is not None:
+                self._found(call)
+        self._give_up(open_)
+
+    def _give_up(self, around: Sequence[hosting.Around]) -> None:
+        tried = (*self.host.tried, *(one.function for one in around))
+        self.host = replace(self.host, tried=tuple(dict.fromkeys(tried)))
 
     def _found(self, call: HostCall) -> None:
+        """Start again with the call on the host, if it can run there."""
         if call.gives_tensors(self.model, self._example):
-            raise HostFunctionFound(replace(self.host, calls=(*self.host.calls, call)))
+            calls = (*self.host.calls, call.named(self.host.calls))
+            raise HostFunctionFound(replace(self.host, calls=calls))
 
 
 @dataclass(frozen=True)
 class Host:
-    """What runs on the host: calls; asking: functions of which the next trace shows how they are called; tried: those
-    that cannot. Each start of a trace has more of one of them than the one before.
+    """What runs on the host: calls; asking: functions of which the next trace shows how they are called, as one that is
+    being run may have changed its arguments; tried: those that cannot. Each start of a trace has more of one of them
+    than the one before.
     """
 
     calls: tuple[HostCall, ...] = ()

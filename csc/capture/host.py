@@ -5,7 +5,8 @@ patches share a window, where each image begins). The function that does so is f
 around the decision whose tensors are batch entries as they are. It is then run on the real batch, and what it returns
 enters the graph as further batch entries, so one graph serves every batch.
 
-    around(model, frame) -> [Function]                    while tracing: those that a frame was called through
+    around(model, frame) -> [Around]                      while tracing: those that a frame was called through
+    call_of(model, around, batch) -> HostCall or None     a call that is under way, if it could run on the host
     hosted(model, calls, asking, example, batch, found)   context: these calls return entries of a traced batch; found()
                                                           gets calls of functions `asking` that could run on the host
     call.entries(model, batch) -> {name: tensor}          what it makes of a real batch
@@ -13,6 +14,7 @@ enters the graph as further batch entries, so one graph serves every batch.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sys
@@ -29,6 +31,9 @@ from torch import nn
 from csc.errors import InputError
 from csc.torch_private import ParameterReads, outside_tracing, pytree
 
+Given = Mapping[str, Any]  # the arguments of a call by the names of its parameters
+SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+CHANGES = ("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF")  # instructions that do so with a local name
 NOT_THE_MODELS = ("torch", "csc")  # packages whose functions take part in every trace
 
 
@@ -69,6 +74,11 @@ class HostCall:
     def name(self) -> str:
         """`model.get_rope_index`."""
         return ".".join(filter(None, (self.function.owner, self.function.name)))
+
+    def named(self, earlier: Sequence[HostCall]) -> HostCall:
+        """The call with a prefix that none of the earlier ones has."""
+        again = sum(one.function.name == self.function.name for one in earlier)
+        return replace(self, prefix=f"{self.function.name}_call{again + 1}" if again else self.function.name)
 
     def same(self, other: HostCall | None) -> bool:
         """Whether both are calls with the same entries and values."""
@@ -131,26 +141,25 @@ def _alike(one: Sequence[tuple[str, Any]], other: Sequence[tuple[str, Any]]) -> 
     return all(a is b or bool(a == b) for (_, a), (_, b) in zip(one, other))
 
 
-def _bound(
-    function: Function, real: Callable[..., Any], args: Any, kwargs: Any, entries: Mapping[int, str]
-) -> HostCall | None:
+def _bound(function: Function, real: Callable[..., Any], given: Given, entries: Mapping[int, str]) -> HostCall | None:
     """A call with these arguments; None if a tensor among them is no batch entry or holds pixels or sound, or a value
-    belongs to the trace.
+    belongs to the trace. Defaults are left out.
 
     entries: names of the traced batch entries by `id`.
     """
     arguments: list[tuple[str, str]] = []
     plain: list[tuple[str, Any]] = []
-    signature = inspect.signature(real)
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
+    for name, parameter in inspect.signature(real).parameters.items():
+        value = given.get(name, parameter.default)
+        if value is parameter.default or (parameter.kind in SEVERAL and not value):
+            continue
         if isinstance(value, torch.Tensor):
             if id(value) not in entries or _is_signal(value):
                 return None
             arguments.append((name, entries[id(value)]))
-        elif not _plain(value) or kind is inspect.Parameter.VAR_POSITIONAL:
+        elif not _plain(value) or parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             return None
-        elif kind is inspect.Parameter.VAR_KEYWORD:
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             plain += pytree.tree_map(lambda leaf: leaf, value).items()
         else:
             plain.append((name, pytree.tree_map(lambda leaf: leaf, value)))
@@ -167,7 +176,15 @@ def _plain(value: Any) -> bool:
     return not any(isinstance(leaf, traced) for leaf in pytree.tree_leaves(value))
 
 
-def around(model: nn.Module, frame: FrameType | None) -> list[Function]:
+@dataclass(frozen=True)
+class Around:
+    """A function that is being run. given: what it was called with; None if its code may have changed that since."""
+
+    function: Function
+    given: Given | None
+
+
+def around(model: nn.Module, frame: FrameType | None) -> list[Around]:
     """Functions of the model's code that `frame` was called through, below the model's own forward, innermost first;
     those that were given pixels, sound or features left out, as far as their local names still show it.
     """
@@ -183,9 +200,40 @@ def around(model: nn.Module, frame: FrameType | None) -> list[Function]:
         if str(called.f_globals.get("__name__")).partition(".")[0] in NOT_THE_MODELS:
             continue
         function = _method(called, paths) or _global(called, stack[depth + 1 :])
-        if function is not None and not _given_signals(called):
-            found.append(function)
+        names = _parameters(called.f_code)
+        given = {name: called.f_locals.get(name) for name in names if name != "self"}
+        if function is not None and not any(_is_signal(leaf) for leaf in _tensors(given)):
+            found.append(Around(function, None if _changed(called, names) else given))
     return found
+
+
+def call_of(model: nn.Module, around: Around, batch: Mapping[str, torch.Tensor]) -> HostCall | None:
+    """The call that is under way, if its tensors are entries of the traced batch as they are. around: with `given`."""
+    assert around.given is not None
+    entries = {id(tensor): name for name, tensor in batch.items()}
+    return _bound(around.function, around.function.of(model), around.given, entries)
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    """Names of what a function takes, `*args` and `**kwargs` too."""
+    packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]
+
+
+def _changed(frame: FrameType, names: Sequence[str]) -> bool:
+    """Whether the code that a frame runs may have given other values to these names by now: it does so before the place
+    where the frame is, or in a loop around both.
+    """
+    code = list(dis.get_instructions(frame.f_code))
+    stores = [
+        one.offset
+        for one in code
+        if one.opname.startswith(CHANGES)
+        and not set(names).isdisjoint(one.argval if isinstance(one.argval, tuple) else (one.argval,))
+    ]
+    back = [(one.argval, one.offset) for one in code if "JUMP_BACKWARD" in one.opname]
+    here = frame.f_lasti
+    return any(at <= here or any(start <= here and at <= end for start, end in back) for at in stores)
 
 
 def _method(frame: FrameType, paths: Mapping[int, str]) -> Function | None:
@@ -211,11 +259,8 @@ def _is_code_of(function: Any, code: CodeType) -> bool:
     return isinstance(unwrapped, FunctionType) and unwrapped.__code__ is code
 
 
-def _given_signals(frame: FrameType) -> bool:
-    code = frame.f_code
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    leaves = pytree.tree_leaves([frame.f_locals.get(name) for name in names if name != "self"])
-    return any(isinstance(leaf, torch.Tensor) and _is_signal(leaf) for leaf in leaves)
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
@@ -248,15 +293,16 @@ def _replacement(
     entries: Mapping[int, str],
     found: Callable[[HostCall], None],
 ) -> Callable[..., Any]:
+    signature = inspect.signature(real)
+
     @functools.wraps(real)  # also for `around`, which asks whose code a frame runs
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        call = _bound(function, real, args, kwargs, entries)
+        call = _bound(function, real, signature.bind(*args, **kwargs).arguments, entries)
         for known, result in results:
             if known.same(call):
                 return result()
         if asking and call is not None:
-            again = sum(known.function.name == function.name for known, _ in results)
-            found(replace(call, prefix=f"{function.name}_call{again + 1}" if again else function.name))
+            found(call)
         return real(*args, **kwargs)
 
     return replacement

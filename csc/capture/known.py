@@ -8,7 +8,7 @@ Terms
   sources    the batch entries that a tensor was computed from
 
     watch = Watching({"image_grid_thw": tensor})
-    with watch.entries(batch): model(**batch)          under torch.export, batch holds traced tensors
+    with watch.entries(batch, asked): model(**batch)   under torch.export, batch holds traced tensors
     watch.consulted -> {"image_grid_thw"}
 """
 
@@ -58,13 +58,11 @@ class _Fact:
 class Watching(TorchFunctionMode):
     """Runs operations on known values for real, beside the trace of them."""
 
-    def __init__(self, values: Mapping[str, torch.Tensor], asked: Callable[[frozenset[str]], None]) -> None:
-        """values: the real values of the entries that may be consulted. asked(sources): called before values are asked
-        for, known or not; it may raise.
-        """
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        """values: the real values of the entries that may be consulted."""
         super().__init__()
         self._values = values
-        self._asked = asked
+        self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
         self._pieces = Pieces()
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
@@ -76,8 +74,11 @@ class Watching(TorchFunctionMode):
         return self._value(tensor) is not None
 
     @contextmanager
-    def entries(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Watch what is computed from these tensors."""
+    def entries(self, batch: Mapping[str, torch.Tensor], asked: Callable[[frozenset[str]], None]) -> Iterator[None]:
+        """Watch what is computed from these tensors. asked(sources): called before values are asked for, known or not;
+        it may raise.
+        """
+        self._asked = asked
         self._facts.clear()
         self._pieces = Pieces()
         for name, tensor in batch.items():
