@@ -1,17 +1,19 @@
 """Compiles one model in several ways and compares each with eager PyTorch.
 
 check(name, build) -> Row        never raises for what csc refuses: the row holds the reason
+compare(name, model, batch) -> (Row, what was compiled for pp=3, or None)
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 import csc
 from benchmarks.coverage.models import Build
@@ -57,12 +59,16 @@ def fine(result: str) -> bool:
 def check(name: str, build: Build) -> Row:
     """Build the model, compile it for pp=3, for cp=2 and with the projector alone training, and compare gradients."""
     torch.manual_seed(0)
-    model, batch = build()
+    return compare(name, *build())[0]
+
+
+def compare(name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Row, csc.CompiledModel | None]:
+    """The same for a model that is there, and what it was compiled to."""
     model.train()
     start = time.perf_counter()
     compiled, reason = _tried(lambda: csc.compile(model, mesh=WAYS["pp=3"], example=batch))
     if compiled is None:
-        return Row(name, None, None, None, None, (), (), dict.fromkeys(WAYS, reason))
+        return Row(name, None, None, None, None, (), (), dict.fromkeys(WAYS, reason)), None
     seconds = time.perf_counter() - start
     program = compiled.program
     frozen = tuple(name for name, _ in model.named_parameters() if not PROJECTOR.search(name))
@@ -74,17 +80,17 @@ def check(name: str, build: Build) -> Row:
         freeze = frozen if way == "projector" else None
         result, reason = _tried(lambda mesh=mesh, freeze=freeze: _compared(compiled, mesh, freeze))  # type: ignore[misc]
         ways[way] = reason if result is None else result
-    learned = compiled.compiler.learned
-    return Row(
+    row = Row(
         name=name,
         nodes=len(compiled.history()[0].graph.nodes),
         regions=len(program.regions),
         templates=len(program.templates),
         seconds=round(seconds, 1),
         fixed=tuple(sorted(program.fixed)),
-        host=tuple(call.name for call in learned.host.calls),
+        host=tuple(call.name for call in compiled.compiler.learned.host.calls),
         ways=ways,
     )
+    return row, compiled
 
 
 def _compared(compiled: csc.CompiledModel, mesh: str, freeze: tuple[str, ...] | None) -> str:

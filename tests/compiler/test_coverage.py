@@ -1,12 +1,17 @@
-"""The models of the coverage table: compiled in stages, over context-parallel ranks, and with the projector alone."""
+"""The models of the coverage table: compiled in stages, over context-parallel ranks, and with the projector alone; and
+their capture, in which equal layers are traced once, beside that of the model traced whole.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.coverage.check import WAYS, check, fine
+from benchmarks.coverage.check import WAYS, compare, fine
 from benchmarks.coverage.models import CASES
 from benchmarks.coverage.report import markdown, summary
+from csc.capture import capture
+from csc.ir.printer import program_text
 
 pytestmark = pytest.mark.slow
 LARGEST = 1e-5
@@ -18,7 +23,9 @@ REFUSED = {  # what the sentence says
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_eager(name: str) -> None:
-    row = check(name, CASES[name])
+    torch.manual_seed(0)
+    model, batch = CASES[name]()
+    row, compiled = compare(name, model, batch)
     for way, result in row.ways.items():
         if (name, way) in REFUSED:
             assert REFUSED[name, way] in result and "modeling_" in result
@@ -28,3 +35,6 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     works = {way: int((name, way) not in REFUSED) for way in WAYS}
     assert summary([row]) == {"models": 1, **works}
     assert name in markdown([row])
+    if compiled is not None:
+        whole = capture(model, batch, compiled.compiler.learned, whole=True)
+        assert program_text(compiled.history()[0]) == program_text(whole)

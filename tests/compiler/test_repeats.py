@@ -1,4 +1,7 @@
-"""Equal layers are traced once, and the Program is the one of the model traced whole, text for text."""
+"""Equal layers are traced once, and the Program is the one of the model traced whole, text for text.
+
+Real models: test_coverage.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from benchmarks.coverage.models import CASES
 from csc.capture import capture
 from csc.capture.alike import attributes_read, same
 from csc.ir.printer import program_text
@@ -271,19 +273,6 @@ def test_a_trace_leaves_the_layers_as_they_were() -> None:
     before = [dict(vars(module)) for module in model.modules()]
     capture(model, batch())
     assert [dict(vars(module)) for module in model.modules()] == before
-
-
-QUICK = ("LLaVA", "Gemma 3, text")
-TRACED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "SmolVLM"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRACED)  # SmolVLM cannot be traced in either way
-def test_models_of_hugging_face_traced_once_are_those_traced_whole(name: str) -> None:
-    torch.manual_seed(0)
-    model, example = CASES[name]()
-    one, whole, _ = texts(model, example)
-    assert one == whole
 
 
 class Turn(nn.Module):
