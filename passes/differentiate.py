@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from csc.passes.layouts import with_reshapes
 from torch import fx
 
 from csc.ir import graph as g
@@ -110,6 +111,7 @@ def joint_of(
     with fake_mode:
         traced = make_fx(joint, tracing_mode="real")(values, tangents)
     graph = _tidy(_functional(traced.graph, values, tangents, fake_mode), template, sources)
+    with_reshapes(graph)
     results = g.outputs(graph)[len(template.outputs) :]
     return replace(
         template,

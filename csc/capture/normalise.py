@@ -92,7 +92,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     inline_regions(exported.graph_module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-        functional = exported.run_decompositions({})
+        functional = exported.run_decompositions({torch.ops.aten.copy.default: _copied})
     for spec in functional.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT and spec.kind is not OutputKind.LOSS_OUTPUT:
             raise CscError(
@@ -109,6 +109,11 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
     return _ordered(flat.graph, own), flat.constants
+
+
+def _copied(written: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What `written` holds after `values` were copied to it, in operations that have a derivative."""
+    return values.to(written.dtype).expand(written.shape).clone()
 
 
 class _Flat:

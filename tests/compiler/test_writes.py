@@ -1,0 +1,94 @@
+"""Models that write into tensors which they have just made, and tensors that lie in memory as no trace says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.verification import verify
+
+WIDTH = 8
+
+
+def rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    for row in range(1, 3):
+        x[:, row] = y[:, row] + x[:, row - 1]
+    return x
+
+
+def broadcast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, 1:] = y[:, :1]
+    return x
+
+
+def cast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[..., :3] = y[..., :3].to(torch.bfloat16)
+    return x
+
+
+def whole(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).copy_(y) * x
+
+
+def number(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x * y
+    x[:, 0] = 3.0
+    return x
+
+
+class Writing(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.write = write
+        self.first, self.second, self.head = nn.Linear(3, WIDTH), nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return self.head(self.write(self.first(signal), self.second(signal))).pow(2).mean()
+
+
+class Mixing(nn.Module):
+    """Its backward meets a transposed gradient and a saved value that is not: real and fake strides differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed = self.out(F.softplus(self.gate(hidden)).transpose(1, 2).contiguous())
+        return hidden + mixed.transpose(1, 2)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Mixing() for _ in range(2))
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(signal)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden).pow(2).mean()
+
+
+def test_strides_that_are_not_those_of_the_trace() -> None:
+    torch.manual_seed(0)
+    signal = torch.arange(2 * 4 * 3).view(2, 4, 3) / 10.0
+    result = verify(csc.compile(Layers(), mesh="pp=2", example={"signal": signal}))
+    assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
+
+
+@pytest.mark.parametrize("write", [rows, broadcast, cast, whole, number])
+def test_gradients_are_those_of_eager(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    signal = torch.arange(2 * 4 * 3).view(2, 4, 3) / 10.0
+    result = verify(csc.compile(Writing(write), mesh="pp=2", example={"signal": signal}))
+    assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
