@@ -16,6 +16,9 @@ import torch
 from csc.errors import CscError, InputError
 from csc.torch_private import GuardOnDataDependentSymNode
 
+# What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
+CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
+
 
 def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscError:
     """The sentence for a model that export cannot trace: the cause, the user's line, the remedy.
@@ -33,6 +36,14 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscErr
             where,
             "replace the branch by torch.where or masking; or compute its condition in the data loader and pass it as "
             "a plain Python value in the batch; or keep the module out of the trace with csc.opaque(module)",
+        )
+    changed = re.search(CONSTANT, str(root))
+    if changed is not None:
+        return InputError(
+            "the model changes a parameter while it runs",
+            where or changed[1].lstrip(".") or "model",
+            "leave its forward without side effects: clamp or normalise the parameter itself where it is used "
+            "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step",
         )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",

@@ -33,17 +33,9 @@ ASKS = frozenset(
 )  # fmt: skip
 FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
 SIZED = FACTORIES | {
-    "view",
-    "reshape",
-    "expand",
-    "repeat",
-    "split",
-    "narrow",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "pad",
-}
+    "broadcast_to", "chunk", "expand", "interpolate", "narrow", "new_full", "new_ones", "new_zeros", "pad", "repeat",
+    "reshape", "roll", "split", "tensor_split", "tile", "unflatten", "unfold", "view",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,17 @@ class Fails(Base):
         return self.loss(x.view(3, 7), labels)
 
 
+class Clamping(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.second.weight.data.clamp_(-1.0, 1.0)
+        return self.loss(x, labels)
+
+
+def test_a_model_that_changes_its_parameters() -> None:
+    step = lambda: csc.compile(Clamping(), example=batch())  # noqa: E731
+    refused(step, "changes a parameter while it runs", "model", "weight.clamp(")
+
+
 def test_a_model_that_fails_by_itself() -> None:
     refused(
         lambda: csc.compile(Fails(), example=batch()),

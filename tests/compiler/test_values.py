@@ -77,6 +77,25 @@ def equal(compiled: csc.CompiledModel, batch: Batch | None = None) -> None:
     assert result.loss_rel == 0 and result.grad_rel_max == 0
 
 
+class Resizing(nn.Module):
+    """Resizes images to sizes that are known tensors without dimensions, as Video-LLaMA 3 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(1, 3, 1), nn.Linear(3, 1)
+
+    def forward(self, pixels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        resized = F.interpolate(self.first(pixels), size=(sizes[0] // 2, sizes[1] // 2), mode="bilinear")
+        return self.head(resized.flatten(2).transpose(1, 2)).pow(2).mean()
+
+
+def test_sizes_that_are_tensors() -> None:
+    torch.manual_seed(0)
+    pixels = torch.arange(2 * 8 * 6.0).view(2, 1, 8, 6) / 10
+    batch = {"pixels": pixels, "sizes": torch.tensor([8, 6])}
+    equal(csc.compile(Resizing(), mesh="pp=2", example=batch))
+
+
 @pytest.fixture(scope="module")
 def reader() -> csc.CompiledModel:
     torch.manual_seed(0)
