@@ -51,7 +51,9 @@ class Places:
         for scatter in self.scatters:
             mask, selected = _evaluated(scatter, self, microbatch)
             places = mask.expand(scatter.shape).flatten(1).sum(1).tolist()
-            expected = scatter.numbers if selected is None else int(selected.sum()) * scatter.width
+            expected = scatter.numbers
+            if selected is not None:  # some of the rows that were put together, each as long as all are
+                expected = scatter.numbers // selected.numel() * int(selected.sum())
             if sum(places) != expected:
                 by_sample = ", ".join(f"sample {i}: {count // scatter.width}" for i, count in enumerate(places))
                 raise InputError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -72,6 +73,11 @@ def hint(size: Any) -> int | None:
     return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
 
 
+def as_hinted(size: Any) -> int | None:
+    """A size in the batch that is traced; None where only values tell."""
+    return hint(size) if isinstance(size, torch.SymInt) else int(size)
+
+
 def in_functorch_transform() -> bool:
     """True inside vmap, grad and the like, where tensors are wrapped."""
     return peek_interpreter_stack() is not None
@@ -85,15 +91,14 @@ def outside_tracing() -> Iterator[None]:
 
 
 @contextmanager
-def lists_from(numbers: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While it lasts, `tolist()` of a traced tensor is what `numbers` gives for it, unless that is None. Its own is
+def lists_from(numbers: Callable[[torch.Tensor, Callable[[], Any]], Any]) -> Iterator[None]:
+    """While it lasts, `tolist()` of a traced tensor is what `numbers` gives for it and for its own `tolist()`. That is
     Python code that asks for number by number, which a torch function mode sees one by one.
     """
     own = FakeTensor.tolist
 
     def tolist(self: FakeTensor) -> Any:
-        found = numbers(self)
-        return own(self) if found is None else found
+        return numbers(self, partial(own, self))
 
     with patch.object(FakeTensor, "tolist", tolist):
         yield

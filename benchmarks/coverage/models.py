@@ -257,10 +257,10 @@ def smolvlm() -> tuple[nn.Module, Batch]:
         vision_config={**VISION, "image_size": 32}, text_config={**TEXT, "model_type": "llama"}, scale_factor=2,
         image_token_id=IMAGE,
     )  # fmt: skip
-    pixels = signal(2, 2, 3, 32, 32)
-    pixels[0, 1] = 0
+    pixels, mask = signal(2, 2, 3, 32, 32), torch.ones(2, 2, 32, 32, dtype=torch.long)
+    pixels[0, 1], mask[0, 1] = 0, 0
     return hf.SmolVLMForConditionalGeneration(config), words([[4], [4, 4]]) | {
-        "pixel_values": pixels, "pixel_attention_mask": torch.ones(2, 2, 32, 32, dtype=torch.long),
+        "pixel_values": pixels, "pixel_attention_mask": mask,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.tokens import ALONG, NORMS, PRODUCTS, mixes
+from csc.analysis.tokens import ALONG, NORMS, PRODUCTS, is_pointwise, mixes
 from csc.ir import graph as g
 from csc.torch_private import OpOverload
 
@@ -163,7 +163,7 @@ def _links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
         ]
     if name in _ELEMENTWISE:
         return [(node.args[0], _same(_shape(node.args[0]), out))]  # type: ignore[arg-type, list-item]
-    if torch.Tag.pointwise in node.target.tags:
+    if is_pointwise(node):
         return [(used, _same(_shape(used), out, from_right=True)) for used in node.all_input_nodes]
     return []
 

@@ -3,6 +3,7 @@
 The same graph is lowered for two lengths of the sequence; a dimension whose size differs counts tokens.
 
     token_dims(one, other) -> tuple[int, ...]         of one value in its two lowerings
+    is_pointwise(node) -> bool                        whether a call works element by element
     mixes(node, dims) -> str | None                   why a call must see the whole sequence; None if it need not
 """
 
@@ -28,6 +29,7 @@ ALONG = {
     "aten::split": "dim", "aten::split_with_sizes": "dim", "aten::chunk": "dim", "aten::unbind": "dim",
     "aten::index_select": "dim", "aten::linalg_vector_norm": "dim", "aten::topk": "dim", "aten::narrow": "dim",
     "aten::gather": "dim", "aten::repeat_interleave": "dim", "aten::glu": "dim",
+    "aten::unfold": "dimension",
 }  # fmt: skip
 NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
 PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
@@ -35,6 +37,7 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
 _MOVES = {"aten::transpose", "aten::permute", "aten::t", "aten::unsqueeze", "aten::squeeze", "aten::clone",
           "aten::_to_copy", "aten::type_as", "aten::alias", "aten::detach", "aten::contiguous",
           "aten::lift_fresh_copy"}  # fmt: skip
+_BITWISE = {"aten::__and__", "aten::__or__", "aten::__xor__"}
 _APART = {"aten::embedding", "aten::native_dropout", "aten::dropout", "aten::one_hot"}
 _UNKNOWN = "is an operation of which csc does not know that it keeps tokens apart"
 
@@ -71,9 +74,16 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
         if isinstance(left, fx.Node) and left.meta["val"].dim() - 1 in dims(left):
             return "sums over tokens"
         return None
-    if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
+    if is_pointwise(node):
         return _misaligned(node, given, dims)
     return _UNKNOWN
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call works element by element, broadcasting its operands. torch has not tagged `a & b` and its like."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or g.op_name(node) in _BITWISE
 
 
 def _misaligned(node: fx.Node, given: Sequence[fx.Node], dims: Dims) -> str | None:

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from csc.capture.splits import Numbers, Pieces, length
-from csc.torch_private import assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
+from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
 
 LARGEST = 1 << 16  # elements; beyond, values are not kept
 ASKS = frozenset(
@@ -86,9 +86,15 @@ class Watching(TorchFunctionMode):
         known_length = length(name, args)
         if known_length is not None:
             return known_length
+        shape = self._pieces.shape(name, func, args)
+        if shape is not None:
+            return shape
         whole = self._pieces.joined(name, args, kwargs)
         if whole is not None:
             return self._remembered(whole, None, self._sources(whole))
+        piece = self._pieces.reshaped(name, args, kwargs)
+        if piece is not None:
+            return piece
         pieces = self._pieces.cut(name, args, kwargs, lambda args, kwargs: self._run(func, name, args, kwargs))
         return self._run(func, name, args, kwargs) if pieces is None else pieces
 
@@ -120,19 +126,23 @@ class Watching(TorchFunctionMode):
         real = self._really(func, args, kwargs) if known else None
         return self._remembered(result, real, sources)
 
-    def _listed(self, tensor: torch.Tensor) -> Any:
-        """The values of a known tensor as a list; None if they are not known."""
-        value = self._value(tensor)
-        if value is None or in_functorch_transform():
-            return None
-        sources = self._sources(tensor)
+    def _listed(self, tensor: torch.Tensor, own: Callable[[], Any]) -> Any:
+        """`tensor.tolist()`, which is own() if its values are not known."""
+        value, sources = self._value(tensor), self._sources(tensor)
+        if in_functorch_transform():
+            return own()
+        listed = tensor.dim() == 1 and not tensor.is_floating_point()
+        if value is None:
+            count = as_hinted(tensor.shape[0]) if sources and listed else None
+            return own() if count is None else Numbers(count, own)
         self._asked(sources)
-        with outside_tracing():
-            found = value.tolist()
-        if value.dim() == 1 and not value.is_floating_point():
-            return Numbers(found, lambda: self._consult(sources))
-        self._consult(sources)
-        return found
+
+        def read() -> Any:
+            self._consult(sources)
+            with outside_tracing():
+                return value.tolist()
+
+        return Numbers(value.shape[0], read) if listed else read()
 
     def _sizes_as_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
         """Arguments in which known tensors that stand for a size or a bound are numbers."""

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.tokens import mixes
+from csc.analysis.tokens import is_pointwise, mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.torch_private import FakeTensorMode, OpOverload
+from csc.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 ALONG_ROWS = {"aten::linear", "aten::layer_norm", "aten::rms_norm", "aten::embedding", "aten::_to_copy", "aten::clone"}
+# So many operands hold samples, one behind the other.
+SAMPLES = {"aten::conv2d": 1, "aten::bucketize": 1, "aten::expand": 1, "aten::scaled_dot_product_attention": 3}
+SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
 RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
 
 
@@ -41,6 +44,7 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.mode = graph, mode
         self.in_place: dict[fx.Node, fx.Node] = {}  # to the mask of the rows that were selected
+        self.numbers: set[fx.Node] = set()  # in place, too: 0 in the first row, 1 in the second
 
     def run(self) -> None:
         for node in g.calls(self.graph):
@@ -79,6 +83,9 @@ class _Rewriting:
         """A call that reads rows in place."""
         name = g.op_name(node)
         given = [used for used in node.all_input_nodes if used in self.in_place]
+        if any(used in self.numbers for used in given):
+            self._by_number(node)
+            return
         if name == "aten::masked_scatter" and given == [node.args[2]]:
             node.replace_input_with(given[0], self._together(node, given[0]))
             return
@@ -86,9 +93,8 @@ class _Rewriting:
             self._leave_out(node)
             return
         if name == "aten::sym_size":
-            if all(g.op_name(user) in RESHAPES for user in node.users):
-                return
-            raise _refused(node, "computes with the number of rows that a mask selects")
+            self._count(node, given[0])
+            return
         if name in RESHAPES:
             self._reshape(node)
             return
@@ -96,23 +102,64 @@ class _Rewriting:
         node.meta["val"] = self._value(node.target, node.args, node.kwargs)
         self.in_place[node] = self.in_place[next(used for used in node.all_input_nodes if used in self.in_place)]
 
+    def _count(self, node: fx.Node, rows: fx.Node) -> None:
+        """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
+        sized = [user for user in node.users if g.op_name(user) not in RESHAPES]
+        if not sized:
+            return
+        flat = self._flat(node, rows)
+        for user in sized:
+            name = g.op_name(user)
+            sizes = list(user.args[1] if name == "aten::expand" else user.args[0]) if name in SIZED else []  # type: ignore
+            if name == "aten::arange" and user.args == (node,):
+                user.args = (self._size(node, flat, 0),)
+                self.numbers.add(user)
+            elif sizes and sizes[0] is node and node not in sizes[1:]:
+                user.update_arg(int(name == "aten::expand"), [self._size(node, flat, 0), *sizes[1:]])
+            else:
+                raise _refused(node, "computes with the number of rows that a mask selects")
+            if not any(used in self.in_place for used in user.all_input_nodes):  # the same in every row, or its number
+                user.meta["val"] = self._value(user.target, user.args, user.kwargs)
+                self.in_place[user] = self.in_place[flat]
+
+    def _by_number(self, node: fx.Node) -> None:
+        """Rows looked up by their own number, in place as in the selection, are the rows themselves."""
+        name = g.op_name(node)
+        if name == "aten::unsqueeze" and node.args[1] != 0:
+            self.numbers.add(node)
+        else:
+            table, index = node.args[0], [*(node.args[1] if name == "aten::index" else ()), None]  # type: ignore[misc]
+            by = [used for used in node.all_input_nodes if used in self.numbers]
+            if table not in self.in_place or table in by or by != [index[0]]:
+                raise _refused(node, "computes with the numbers of rows that a mask selects")
+        node.meta["val"] = self._value(node.target, node.args, node.kwargs)
+        self.in_place[node] = self.in_place[next(used for used in node.all_input_nodes if used in self.in_place)]
+
     def _check_rows(self, node: fx.Node, given: list[fx.Node]) -> None:
         """A call that is no reshape: it must compute row by row. Operands with the rows of the selection alone are
         brought in place.
         """
-        pointwise = _is_pointwise(node)
+        pointwise = is_pointwise(node)
         for used in node.all_input_nodes if pointwise else ():
             if self._has_their_number(used, node):
                 rows = self._spread(node, used, given[0])
                 node.replace_input_with(used, rows)
                 self.in_place[rows] = self.in_place[given[0]]
-        if pointwise or g.op_name(node) in ALONG_ROWS:
+        if pointwise or g.op_name(node) in ALONG_ROWS or self._by_sample(node):
             return
+        if not _keeps_first(node):
+            raise _refused(node, "turns the rows that a mask has selected")
         for used in given:  # it counts its dimensions: one for the rows, as it had
             node.replace_input_with(used, self._flat(node, used))
         why = mixes(node, lambda one: (0,) if one in self.in_place or one is node else ())
         if why is not None:
             raise _refused(node, f"{why}, of which a mask has selected some")
+
+    def _by_sample(self, node: fx.Node) -> bool:
+        """Whether each row is a sample of its own to the call, in all operands that hold any."""
+        operands = node.all_input_nodes[: SAMPLES.get(g.op_name(node), 0)]
+        flat = [one for one in operands if one in self.in_place and self.in_place[one].meta["val"].dim() == 1]
+        return bool(operands) and flat == operands and node.meta["val"].dim() == operands[0].meta["val"].dim()
 
     def _reshape(self, node: fx.Node) -> None:
         """One that leaves rows as they are, or cuts each; or that only a scatter reads: it takes values in order."""
@@ -120,13 +167,14 @@ class _Rewriting:
         shape: Any = node.args[1]
         one_row = list(before.meta["val"].shape[self.in_place[before].meta["val"].dim() :])
         new_row = list(node.meta["val"].shape[1:])
-        if new_row == one_row or all(g.op_name(user) == "aten::masked_scatter" for user in node.users):
+        if new_row == one_row or _scattered(node):
             self._replace(node, before)
         elif torch.Size(one_row).numel() != torch.Size(new_row).numel():
             raise _refused(node, "joins or cuts rows that a mask has selected")
         else:
             flat = self._flat(node, before)
-            node.args = (flat, [-1, *shape[1:]])
+            rows = self._size(node, flat, 0) if -1 in shape[1:] else -1
+            node.args = (flat, [rows, *shape[1:]])
             node.meta["val"] = self._value(node.target, node.args, node.kwargs)
             self.in_place[node] = self.in_place[flat]
 
@@ -229,8 +277,24 @@ def _same(one: Any, other: Any) -> bool:
     return one.kwargs == other.kwargs and all(map(_same, one.args, other.args))
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+def _scattered(node: fx.Node) -> bool:
+    """Whether only scatters read it, which take values in order whatever their shape, or copies for these."""
+    return all(
+        g.op_name(user) == "aten::masked_scatter"
+        or (g.op_name(user) in ("aten::clone", "aten::_to_copy") and _scattered(user))
+        for user in node.users
+    )
+
+
+def _keeps_first(node: fx.Node) -> bool:
+    """False for a call that moves the first dimension elsewhere."""
+    name, rest = g.op_name(node), list(node.args[1:])
+    if name == "aten::transpose":
+        return 0 not in [int(dim) % node.meta["val"].dim() for dim in rest]  # type: ignore[arg-type]
+    if name == "aten::permute":
+        order: Any = rest[0]
+        return bool(order[0] == 0)
+    return name != "aten::t" and not (name == "aten::unsqueeze" and rest[0] == 0)
 
 
 def _refused(node: fx.Node, why: str) -> InputError:

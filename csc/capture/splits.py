@@ -6,13 +6,15 @@ stand-ins; if all of them are joined in their order, the tensor that was split t
 used in any other way becomes what it stands for.
 
 Terms
-  numbers   known values as a Python list; whoever reads one of them in Python decides by it
+  numbers   values as a Python list; whoever reads one of them in Python decides by it, or cannot, as it is not known
   piece     a stand-in for a part of a tensor
   joined    the parts of one split, all of them, concatenated where they were split (or stacked where unbound)
 
-    Numbers(values, read)                                        a list of int; read() is called before one is read
+    Numbers(count, read)                                         a list of int; read() gives them once they are read
     pieces.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
     pieces.joined(name, args, kwargs) -> Tensor | None           what a call makes of all pieces of a split
+    pieces.reshaped(name, args, kwargs) -> Tensor | None         a piece whose rows were flattened
+    pieces.shape(name, func, args) -> tuple | None               the shape of a piece
     pieces.real(leaf) -> Any                                     what a piece stands for, or the leaf itself
     length(name, args) -> int | None                             for `list(tensor)`, which asks how long it will become
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import lru_cache
@@ -40,6 +42,7 @@ from csc.torch_private import hint, outside_tracing
 SPLITS = frozenset({"split", "split_with_sizes", "unbind"})
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NOT_THE_MODELS = (_OWN_FOLDER, os.path.dirname(torch.__file__))
+SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]  # of each access a new one, equal to the others
 JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 
 
@@ -48,19 +51,22 @@ class _Unread:
 
 
 class Numbers(list[Any]):
-    """A list of known values. Until one is read it holds none; then read() is called, and it is a plain list."""
+    """A list of values. Until one is read it holds none; then read() gives them, or raises, and it is a plain list."""
 
-    def __init__(self, values: Sequence[int], read: Callable[[], None]) -> None:
-        super().__init__([_Unread()] * len(values))
-        self.values: Sequence[int] | None = values
-        self._read = read
+    def __init__(self, count: int, read: Callable[[], Sequence[int]]) -> None:
+        super().__init__([_Unread()] * count)
+        self._read: Callable[[], Sequence[int]] | None = read
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody has looked at one of them."""
+        return self._read is not None
 
     def settled(self) -> Numbers:
         """Itself, with its values in it."""
-        if self.values is not None:
-            values, self.values = self.values, None
+        if self._read is not None:
+            values, self._read = self._read(), None
             super().__init__(values)
-            self._read()
         return self
 
 
@@ -92,6 +98,49 @@ class _Cut:
     really: Callable[[], Sequence[torch.Tensor]]
     stack: list[CodeType]
     parts: Sequence[torch.Tensor] = field(default=())
+    reshaped: dict[tuple[int, ...], _Cut] = field(default_factory=dict)
+
+    def part(self, place: int) -> torch.Tensor:
+        """What a piece stands for."""
+        if not self.parts:
+            self.parts = self.really()
+        return self.parts[place]
+
+
+class _Shape(tuple[Any, ...]):
+    """The shape of a piece. Its size along the split is looked up when it is asked for."""
+
+    cut: _Cut
+    place: int
+
+    @classmethod
+    def of(cls, cut: _Cut, place: int) -> _Shape:
+        """Of the piece at a place of a split."""
+        found = cls(cut.whole.shape)
+        found.cut, found.place = cut, place
+        return found
+
+    def real(self) -> torch.Size:
+        """With the size along the split."""
+        return self.cut.part(self.place).shape
+
+    def __getitem__(self, index: Any) -> Any:
+        asked = range(self.cut.whole.dim())[index]
+        known = self.cut.along not in (asked if isinstance(asked, range) else (asked,))
+        return super().__getitem__(index) if known else self.real()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.real())
+
+    def __eq__(self, other: object) -> bool:
+        return self.real() == other
+
+    def __hash__(self) -> int:
+        return hash(self.real())
+
+    def numel(self) -> Any:
+        """As torch.Size has it."""
+        return self.real().numel()
 
 
 class Pieces:
@@ -115,15 +164,45 @@ class Pieces:
         else:
             sizes = kwargs.get("split_size", kwargs.get("split_size_or_sections", kwargs.get("split_sizes", second)))
             along = kwargs.get("dim", third or 0) % whole.dim()
-            unread = isinstance(sizes, Numbers) and sizes.values is not None
-            count = list.__len__(sizes) if unread else None
+            count = list.__len__(sizes) if isinstance(sizes, Numbers) and sizes.unread else None
         if not count:
             return None
-        with outside_tracing():
-            pieces = tuple(torch.empty(0) for _ in range(count))
-        made = _Cut(whole, along, name == "unbind", pieces, lambda: really(args, kwargs), _codes())
-        self._cuts |= {id(piece): (made, place) for place, piece in enumerate(pieces)}
-        return pieces
+        made = _Cut(whole, along, name == "unbind", _stand_ins(count), lambda: really(args, kwargs), _codes())
+        return self._known(made)
+
+    def _known(self, cut: _Cut) -> tuple[torch.Tensor, ...]:
+        self._cuts |= {id(piece): (cut, place) for place, piece in enumerate(cut.pieces)}
+        return cut.pieces
+
+    def shape(self, name: str, func: Any, args: Any) -> tuple[Any, ...] | None:
+        """`piece.shape`, `piece.size()`, `piece.size(1)`; None for other calls."""
+        if func != SHAPE and name != "size":
+            return None
+        cut, place = self._cuts.get(id(args[0]), (None, 0))
+        if cut is None or cut.unbound or cut.parts:
+            return None
+        found = _Shape.of(cut, place)
+        return found[args[1]] if name == "size" and len(args) > 1 else found
+
+    def reshaped(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """`piece.reshape(-1, *rest)` or `piece.view(-1, *rest)`, where rest are its last sizes: a piece of the whole so
+        reshaped, if it was split along its first dimension. None for other calls.
+        """
+        if name not in ("reshape", "view") or kwargs or id(args[0]) not in self._cuts:
+            return None
+        cut, place = self._cuts[id(args[0])]
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+        first, *rest = (*sizes, None)[:-1] or (None,)
+        if cut.unbound or cut.parts or cut.along or first != -1 or not 0 < len(rest) < cut.whole.dim():
+            return None
+        if list(cut.whole.shape[-len(rest) :]) != rest:
+            return None
+        if tuple(rest) not in cut.reshaped:
+            whole = cut.whole.reshape(-1, *rest)
+            real = lambda: [cut.part(i).reshape(-1, *rest) for i in range(len(cut.pieces))]  # noqa: E731
+            cut.reshaped[tuple(rest)] = made = _Cut(whole, 0, False, _stand_ins(len(cut.pieces)), real, cut.stack)
+            self._known(made)
+        return cut.reshaped[tuple(rest)].pieces[place]
 
     def joined(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The tensor that was split, if the call puts all its pieces together where it was split."""
@@ -145,12 +224,17 @@ class Pieces:
         """What a piece stands for; anything else as it is."""
         if isinstance(leaf, Numbers):
             return leaf.settled()
+        if isinstance(leaf, _Shape):
+            return leaf.real()
         if id(leaf) not in self._cuts:
             return leaf
         cut, place = self._cuts[id(leaf)]
-        if not cut.parts:
-            cut.parts = cut.really()
-        return cut.parts[place]
+        return cut.part(place)
+
+
+def _stand_ins(count: int) -> tuple[torch.Tensor, ...]:
+    with outside_tracing():
+        return tuple(torch.empty(0) for _ in range(count))
 
 
 def _copy(whole: torch.Tensor) -> torch.Tensor:

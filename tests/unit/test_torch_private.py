@@ -114,10 +114,12 @@ def test_hint() -> None:
 def test_lists_from() -> None:
     """Inside, `tolist()` of a traced tensor is ours; that of real tensors, and afterwards, is torch's."""
     with private.FakeTensorMode():
-        fake = torch.empty(2, dtype=torch.int64)
-    with private.lists_from(lambda tensor: [7, 8] if tensor is fake else None):
+        fake, other = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    with private.lists_from(lambda tensor, own: [7, 8] if tensor is fake else own()):
         assert fake.tolist() == [7, 8]
         assert torch.arange(2).tolist() == [0, 1]
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            other.tolist()
     with pytest.raises(Exception, match="_local_scalar_dense"):
         fake.tolist()
 
