@@ -9,6 +9,7 @@ Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on i
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from csc.planning.moves import moved, moves
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
-from csc.planning.schedules.greedy import Rule, run
+from csc.planning.schedules.greedy import Rule
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.replay import makespan
@@ -68,8 +69,12 @@ class Trial:
         return finish("auto", self.work, spared(self.work, self.orders), problem.memory)
 
 
-def screen(problem: Problem, stages: Stages, placement: Sequence[int], styles: Sequence[Style] = FEW) -> Trial | None:
-    """The best of the orders of these styles. None if a rank's memory cannot hold one microbatch at a time."""
+def screen(
+    problem: Problem, stages: Stages, placement: Sequence[int], styles: Sequence[Style] = FEW, below: float = math.inf
+) -> Trial | None:
+    """The best of the orders of these styles. None if a rank's memory cannot hold one microbatch at a time, or if all
+    are far from `below` seconds, which is what they have to beat.
+    """
     work = Work.of(pipeline(problem, stages), placement, problem.microbatches)
     try:
         allowed = room(work, problem.memory)
@@ -77,8 +82,12 @@ def screen(problem: Problem, stages: Stages, placement: Sequence[int], styles: S
         return None
     best = None
     for style in styles:
-        found = _named(work, style, allowed) if isinstance(style, str) else _greedy(work, style, allowed)
-        if found is not None and (best is None or found[1] < best.seconds * (1 - 1e-9)):
+        found = (
+            _named(work, style, allowed)
+            if isinstance(style, str)
+            else _greedy(work, style, allowed, best.seconds if best else below)
+        )
+        if found is not None and found[1] < (best.seconds * (1 - 1e-9) if best else math.inf):
             best = Trial(stages, tuple(placement), found[1], style, work, found[0])
     return best
 
@@ -92,14 +101,14 @@ def _named(work: Work, name: str, allowed: Sequence[float] | None) -> tuple[list
     return None if orders is None else (orders, makespan(work, orders))
 
 
-def _greedy(work: Work, style: Rules, allowed: Sequence[float] | None) -> tuple[list[list[int]], float]:
-    """The orders of a greedy rule and their makespan."""
+def _greedy(work: Work, style: Rules, allowed: Sequence[float] | None, best: float) -> tuple[list[list[int]], float]:
+    """The orders of a greedy rule and their makespan; inf if it is far from the best."""
     urgency, ahead, patience, fused = style
     count = work.microbatches
     priority = [[urgency[kind] * count * 2.0 + k for k in range(count)] for kind in range(3)]
     in_flight = None if ahead is None else [max(1, round(ahead * d)) for d in depths(work)]
     lanes = [priority[kind] for _ in work.pipeline.stages for kind in range(3)]
-    return hastened(work, *run(work, Rule(lanes, in_flight, None, allowed, patience, fused)), allowed)
+    return hastened(work, Rule(lanes, in_flight, None, allowed, patience, fused), best)
 
 
 def climb(problem: Problem, trial: Trial, effort: float = 1.0) -> Trial:
@@ -118,7 +127,7 @@ def climb(problem: Problem, trial: Trial, effort: float = 1.0) -> Trial:
             if stages is None:
                 continue
             left -= 1
-            other = screen(problem, stages, trial.placement, (trial.style,))
+            other = screen(problem, stages, trial.placement, (trial.style,), trial.seconds)
             if other is not None and other.seconds < trial.seconds * (1 - 1e-6):
                 trial, better = other, True
     return trial

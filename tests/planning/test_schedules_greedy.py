@@ -83,6 +83,33 @@ def test_it_always_finishes_within_its_limits(
     assert seconds >= lower_bound(work, allowed) * (1 - 1e-9)
 
 
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.permutations("FBW"), st.booleans(), st.floats(0.5, 1.5))
+def test_it_gives_up_only_what_takes_longer(case: Case, kinds: str, fused: bool, share: float) -> None:
+    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    rule = Rule(by_kind(work, "".join(kinds)), fused=fused)
+    orders, seconds = run(work, rule)
+    limit = seconds * share
+    found, took = run(work, rule, limit)
+    if limit >= seconds * (1 + 1e-9):
+        assert (found, took) == (orders, seconds)
+    else:
+        assert took == math.inf or (found, took) == (orders, seconds)
+    busiest = max(
+        sum(
+            work.seconds[3 * s + k][mb]
+            for s, r in enumerate(case.placement)
+            if r == rank
+            for k in range(3)
+            for mb in range(case.microbatches)
+            if 3 * s + k in work.lanes
+        )
+        for rank in range(work.ranks)
+    )
+    if limit < busiest * (1 - 1e-9):
+        assert took == math.inf
+
+
 @settings(deadline=None)
 @given(cases(), st.booleans())
 def test_replay_has_the_simulators_times(case: Case, fused: bool) -> None:

@@ -12,6 +12,7 @@ same arguments give the same schedule on every machine.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from csc.ir.schedule import Schedule
 from csc.planning.schedules.bound import lower_bound
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
-from csc.planning.schedules.greedy import Rule, run
+from csc.planning.schedules.greedy import Rule
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.replay import makespan
@@ -69,7 +70,7 @@ def auto(
             break
         kind = (rule.patience, rule.fused, *(tuple(rule.priority[lane]) for lane in work.lanes))
         if kind not in made:
-            made[kind] = hastened(work, *run(work, rule), allowed)
+            made[kind] = hastened(work, rule, _least(found))
         orders, seconds = made[kind]
         left -= GREEDY_COST * size
         found.append(Found(seconds, work, orders))
@@ -80,7 +81,7 @@ def auto(
         for rule in best_rules:
             if left <= 0 or min(found).seconds <= enough:
                 break
-            orders, seconds = hastened(other, *run(other, rule), allowed)
+            orders, seconds = hastened(other, rule, _least(found))
             left -= GREEDY_COST * size
             found.append(Found(seconds, other, orders))
     best = min(found)
@@ -97,6 +98,11 @@ class Found:
     seconds: float
     work: Work = field(compare=False)
     orders: list[list[int]] = field(compare=False)
+
+
+def _least(found: Sequence[Found]) -> float:
+    """Seconds of the best so far."""
+    return min(found).seconds if found else math.inf
 
 
 def _named(work: Work, allowed: Sequence[float] | None) -> Iterator[list[list[int]]]:

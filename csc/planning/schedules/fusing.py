@@ -6,7 +6,7 @@ time, holds less in between, and sends the gradient when W is done, too.
     joined(work, order) -> order            every such B fused, unless BW would hold more than B and W do
     settled(work, order, room) -> order     only those that have to be, to keep to the room; None if that is not enough
     settled_all(work, orders, room)         the same for all ranks
-    hastened(work, orders, seconds, room)   settled orders of a greedy rule, and their makespan
+    hastened(work, rule, best)              settled orders of a greedy rule, and their makespan
     spared(work, orders) -> orders          those too that nobody waits for
 """
 
@@ -15,8 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.replay import makespan, start_times
 from csc.planning.schedules.work import Work
+
+HOPELESS = 1.02  # dividing BW's makes up for less than this
 
 
 def joined(work: Work, order: Sequence[int]) -> list[int]:
@@ -97,13 +100,15 @@ def settled_all(work: Work, orders: Sequence[Sequence[int]], room: Sequence[floa
     return found
 
 
-def hastened(
-    work: Work, orders: list[list[int]], seconds: float, room: Sequence[float] | None
-) -> tuple[list[list[int]], float]:
-    """The orders, which take `seconds` and fit, with those BW's divided that need not be one; and their makespan."""
-    if max(map(max, orders)) < work.size:
+def hastened(work: Work, rule: Rule, best: float = math.inf) -> tuple[list[list[int]], float]:
+    """The orders of a greedy rule, with those BW's divided that need not be one, and their makespan.
+
+    best: seconds that it has to beat. Where it is far from that, the makespan is inf and the orders are not whole.
+    """
+    orders, seconds = run(work, rule, best * HOPELESS)
+    if seconds == math.inf or max(map(max, orders)) < work.size:
         return orders, seconds
-    found = settled_all(work, orders, room)
+    found = settled_all(work, orders, rule.memory)
     return (orders, seconds) if found is None else (found, makespan(work, found))
 
 

@@ -4,7 +4,7 @@ Terms: see work.py.
 
     Rule(priority, in_flight, held, memory, patience, fused)
     order(pipeline, placement, microbatches, rule) -> for each rank its F, B, W and BW
-    run(work, rule) -> (orders, makespan)
+    run(work, rule, give_up) -> (orders, makespan)
 
 Time runs as in csc.simulation: a message leaves when its action ends and its directed pair of ranks is idle, occupies
 the pair for size / bandwidth and arrives after the latency.
@@ -61,8 +61,12 @@ def order(pipeline: Pipeline, placement: Sequence[int], microbatches: int, rule:
     return actions(work, run(work, rule)[0])
 
 
-def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
-    """The orders of the ranks and their makespan. Every limit must allow one microbatch at a time."""
+def run(work: Work, rule: Rule, give_up: float = math.inf) -> tuple[list[list[int]], float]:
+    """The orders of the ranks and their makespan. Every limit must allow one microbatch at a time.
+
+    give_up: seconds. Where a rank cannot finish by then, even without a further pause, the run ends: the makespan is
+    inf and the orders are not whole.
+    """
     count = work.microbatches
     seconds, growth, feeds, needs = work.seconds, work.growth, work.feeds, work.needs
     stages = work.pipeline.stages
@@ -93,6 +97,9 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
     gate = [3 * s + (1 if stage.has_b else 0) if stage.has_w else -1 for s, stage in enumerate(stages)]  # makes W ready
     orders: list[list[int]] = [[] for _ in range(work.ranks)]
     busy = [0.0] * work.ranks
+    spare = [give_up] * work.ranks  # how long a rank may still pause, less what it has paused
+    for lane in work.lanes:
+        spare[rank_of[lane]] -= sum(seconds[lane])
     idle = [False] * work.ranks
     done = 0
     slack = 1e-9 * max(map(max, seconds))
@@ -164,6 +171,9 @@ def run(work: Work, rule: Rule) -> tuple[list[list[int]], float]:
             idle[rank] = True
             heappush(heap, (later_at, rank))
             continue
+        spare[rank] -= end_time - seconds[entry][k] - busy[rank]
+        if spare[rank] < 0:
+            return orders, inf
         idle[rank] = False
         busy[rank] = end_time
         orders[rank].append(entry)
