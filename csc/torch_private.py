@@ -6,6 +6,7 @@ name, and not somewhere inside a pass.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -68,6 +69,9 @@ def assume_several(size: Any) -> None:
         torch._check(size >= 2)
 
 
+SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
 def hint(size: Any) -> int | None:
     """What a symbolic size is in the batch that is traced; None for a plain number, and where only values tell."""
     return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
@@ -102,6 +106,22 @@ def lists_from(numbers: Callable[[torch.Tensor, Callable[[], Any]], Any]) -> Ite
 
     with patch.object(FakeTensor, "tolist", tolist):
         yield
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """While it lasts, torch does not log what it could not evaluate: whoever calls it says so in a sentence. Loggers
+    that the user has turned up (TORCH_LOGS) stay as they are.
+    """
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES)]
+    changed = [(one, one.level) for one in loggers if one.getEffectiveLevel() >= logging.WARNING]
+    try:
+        for one, _ in changed:
+            one.setLevel(logging.CRITICAL + 1)
+        yield
+    finally:
+        for one, level in changed:
+            one.setLevel(level)
 
 
 class ParameterReads(TorchDispatchMode):

@@ -12,7 +12,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
 from csc.ir.program import Options, Program
-from csc.torch_private import FakeTensorMode
+from csc.torch_private import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.
 IDENTITY_IF_UNCHANGED = (g.VIEWS - {"aten::detach"}) | {"aten::_to_copy", "aten::clone"}
@@ -31,6 +31,11 @@ def shapes(program: Program, options: Options) -> Program:
 
 def lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Program:
     """The program with the symbolic graph in the sizes of `program.inputs`, its values in `mode`."""
+    with without_messages():
+        return _lowered(program, symbolic, mode)
+
+
+def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Program:
     shape_of = {item.name: item.shape for item in program.inputs}
     graph = fx.Graph()
     mapping: dict[fx.Node, Any] = {}

@@ -28,6 +28,7 @@ from csc.capture.known import Watching
 from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
+from csc.torch_private import without_messages
 
 
 class LossOnly(nn.Module):
@@ -230,6 +231,7 @@ def _exported(
         one_attention(model),
         attributes_kept(model),
         layers.kept_out(),
+        without_messages(),
         warnings.catch_warnings(),
         redirect_stderr(said),
     ):

@@ -124,6 +124,18 @@ def test_lists_from() -> None:
         fake.tolist()
 
 
+def test_without_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """What a fake tensor cannot do is logged outside, and not inside."""
+    with private.FakeTensorMode():
+        one, other = torch.empty(2), torch.empty(3)
+        with private.without_messages(), pytest.raises(RuntimeError):
+            torch.ops.aten.add.Tensor(one, other)
+        assert not caplog.records
+        with pytest.raises(RuntimeError):
+            torch.ops.aten.add.Tensor(one, other)
+    assert any("failed while attempting to run meta" in record.getMessage() for record in caplog.records)
+
+
 def test_parameter_reads() -> None:
     """Sees parameters among the arguments of operations, also when no gradient is asked for."""
     linear = nn.Linear(2, 2)
