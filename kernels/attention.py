@@ -109,6 +109,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    q, k, v = (layout.dense(x) for x in (q, k, v))
     return _engine(q).forward(q, k, v, known, lists, scale, softcap)
 
 
@@ -138,6 +139,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    d_out, q, k, v = (layout.dense(x) for x in (d_out, q, k, v))
     return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
 
 

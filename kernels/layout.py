@@ -1,6 +1,7 @@
 """How attention lays out what it returns, on every device and in fake kernels alike.
 
 heads_last(x) -> empty [B, H, T, D], in memory (B, T, H, D)       out, and the gradients of q, k and v
+dense(x) -> x, or a copy                                          its head dim is what every kernel walks along
 statistics(q) -> empty [B, H, T]                                  log-sum-exp, in `exact(q.dtype)`
 """
 
@@ -18,6 +19,11 @@ def heads_last(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     """What a projection's view leads to and back from."""
     batch, heads, tokens, width = x.shape
     return x.new_empty((batch, tokens, heads, width), dtype=dtype or x.dtype).transpose(1, 2)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """With neighbours along the last dimension side by side: kernels, ATen's for CPUs too, read nothing else right."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def statistics(q: torch.Tensor) -> torch.Tensor:

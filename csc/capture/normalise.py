@@ -92,7 +92,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     inline_regions(exported.graph_module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-        functional = exported.run_decompositions({torch.ops.aten.copy.default: _copied})
+        functional = exported.run_decompositions(_OTHER_OPERATIONS)
     for spec in functional.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT and spec.kind is not OutputKind.LOSS_OUTPUT:
             raise CscError(
@@ -114,6 +114,9 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
 def _copied(written: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """What `written` holds after `values` were copied to it, in operations that have a derivative."""
     return values.to(written.dtype).expand(written.shape).clone()
+
+
+_OTHER_OPERATIONS = {torch.ops.aten.copy.default: _copied, torch.ops.aten.concat.default: torch.cat}
 
 
 class _Flat:

@@ -100,6 +100,20 @@ def test_without_a_mask(dtype: torch.dtype, softcap: float) -> None:
     check(*inputs(2, (4, 2), (300, 70), 16, dtype), None, softcap)
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with tokens side by side in memory, as attention over channels has them."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "d_out"])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_any_order_in_memory(which: int, softcap: float) -> None:
+    given = list(inputs(2, (4, 2), (30, 70), 16, torch.float32))
+    given[which] = turned(given[which])
+    assert given[which].stride(-1) != 1
+    check(*given, None, softcap)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_causal_in_every_precision(dtype: torch.dtype) -> None:
     q, k, v, d_out = inputs(2, (4, 2), (600, 600), 32, dtype)
