@@ -45,7 +45,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The same for docs/coverage.md."""
+    """The same for docs/models.md."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     reasons = [f"- **{name}**, {way}: {reason}" for name, way, reason in _reasons(rows)]

@@ -238,6 +238,7 @@ def test_an_opaque_model_is_compiled_and_not_kept(cache: Store, caplog: pytest.L
     assert cache.entries() == [] and compiled.train_step(small.mixed_batch()).isfinite()
 
 
+@pytest.mark.slow
 def test_an_opaque_module_belongs_to_its_process(cache: Store, caplog: pytest.LogCaptureFixture) -> None:
     def compiled() -> csc.CompiledModel:
         model = small.mixed()
@@ -250,6 +251,7 @@ def test_an_opaque_module_belongs_to_its_process(cache: Store, caplog: pytest.Lo
     assert torch.equal(compiled().train_step(small.mixed_batch()), loss)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_changed_later_is_not_kept(cache: Store, caplog: pytest.LogCaptureFixture) -> None:
     compiled = mixed()
     before = cache.entries()
@@ -259,6 +261,7 @@ def test_a_model_that_is_changed_later_is_not_kept(cache: Store, caplog: pytest.
     assert "changed after it was compiled first" in caplog.text and cache.entries() == before
 
 
+@pytest.mark.slow
 def test_a_model_that_its_own_forward_changes_is_found_again(cache: Store) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -273,6 +276,7 @@ def test_a_model_that_its_own_forward_changes_is_found_again(cache: Store) -> No
     assert counts == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_command_line(cache: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def command(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["csc", "cache", *arguments])

@@ -454,6 +454,7 @@ def test_a_failure_midway_leaves_the_earlier_program(
     assert content(tmp_path / "program") == before
 
 
+@pytest.mark.slow
 def test_a_new_program_replaces_the_old_one_whole(models: Models, tmp_path: Path) -> None:
     models("text", mesh="pp=4").write(tmp_path / "program", with_weights=True)
     models("text", mesh="pp=2").write(tmp_path / "program")

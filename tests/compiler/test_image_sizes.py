@@ -43,13 +43,8 @@ def grids_batch(grids: list[list[int]], width: int) -> Batch:
 SEVERAL = ([[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4]], [[1, 4, 4], [1, 6, 4], [1, 4, 4]])
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        models.qwen2_vl,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (models.qwen2_5_vl, models.qwen3_vl, models.glm4v)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [models.qwen2_vl, models.qwen2_5_vl, models.qwen3_vl, models.glm4v])
 def test_grids_of_images(build: Callable[[], tuple[nn.Module, Batch]]) -> None:
     """Positions, windows and beginnings of images are worked out for every batch; attention is one with a mask."""
     torch.manual_seed(0)
@@ -61,6 +56,7 @@ def test_grids_of_images(build: Callable[[], tuple[nn.Module, Batch]]) -> None:
     assert compiled.program.fixed == {} and compiled.program.notes == ()
 
 
+@pytest.mark.slow
 def test_a_video_has_an_attention_for_each_frame() -> None:
     """As many patches as an image of three times the height would have, of which a frame sees a third."""
     model, batch = models.qwen2_vl()
@@ -92,6 +88,7 @@ def test_attention_over_packed_rows_is_that_of_each_sequence(causal: bool) -> No
         torch.testing.assert_close(out[:, low:high], expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_numbers_of_images() -> None:
     """LLaVA makes a list of its images' features, and one tensor of the list."""
     compiled = csc.compile(hf.llava(), mesh="pp=2", example=hf.llava_batch(2))

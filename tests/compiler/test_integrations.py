@@ -107,6 +107,7 @@ def test_a_loop_takes_what_processors_give(fresh: Callable[[], csc.CompiledModel
     assert not same(trained, parameters(llama()))
 
 
+@pytest.mark.slow
 def test_hf_trainer_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     expected, trained = loop(fresh(), batches())
     log = Losses()
@@ -139,6 +140,7 @@ def test_hf_trainer_agrees_with_its_eager_self(fresh: Callable[[], csc.CompiledM
         torch.testing.assert_close(compiled.model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     def trainer(compiled: csc.CompiledModel) -> CompiledTrainer:
         changes = {"save_strategy": "steps", "save_steps": 2}
