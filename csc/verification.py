@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from csc.ir.program import Options
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
 # than this share of its module's whole gradient is taken for that: its difference is measured against the module's.
 NOISE = 1e-4
+# The same where all of a module's gradient is noise (keys of queries that are all alike), by that of its layer: float32
+# resolves no less.
+RESOLVED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
         for name, p in model.named_parameters():
             p.requires_grad_(kept[name][0])
             p.grad = kept[name][1]
-    return _compare(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
+    return compared(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
 
 
 def _eager_loss(model: nn.Module, batch: Any, loss_weight: str) -> torch.Tensor:
@@ -113,17 +117,17 @@ class _CountingTargets(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _compare(
+def compared(
     loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int
 ) -> Verification:
+    """Two losses, and two sets of gradients by the parameters' names."""
     norms = {name: float(gradient.double().norm()) for name, gradient in eager.items()}
-    of_module: dict[str, float] = {}
-    for name, norm in norms.items():
-        of_module[name.rpartition(".")[0]] = math.hypot(of_module.get(name.rpartition(".")[0], 0.0), norm)
+    of_module, of_layer = _together(norms, _module), _together(norms, _layer)
     relative = {}
     for name in eager.keys() & found.keys():
-        whole = of_module[name.rpartition(".")[0]]
-        scale = norms[name] if norms[name] >= NOISE * whole else whole
+        scale = norms[name]
+        for whole, share in ((of_module[_module(name)], NOISE), (of_layer[_layer(name)], RESOLVED)):
+            scale = whole if norms[name] < share * whole else scale
         difference = float((found[name].double() - eager[name].double()).norm())
         relative[name] = difference / scale if scale else difference
     return Verification(
@@ -136,6 +140,24 @@ def _compare(
         params_unexpected=tuple(sorted(found.keys() - eager.keys())),
         random_ops=random_ops,
     )
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _layer(parameter: str) -> str:
+    """The path up to the last number in it; without one the module's."""
+    path = re.match(r".*\.\d+(?=\.)", parameter)
+    return path[0] if path is not None else _module(parameter)
+
+
+def _together(norms: Mapping[str, float], part: Callable[[str], str]) -> dict[str, float]:
+    """The norms of parts of the model."""
+    found: dict[str, float] = {}
+    for name, norm in norms.items():
+        found[part(name)] = math.hypot(found.get(part(name), 0.0), norm)
+    return found
 
 
 def _random_ops(compiled: CompiledModel) -> int:

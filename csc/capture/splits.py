@@ -192,8 +192,10 @@ class Pieces:
             return None
         cut, place = self._cuts[id(args[0])]
         sizes = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-        first, *rest = (*sizes, None)[:-1] or (None,)
-        if cut.unbound or cut.parts or cut.along or first != -1 or not 0 < len(rest) < cut.whole.dim():
+        if not all(isinstance(size, (int, torch.SymInt)) for size in sizes) or not 1 < len(sizes) <= cut.whole.dim():
+            return None
+        first, *rest = sizes
+        if cut.unbound or cut.parts or cut.along or first != -1:
             return None
         if list(cut.whole.shape[-len(rest) :]) != rest:
             return None

@@ -96,6 +96,25 @@ def test_sizes_that_are_tensors() -> None:
     equal(csc.compile(Resizing(), mesh="pp=2", example=batch))
 
 
+class Viewing(nn.Module):
+    """Views each image of a row by sizes that are known tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, patches: torch.Tensor, grids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        images = self.first(patches).split(grids.prod(1).tolist())
+        pooled = [image.view(h, w, WIDTH).mean(0) for image, (h, w) in zip(images, grids)]
+        return (self.head(torch.cat(pooled)) - labels.float().mean()).pow(2).mean()
+
+
+def test_views_of_pieces_by_sizes_that_are_tensors() -> None:
+    torch.manual_seed(0)
+    batch = reader_batch([[2, 3], [1, 4]])
+    equal(csc.compile(Viewing(), mesh="pp=2", example={name: batch[name] for name in ("patches", "grids", "labels")}))
+
+
 @pytest.fixture(scope="module")
 def reader() -> csc.CompiledModel:
     torch.manual_seed(0)
