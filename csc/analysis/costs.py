@@ -291,7 +291,7 @@ def _calls(graph: fx.Graph) -> Iterator[Call]:
 
 def call_of(node: fx.Node) -> Call | None:
     """The kernel that a node runs; None if it runs none."""
-    if node.target is operator.getitem or moves_nothing(node):  # items of a tuple were written by its maker
+    if node.target is operator.getitem or g.is_view(node):  # items of a tuple were written by its maker
         return None
     name = g.op_name(node)
     written = list(_tensors(node.meta["val"]))
@@ -305,19 +305,6 @@ def call_of(node: fx.Node) -> Call | None:
         moved += sum(map(_bytes, inputs))
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
-
-
-def moves_nothing(node: fx.Node) -> bool:
-    """True for a view; a reshape is one if the strides of its argument allow it."""
-    if g.op_name(node) != "aten::reshape":
-        return g.is_view(node)
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    alike = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
-    try:
-        alike.view(after.shape)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _tensors(val: Any) -> Iterator[torch.Tensor]:
@@ -370,6 +357,6 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
 
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory a view looks at."""
-    while node.op == "call_function" and moves_nothing(node):
+    while node.op == "call_function" and g.is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -45,12 +45,24 @@ def short_op(node: fx.Node) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if the node's result shares the storage of its first argument."""
+    """True if the node's result shares the storage of its first argument; a reshape, if that one's strides allow it."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
-    return op_name(node) in VIEWS
+    return op_name(node) in VIEWS or (op_name(node) == "aten::reshape" and _shares(node.args[0], node))
+
+
+def _shares(operand: Any, node: fx.Node) -> bool:
+    before, after = operand.meta["val"], node.meta["val"]
+    if not all(isinstance(size, int) for size in (*before.shape, *before.stride(), *after.shape)):
+        return False
+    alike = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    try:
+        alike.view(after.shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_random(node: fx.Node) -> bool:
