@@ -69,9 +69,6 @@ def assume_several(size: Any) -> None:
         torch._check(size >= 2)
 
 
-SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
-
-
 def hint(size: Any) -> int | None:
     """What a symbolic size is in the batch that is traced; None for a plain number, and where only values tell."""
     return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
@@ -113,7 +110,8 @@ def without_messages() -> Iterator[None]:
     """While it lasts, torch does not log what it could not evaluate: whoever calls it says so in a sentence. Loggers
     that the user has turned up (TORCH_LOGS) stay as they are.
     """
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES)]
+    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
     changed = [(one, one.level) for one in loggers if one.getEffectiveLevel() >= logging.WARNING]
     try:
         for one, _ in changed:

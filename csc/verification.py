@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,6 @@ from csc.ir.program import Options
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
 # than this share of its module's whole gradient is taken for that: its difference is measured against the module's.
 NOISE = 1e-4
-# The same where all of a module's gradient is noise (keys of queries that are all alike), by that of its layer: float32
-# resolves no less.
-RESOLVED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -122,12 +118,13 @@ def compared(
 ) -> Verification:
     """Two losses, and two sets of gradients by the parameters' names."""
     norms = {name: float(gradient.double().norm()) for name, gradient in eager.items()}
-    of_module, of_layer = _together(norms, _module), _together(norms, _layer)
+    of_module: dict[str, float] = {}
+    for name, norm in norms.items():
+        of_module[_module(name)] = math.hypot(of_module.get(_module(name), 0.0), norm)
     relative = {}
     for name in eager.keys() & found.keys():
-        scale = norms[name]
-        for whole, share in ((of_module[_module(name)], NOISE), (of_layer[_layer(name)], RESOLVED)):
-            scale = whole if norms[name] < share * whole else scale
+        whole = of_module[_module(name)]
+        scale = norms[name] if norms[name] >= NOISE * whole else whole
         difference = float((found[name].double() - eager[name].double()).norm())
         relative[name] = difference / scale if scale else difference
     return Verification(
@@ -144,20 +141,6 @@ def compared(
 
 def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def _layer(parameter: str) -> str:
-    """The path up to the last number in it; without one the module's."""
-    path = re.match(r".*\.\d+(?=\.)", parameter)
-    return path[0] if path is not None else _module(parameter)
-
-
-def _together(norms: Mapping[str, float], part: Callable[[str], str]) -> dict[str, float]:
-    """The norms of parts of the model."""
-    found: dict[str, float] = {}
-    for name, norm in norms.items():
-        found[part(name)] = math.hypot(found.get(part(name), 0.0), norm)
-    return found
 
 
 def _random_ops(compiled: CompiledModel) -> int:

@@ -10,7 +10,7 @@ import keyword
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,20 +70,22 @@ class LossOnly(nn.Module):
         if not sources:
             return
         around = hosting.around(self.model, sys._getframe(1))
-        self._give_up([one for one in around if one.function in self.host.asking])  # none of their calls could
+        for one in around:
+            if one.function in self.host.asking:  # none of its calls could
+                self._give_up(one.function)
         open_ = [one for one in around if one.function not in self.host.tried]
         for one in reversed(open_):
             call = hosting.call_of(self.model, one, batch) if one.given is not None else None
-            if one.given is None or any(call == known for known in self.host.calls):
+            if one.given is None or call in self.host.calls:
                 asking = (*self.host.asking, *(each.function for each in open_))
                 raise HostFunctionFound(replace(self.host, asking=asking))
             if call is not None:
                 self._found(call)
-        self._give_up(open_)
+                self._give_up(one.function)
 
-    def _give_up(self, around: Sequence[hosting.Around]) -> None:
-        tried = (*self.host.tried, *(one.function for one in around))
-        self.host = replace(self.host, tried=tuple(dict.fromkeys(tried)))
+    def _give_up(self, function: Function) -> None:
+        if function not in self.host.tried:
+            self.host = replace(self.host, tried=(*self.host.tried, function))
 
     def _found(self, call: HostCall) -> None:
         """Start again with the call on the host, if it can run there."""

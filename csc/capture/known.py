@@ -132,17 +132,22 @@ class Watching(TorchFunctionMode):
         if in_functorch_transform():
             return own()
         listed = tensor.dim() == 1 and not tensor.is_floating_point()
-        if value is None:
-            count = as_hinted(tensor.shape[0]) if sources and listed else None
-            return own() if count is None else Numbers(count, own)
-        self._asked(sources)
+        count = as_hinted(tensor.shape[0]) if sources and listed else None
+        if value is None and count is None:
+            return own()
 
         def read() -> Any:
+            if value is None:
+                self._asked(sources)
+                self.asked_last = sources
+                return own()
             self._consult(sources)
             with outside_tracing():
                 return value.tolist()
 
-        return Numbers(value.shape[0], read) if listed else read()
+        if value is not None:
+            self._asked(sources)
+        return read() if count is None else Numbers(count, read)
 
     def _sizes_as_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
         """Arguments in which known tensors that stand for a size or a bound are numbers."""

@@ -23,8 +23,13 @@ from csc.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 ALONG_ROWS = {"aten::linear", "aten::layer_norm", "aten::rms_norm", "aten::embedding", "aten::_to_copy", "aten::clone"}
-# So many operands hold samples, one behind the other.
-SAMPLES = {"aten::conv2d": 1, "aten::bucketize": 1, "aten::expand": 1, "aten::scaled_dot_product_attention": 3}
+# The arguments that hold samples, one behind the other.
+SAMPLES = {
+    "aten::conv2d": ("input",),
+    "aten::bucketize": ("self",),
+    "aten::expand": ("self",),
+    "aten::scaled_dot_product_attention": ("query", "key", "value"),
+}
 SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
 RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
 
@@ -99,8 +104,7 @@ class _Rewriting:
             self._reshape(node)
             return
         self._check_rows(node, given)
-        node.meta["val"] = self._value(node.target, node.args, node.kwargs)
-        self.in_place[node] = self.in_place[next(used for used in node.all_input_nodes if used in self.in_place)]
+        self._place(node, next(used for used in node.all_input_nodes if used in self.in_place))
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
@@ -119,8 +123,7 @@ class _Rewriting:
             else:
                 raise _refused(node, "computes with the number of rows that a mask selects")
             if not any(used in self.in_place for used in user.all_input_nodes):  # the same in every row, or its number
-                user.meta["val"] = self._value(user.target, user.args, user.kwargs)
-                self.in_place[user] = self.in_place[flat]
+                self._place(user, flat)
 
     def _by_number(self, node: fx.Node) -> None:
         """Rows looked up by their own number, in place as in the selection, are the rows themselves."""
@@ -130,10 +133,11 @@ class _Rewriting:
         else:
             table, index = node.args[0], [*(node.args[1] if name == "aten::index" else ()), None]  # type: ignore[misc]
             by = [used for used in node.all_input_nodes if used in self.numbers]
-            if table not in self.in_place or table in by or by != [index[0]]:
+            ranks = [one.meta["val"].dim() for one in index if isinstance(one, fx.Node)]
+            theirs = by == [index[0]] and table not in by and ranks[0] == max(ranks)  # their dimension stays the first
+            if not theirs or not _same(self.in_place.get(table), self.in_place[by[0]]):  # type: ignore[arg-type]
                 raise _refused(node, "computes with the numbers of rows that a mask selects")
-        node.meta["val"] = self._value(node.target, node.args, node.kwargs)
-        self.in_place[node] = self.in_place[next(used for used in node.all_input_nodes if used in self.in_place)]
+        self._place(node, next(used for used in node.all_input_nodes if used in self.in_place))
 
     def _check_rows(self, node: fx.Node, given: list[fx.Node]) -> None:
         """A call that is no reshape: it must compute row by row. Operands with the rows of the selection alone are
@@ -156,10 +160,17 @@ class _Rewriting:
             raise _refused(node, f"{why}, of which a mask has selected some")
 
     def _by_sample(self, node: fx.Node) -> bool:
-        """Whether each row is a sample of its own to the call, in all operands that hold any."""
-        operands = node.all_input_nodes[: SAMPLES.get(g.op_name(node), 0)]
-        flat = [one for one in operands if one in self.in_place and self.in_place[one].meta["val"].dim() == 1]
-        return bool(operands) and flat == operands and node.meta["val"].dim() == operands[0].meta["val"].dim()
+        """Whether each row is a sample of its own to the call, in the arguments that hold samples and in no other;
+        a mask of attention may hold one for each sample.
+        """
+        bound = g.bind(node) if g.op_name(node) in SAMPLES else {}
+        samples = [bound[name] for name in SAMPLES.get(g.op_name(node), ())]
+        there = [used for used in node.all_input_nodes if used in self.in_place]
+        others = [used for used in there if used not in samples]
+        if not samples or len(there) - len(others) != len(set(samples)) or others not in ([], [bound.get("attn_mask")]):
+            return False
+        dims = {node.meta["val"].dim(), samples[0].meta["val"].dim(), *(one.meta["val"].dim() for one in others)}
+        return len(dims) == 1 and all(self.in_place[one].meta["val"].dim() == 1 for one in there)
 
     def _reshape(self, node: fx.Node) -> None:
         """One that leaves rows as they are, or cuts each; or that only a scatter reads: it takes values in order."""
@@ -175,8 +186,7 @@ class _Rewriting:
             flat = self._flat(node, before)
             rows = self._size(node, flat, 0) if -1 in shape[1:] else -1
             node.args = (flat, [rows, *shape[1:]])
-            node.meta["val"] = self._value(node.target, node.args, node.kwargs)
-            self.in_place[node] = self.in_place[flat]
+            self._place(node, flat)
 
     def _flat(self, like: fx.Node, rows: fx.Node) -> fx.Node:
         """Rows in place with one dimension for the rows, and so is their mask."""
@@ -230,6 +240,11 @@ class _Rewriting:
         for _ in range(rest):
             mask = self._call(like, aten.unsqueeze.default, mask, -1)
         return mask
+
+    def _place(self, node: fx.Node, rows: fx.Node) -> None:
+        """The call's result has its rows in place, as these do."""
+        node.meta["val"] = self._value(node.target, node.args, node.kwargs)
+        self.in_place[node] = self.in_place[rows]
 
     def _size(self, like: fx.Node, node: fx.Node, dim: int) -> Any:
         size = node.meta["val"].shape[dim]

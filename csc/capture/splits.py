@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import lru_cache
@@ -129,18 +129,23 @@ class _Shape(tuple[Any, ...]):
         known = self.cut.along not in (asked if isinstance(asked, range) else (asked,))
         return super().__getitem__(index) if known else self.real()[index]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.real())
-
-    def __eq__(self, other: object) -> bool:
-        return self.real() == other
-
-    def __hash__(self) -> int:
-        return hash(self.real())
-
     def numel(self) -> Any:
         """As torch.Size has it."""
         return self.real().numel()
+
+
+def _of_the_real_shape(name: str) -> Callable[..., Any]:
+    def method(self: _Shape, *args: Any) -> Any:
+        return getattr(self.real(), name)(*args)
+
+    return method
+
+
+for _name in (
+    "__add__", "__contains__", "__eq__", "__ge__", "__gt__", "__hash__", "__iter__", "__le__", "__lt__", "__mul__",
+    "__ne__", "__repr__", "__rmul__", "count", "index",
+):  # fmt: skip
+    setattr(_Shape, _name, _of_the_real_shape(_name))
 
 
 class Pieces:

@@ -128,6 +128,13 @@ def _along_the_width(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.mean(0, keepdim=True) for part in parts], dim=1).expand(4, -1)[:, :WIDTH]
 
 
+def _weighed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A shape is asked otherwise than by its items."""
+    one = (1,)
+    longer = [part.view(part.shape + one)[..., 0] for part in parts]
+    return torch.cat([part * (1 + (part.shape != (2, WIDTH))) for part in longer])
+
+
 def _twice(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts)) + torch.cat(tuple(parts), dim=0)
 
@@ -179,7 +186,7 @@ def album_batch(counts: list[int]) -> Batch:
 @pytest.mark.parametrize(
     ("join", "needed"),
     [(_in_order, 1), (_twice, 1), (_reversed, 4), (_by_their_number, 4), (_one_of_them, 4), (_one_changed, 4),
-     (_along_the_width, 4)],
+     (_along_the_width, 4), (_weighed, 4)],
 )  # fmt: skip
 def test_a_split_that_is_joined_again_decides_nothing(join: Any, needed: int) -> None:
     """The others hold for these images alone: their captures are for one batch each, and right."""
@@ -243,6 +250,12 @@ def whole_numbers(counts: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(count) for count in counts.tolist())
 
 
+def places_by_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """From 1 in each of two runs, which the tokens tell: their lengths are read by who reads the pieces."""
+    counts = torch.stack([(labels < 5).sum(), (labels >= 5).sum()])
+    return torch.cat([part.cumsum(0) for part in torch.ones_like(labels).split(counts.tolist())])
+
+
 class Placed(nn.Module):
     """Rows with learned places: of their image, and twice as far apart."""
 
@@ -259,6 +272,8 @@ class Placed(nn.Module):
             placed = self.place(places_of(counts, 1, {"first": 0})) + self.place(places_of(counts, 2, {"first": 3}))
         elif self.kind == "parameter":
             placed = self.learned_places(counts)
+        elif self.kind == "tokens":
+            placed = self.place(places_by_tokens(labels))
         else:
             placed = self.place(torch.cat([torch.arange(count) for count in whole_numbers(counts)]))
         return F.cross_entropy(self.head((self.row(rows) + placed).tanh()), labels)
@@ -271,7 +286,12 @@ def placed_batch(counts: list[int]) -> Batch:
 
 @pytest.mark.parametrize(
     ("kind", "calls", "needed"),
-    [("twice", ["places_of", "places_of_call2"], 1), ("parameter", [], 3), ("numbers", [], 3)],
+    [
+        ("twice", ["places_of", "places_of_call2"], 1),
+        ("tokens", ["places_by_tokens"], 1),
+        ("parameter", [], 3),
+        ("numbers", [], 3),
+    ],
 )
 def test_functions_that_run_before_the_step(kind: str, calls: list[str], needed: int) -> None:
     """Those that give tensors and read no parameter; what the others decide holds for the values of one batch."""

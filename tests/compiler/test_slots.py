@@ -45,6 +45,26 @@ def measured(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([part * part.shape[0] for part in rows.split(counts.tolist())])
 
 
+def compared(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part * (1 + (part.shape != (1, PATCHES, WIDTH))) for part in rows.split(counts.tolist())])
+
+
+def lengthened(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    one = (1,)
+    return torch.cat([part.view(part.shape + one)[..., 0] for part in rows.split(counts.tolist())])
+
+
+def of_others(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows looked up by the numbers of rows that another mask selects."""
+    others = counts[counts > 1]
+    return rows + rows[torch.arange(others.shape[0])].sum(0)
+
+
+def of_pairs(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows looked up by their number, but not one by one: the dimension in front is another."""
+    return rows[torch.arange(rows.shape[0]), torch.arange(PATCHES)[:, None]].transpose(0, 1)
+
+
 class Slots(nn.Module):
     """[samples, slots, PATCHES, 3] pixels; a word a patch of each image that is there."""
 
@@ -99,6 +119,10 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
         (turned, "turns the rows that a mask has selected"),
         (counted, "depends on the values of a tensor"),
         (measured, "depends on the values of a tensor"),
+        (compared, "depends on the values of a tensor"),
+        (lengthened, "depends on the values of a tensor"),
+        (of_others, "computes with the numbers of rows"),
+        (of_pairs, "computes with the numbers of rows"),
     ],
 )
 def test_what_depends_on_their_number_is_refused(features: Features, what: str) -> None:

@@ -28,13 +28,9 @@ def test_noise_within_a_module_is_measured_by_the_module() -> None:
     assert relative(sizes, {KEY: 1e-10})[KEY] == pytest.approx(1e-7)
 
 
-def test_noise_of_a_whole_module_is_measured_by_the_layer() -> None:
-    """Queries that are all alike: the gradients of query and key are zero in exact arithmetic."""
-    sizes = {WEIGHT: 1e-2, QUERY: 1e-17, KEY: 1e-19}
-    found = relative(sizes, {QUERY: 1e-17, KEY: 1e-19})
-    assert found[QUERY] < 1e-14 and found[KEY] < 1e-14
-    other = {"model.layers.4.mlp.weight": 1.0, QUERY: 1e-17}  # another layer's size says nothing
-    assert relative(other, {QUERY: 1e-17})[QUERY] == pytest.approx(1.0)
+def test_a_small_module_is_not_taken_for_noise() -> None:
+    """Behind a gate that is nearly shut all of a module's gradient is small, and as exact as any other."""
+    assert relative({WEIGHT: 1.0, QUERY: 1e-9}, {QUERY: 1e-9})[QUERY] == pytest.approx(1.0)
 
 
 def test_a_missing_gradient_is_no_rounding() -> None:
