@@ -293,7 +293,8 @@ class CompiledModel:
 
         One thread fetches and plans up to `depth` batches ahead; an error of the loader is raised in place of its
         batch. Plans and results are those of `train_step` alone: a batch that is changed after all, or has a length
-        that was not compiled yet, is planned in its step. Without cp it only fetches ahead.
+        that was not compiled yet, is planned in its step; so is that of a model whose own code runs before the step
+        (see docs/guide.md). Without cp it only fetches ahead.
         """
         if depth < 1:
             raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
@@ -301,6 +302,8 @@ class CompiledModel:
             self.trainer()  # what batches are planned for
 
         def prepare(batch: Any) -> None:
+            if self._serving.replays:  # which change the model for a while
+                return
             ready = self._ready(batch, self.options)
             with self._serving.compiling:
                 trainer = self._serving.serves(ready, self.options)

@@ -213,6 +213,11 @@ class Serving:
     def _serves(self, microbatch: Microbatch, options: Options) -> bool:
         return self._signature(self.complete(microbatch)) in self._served.get(options.microbatches, ())
 
+    @property
+    def replays(self) -> bool:
+        """Whether completing a microbatch may run the model's own code."""
+        return self._known.replays
+
     def complete(self, microbatch: Microbatch) -> dict[str, Any]:
         """The microbatch with what functions of the model that run on the host make of it."""
         return self._known.completed(self._compiler.model, microbatch)

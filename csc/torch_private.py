@@ -18,9 +18,10 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy import functions as size_functions
@@ -43,6 +44,7 @@ __all__ = [
     "make_fx",
     "outside_tracing",
     "pytree",
+    "replaying",
     "under_autograd",
 ]
 
@@ -89,6 +91,15 @@ def outside_tracing() -> Iterator[None]:
     """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+@contextmanager
+def replaying() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Code in it runs on fake tensors of plain sizes, and takes itself for exported. Gives what makes a tensor fake."""
+    environment = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    with _compiling_state_context(), mode:
+        yield partial(mode.from_tensor, static_shapes=True)
 
 
 @contextmanager

@@ -10,13 +10,17 @@ snapshot(learned) -> Learned                      as it is now
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from csc.capture import Learned, split_batch
 from csc.capture.export import Host
 from csc.capture.host import Function, HostCall
+from csc.capture.replay import Way
+from csc.ir import calls, sizes
 from csc.ir.stored import Unstorable
 
 PLAIN = (bool, int, float, str, type(None))
@@ -32,29 +36,32 @@ def signature(learned: Learned, microbatch: Mapping[str, Any]) -> Any:
 
 def snapshot(learned: Learned) -> Learned:
     """As it is now; `learned` itself grows with every capture."""
-    return Learned(learned.host, set(learned.consulted))
+    return replace(learned, consulted=set(learned.consulted))
 
 
 def extends(more: Learned, less: Learned) -> bool:
     """Whether `more` came after `less`."""
-    calls = more.host.calls[: len(less.host.calls)]
-    return calls == less.host.calls and more.consulted >= less.consulted
+    hosted = more.host.calls[: len(less.host.calls)]
+    return hosted == less.host.calls and more.consulted >= less.consulted
 
 
 def to_tree(learned: Learned, model: nn.Module) -> Any:
     """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
-    calls = [
+    hosted = [
         [_place(call.function), [list(pair) for pair in call.arguments],
          [[name, _argument(value, model)] for name, value in call.plain], call.prefix]
         for call in learned.host.calls
     ]  # fmt: skip
     tried = [_place(function) for function in learned.host.tried]
-    return {"calls": calls, "tried": tried, "consulted": sorted(learned.consulted)}
+    return {
+        "calls": hosted, "tried": tried, "consulted": sorted(learned.consulted), "replayed": learned.replayed,
+        "moves": learned.moves, "ways": list(map(_way_tree, learned.ways)),
+    }  # fmt: skip
 
 
 def from_tree(tree: Any, model: nn.Module) -> Learned:
     """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
-    calls = tuple(
+    hosted = tuple(
         HostCall(
             Function(*function),
             tuple((parameter, entry) for parameter, entry in arguments),
@@ -64,7 +71,25 @@ def from_tree(tree: Any, model: nn.Module) -> Learned:
         for function, arguments, plain, prefix in tree["calls"]
     )
     tried = tuple(Function(*function) for function in tree["tried"])
-    return Learned(Host(calls, (), tried), set(tree["consulted"]))
+    ways = tuple(map(_way_from, tree["ways"]))
+    return Learned(Host(hosted, (), tried), set(tree["consulted"]), ways, tree["replayed"], tree["moves"])
+
+
+def _way_tree(way: Way) -> Any:
+    try:
+        made, assumed = calls.to_tree(way.calls), sizes.to_tree(way.sizes)
+    except sizes.Unknown as reason:
+        raise Unstorable(str(reason)) from reason
+    consulted = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in way.consulted.items()}
+    return {"calls": made, "sizes": assumed, "consulted": consulted}
+
+
+def _way_from(tree: Any) -> Way:
+    consulted = {
+        name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for name, (dtype, values) in tree["consulted"].items()
+    }
+    return Way(calls.from_tree(tree["calls"]), sizes.from_tree(tree["sizes"]), consulted)
 
 
 def _place(function: Function) -> list[Any]:

@@ -12,11 +12,12 @@ import torch
 from torch import fx, nn
 
 from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
-from csc.capture.export import Host, HostFunctionFound, export, loss_of, training, without_kv_cache
+from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
 from csc.capture.repeats import CannotRepeat, Layers, NotHidden
+from csc.capture.replay import Replay, Runs, Way, replay
 from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -48,19 +49,43 @@ class Learned:
     """What traces of a model have shown about its batches. It only grows.
 
     host: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
-    what the graph is; a capture holds for the values it was made with.
+    what the graph is; a capture holds for the values it was made with, and for those with which the model's code does
+    the same, which ways tell. replayed: whether its code runs without data, which shows what it does; None if nobody
+    has tried. moves: whether it moves rows of tensors by numbers. runs: its latest ones.
     """
 
     host: Host = field(default_factory=Host)
     consulted: set[str] = field(default_factory=set)
+    ways: tuple[Way, ...] = ()
+    replayed: bool | None = None
+    moves: bool = False
+    runs: Runs = field(default_factory=Runs, compare=False)
 
     def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """The microbatch with what the host functions make of it."""
+        """The microbatch with what the host functions make of it, and the numbers of the rows that the model moves.
+        Values that decide are replaced by those of the capture if the model does the same for both.
+        """
+        tensors, extra, run = self.with_rows(model, microbatch)
+        way = next((one for one in self.ways if run is not None and one.serves(run, tensors)), None)
+        return {**tensors, **(way.consulted if way is not None else {}), **extra}
+
+    @property
+    def replays(self) -> bool:
+        """Whether batches are completed by running the model's code without data."""
+        return bool(self.replayed and self.consulted)
+
+    def with_rows(
+        self, model: nn.Module, microbatch: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Replay | None]:
+        """(tensors, other values, what the model's code does, if that matters); values that decide are as they are."""
         tensors, extra = split_batch(microbatch)
         for call in self.host.calls:
             if all(entry in tensors for _, entry in call.arguments):
                 tensors |= call.entries(model, tensors)
-        return {**tensors, **extra}
+        if not self.replays:
+            return tensors, extra, None
+        run = self.runs.of(model, tensors, extra, self.host, self.moves)
+        return {**tensors, **(run.rows if run is not None else {})}, extra, run
 
 
 def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -97,8 +122,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
     with standing_in(model, device):
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
         layers = Layers.of(model, paths)
-        graph, constants, tensors, consulted, history = _traced(model, example, learned, device, layers)
-    learned.consulted |= consulted
+        graph, constants, tensors, traced, history = _traced(model, example, learned, device, layers)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -112,7 +136,11 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         for name, tensor in tensors.items()
         if ("input", name) in used
     )
-    loss = g.outputs(graph)[0]
+    loss, sizes = g.outputs(graph)[0], _sizes(graph)
+    fixed = {name: tensors[name] for name in sorted(traced.consulted)}
+    taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
+    if learned.replayed and not fixed.keys() & taken:
+        _add_way(learned, model, example, Way(traced.calls, sizes, fixed))
     return Program(
         name=type(model).__name__,
         inputs=inputs,
@@ -122,31 +150,47 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         device=device.type,
         graph=graph,
         fake_mode=loss.meta["val"].fake_mode,
-        fixed={name: tensors[name] for name in sorted(consulted)},
-        sizes=_sizes(graph),
+        fixed=fixed,
+        sizes=sizes,
         history=history,
     )
 
 
+def _add_way(learned: Learned, model: nn.Module, example: Any, way: Way) -> None:
+    """Know of a trace's way, if a replay of its own batch goes it too."""
+    tensors, _, run = learned.with_rows(model, example)
+    if run is not None and way.serves(run, tensors):
+        learned.ways = (*learned.ways, way)
+    elif way.consulted:
+        log.info("what the model does with other values of %s is traced again", ", ".join(way.consulted))
+
+
 def _traced(
     model: nn.Module, example: Any, learned: Learned, device: torch.device, layers: Layers
-) -> tuple[fx.Graph, dict[str, torch.Tensor], dict[str, torch.Tensor], frozenset[str], tuple[Record, ...]]:
-    """(graph, constants, the batch's tensors, entries consulted, times), equal ones of the layers traced once if they
-    can be; functions found to run on the host are added to what is learned.
+) -> tuple[fx.Graph, dict[str, torch.Tensor], dict[str, torch.Tensor], Exported, tuple[Record, ...]]:
+    """(graph, constants, the batch's tensors, the trace, times), equal ones of the layers traced once if they can be;
+    functions found to run on the host are added to what is learned.
     """
     start = time.perf_counter()
     while True:
-        tensors, extra = split_batch(learned.completed(model, example))
+        tensors, extra, _ = learned.with_rows(model, example)
         try:
-            exported = export(model, placed(tensors, device), extra, learned.host, layers)
+            exported = export(model, placed(tensors, device), extra, learned.host, layers, learned.moves)
             learned.host = replace(exported.host, asking=())
+            learned.consulted |= exported.consulted
+            if exported.consulted and learned.replayed is None:
+                first = replay(model, tensors, extra, learned.host, layers, rows=True)
+                learned.replayed = first is not None
+                learned.moves = first is not None and bool(first.rows)
+                if learned.moves:
+                    continue
             traced = time.perf_counter()
             graph, constants = _flat(exported.program, model)
             times = (
                 Record("capture", traced - start, f"{len(exported.program.graph.nodes)} nodes"),
                 Record("normalise", time.perf_counter() - traced, f"{len(graph.nodes)} nodes"),
             )
-            return graph, constants, tensors, exported.consulted, times
+            return graph, constants, tensors, exported, times
         except HostFunctionFound as found:
             learned.host = found.host
         except NotHidden as needed:

@@ -61,12 +61,13 @@ def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def symbolic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions captured symbolically: lengths, and the first one (samples, images, patches).
+    """The dimensions captured symbolically: lengths, and the first one (samples, images, patches). Of pixels all before
+    channels, height and width: samples, images, tiles, frames.
 
     A size of 0 or 1 cannot be symbolic (export specialises on them), nor can one that the model counts with in Python.
     """
-    first = (0,) if tensor.dim() and tensor.shape[0] > 1 else ()
-    return (*first, *dynamic_dimensions(tensor))
+    counted = range(max(1, tensor.dim() - 3) if tensor.is_floating_point() else min(1, tensor.dim()))
+    return (*(dim for dim in counted if tensor.shape[dim] > 1), *dynamic_dimensions(tensor))
 
 
 def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

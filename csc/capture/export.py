@@ -24,10 +24,13 @@ from csc.capture import host as hosting
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
 from csc.capture.failures import untraceable
 from csc.capture.host import Function, HostCall
-from csc.capture.known import Watching
+from csc.capture.known import Run, Watching
+from csc.capture.recording import Recording
 from csc.capture.repeats import Layers, NotHidden, Repeats
+from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
+from csc.ir.calls import Call
 from csc.torch_private import without_messages
 
 
@@ -35,8 +38,13 @@ class LossOnly(nn.Module):
     """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
 
     host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
-    arguments. layers: those of which equal ones are traced once.
+    arguments. layers: those of which equal ones are traced once. rows: whether what moves rows runs on their numbers
+    (csc.capture.rows). recording: what the last run called; loss: what it returned; made: numbers of rows, of a replay.
     """
+
+    recording: Recording
+    loss: torch.Tensor
+    made: Mapping[str, torch.Tensor]
 
     def __init__(
         self,
@@ -45,6 +53,8 @@ class LossOnly(nn.Module):
         host: Host,
         values: Mapping[str, torch.Tensor],
         layers: Layers,
+        rows: bool = False,
+        replayed: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -53,17 +63,34 @@ class LossOnly(nn.Module):
         known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
         self.watching = Watching(known)
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
+        self._with_rows, self._replayed = rows, replayed
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         host = self.host
         made = {name for call in host.calls for name in call.entries(self.model, self._example)}
+        parameters = self._named()
+        recording = Recording({**parameters, **{f"batch {name}": tensor for name, tensor in batch.items()}})
+        rows: list[Rows] = []
+
+        def by_number(run: Run) -> Rows:
+            rows.append(Rows(parameters.values(), None if self._replayed else batch, run))
+            return rows[0]
+
+        asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
         with (
-            self.watching.entries(batch, partial(self._asked, batch)),
+            self.watching.entries(batch, asked, recording, by_number if self._with_rows else None),
             self._repeats.patched(),
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
-            own = {name: tensor for name, tensor in batch.items() if name not in made}
-            return loss_of(self.model(**own, **self._extra))
+            own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            loss = loss_of(self.model(**own, **self._extra))
+        self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
+        return loss
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, as they are in this run."""
+        named = (self.model.named_parameters, self.model.named_buffers)
+        return {path: tensor for each in named for path, tensor in each(remove_duplicate=False)}
 
     def _asked(self, batch: Mapping[str, torch.Tensor], sources: frozenset[str]) -> None:
         """The model asks for values that only the batch has: can a function around it be run before?"""
@@ -108,11 +135,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Exported:
-    """consulted: the batch entries whose values the program was traced for; host: what is known to run there now."""
+    """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
+    calls: what the model called.
+    """
 
     program: torch.export.ExportedProgram
     consulted: frozenset[str]
     host: Host
+    calls: tuple[Call, ...]
 
 
 class HostFunctionFound(Exception):
@@ -191,9 +221,11 @@ def export(
     extra: Mapping[str, Any],
     host: Host = Host(),
     layers: Layers | None = None,
+    rows: bool = False,
 ) -> Exported:
     """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
-    ones of these layers traced once (see csc.capture.repeats).
+    ones of these layers traced once (see csc.capture.repeats). rows: the microbatch has numbers of rows (see
+    csc.capture.rows).
 
     Raises CscError with the user's source line, HostFunctionFound, or NotHidden: then it has to be done again.
     """
@@ -202,13 +234,13 @@ def export(
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
-        return _exported(LossOnly(model, extra, host, tensors, layers), tensors, symbolic_dimensions, layers)
+        return _exported(LossOnly(model, extra, host, tensors, layers, rows), tensors, symbolic_dimensions, layers)
     except (CscError, HostFunctionFound, NotHidden):
         raise
     except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
         if layers.hidden:  # perhaps it fails for something that was hidden from it
             raise NotHidden(layers.hidden) from error
-        wrapped = LossOnly(model, extra, host, tensors, layers)
+        wrapped = LossOnly(model, extra, host, tensors, layers, rows)
         try:
             return _exported(wrapped, tensors, dynamic_dimensions, layers)
         except (CscError, HostFunctionFound, NotHidden):
@@ -227,16 +259,7 @@ def _exported(
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
     model = wrapped.model
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
-    with (
-        training(model),
-        without_kv_cache(model),
-        one_attention(model),
-        attributes_kept(model),
-        layers.kept_out(),
-        without_messages(),
-        warnings.catch_warnings(),
-        redirect_stderr(said),
-    ):
+    with as_traced(model, layers), warnings.catch_warnings(), redirect_stderr(said):
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
         warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
         exported = torch.export.export(
@@ -247,7 +270,22 @@ def _exported(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     sys.stderr.write(said.getvalue())
-    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host)
+    calls = wrapped.recording.needed(wrapped.loss)
+    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host, calls)
+
+
+@contextmanager
+def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
+    """The model as a trace runs it, and as it was before afterwards."""
+    with (
+        training(model),
+        without_kv_cache(model),
+        one_attention(model),
+        attributes_kept(model),
+        layers.kept_out(),
+        without_messages(),
+    ):
+        yield
 
 
 @contextmanager

@@ -15,16 +15,19 @@ Terms
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from csc.capture.recording import Recording
+from csc.capture.rows import Rows
 from csc.capture.splits import Numbers, Pieces, length
 from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
 
+Run = Callable[[Any, str, Any, Any], Any]  # of a function, by its name, with arguments
 LARGEST = 1 << 16  # elements; beyond, values are not kept
 ASKS = frozenset(
     {"tolist", "item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "is_nonzero", "numpy", "equal",
@@ -57,6 +60,8 @@ class Watching(TorchFunctionMode):
         self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
         self._pieces = Pieces()
+        self._rows: Rows | None = None
+        self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
         self.consulted: set[str] = set()
         self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
@@ -66,23 +71,38 @@ class Watching(TorchFunctionMode):
         return self._value(tensor) is not None
 
     @contextmanager
-    def entries(self, batch: Mapping[str, torch.Tensor], asked: Callable[[frozenset[str]], None]) -> Iterator[None]:
+    def entries(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        asked: Callable[[frozenset[str]], None],
+        recording: Recording,
+        rows: Callable[[Run], Rows] | None = None,
+    ) -> Iterator[None]:
         """Watch what is computed from these tensors. asked(sources): called before values are asked for, known or not;
-        it may raise.
+        it may raise. rows: makes what moves rows by their numbers, if that is wanted.
         """
+        self.recording = recording
+        self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
         self._pieces = Pieces()
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
-        with self, lists_from(self._listed):
+        modules = self._rows.real_for_modules() if self._rows is not None else nullcontext()
+        with self, modules, lists_from(self._listed):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_functorch_transform():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.recording.add(func, args, kwargs, result)
+            return result
         name = getattr(func, "__name__", "")
+        if self._rows is not None:
+            moved = self._rows.call(func, name, args, kwargs)
+            if moved is not NotImplemented:
+                return moved
         known_length = length(name, args)
         if known_length is not None:
             return known_length
@@ -91,6 +111,7 @@ class Watching(TorchFunctionMode):
             return shape
         whole = self._pieces.joined(name, args, kwargs)
         if whole is not None:
+            self.recording.add(func, (whole,), kwargs, whole)
             return self._remembered(whole, None, self._sources(whole))
         piece = self._pieces.reshaped(name, args, kwargs)
         if piece is not None:
@@ -99,8 +120,9 @@ class Watching(TorchFunctionMode):
         return self._run(func, name, args, kwargs) if pieces is None else pieces
 
     def real(self, value: Any) -> Any:
-        """Arguments of a call with what pieces in it stand for (see csc.capture.splits)."""
-        return pytree.tree_map(self._pieces.real, value)
+        """Arguments of a call with what pieces and rows in it stand for (see csc.capture.splits, csc.capture.rows)."""
+        rows = self._rows
+        return pytree.tree_map(lambda leaf: self._pieces.real(leaf if rows is None else rows.real(leaf)), value)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._sizes_as_numbers(name, self.real(args), self.real(kwargs))
@@ -119,6 +141,7 @@ class Watching(TorchFunctionMode):
         if not known and _writes(name) and tensors and (value := self._value(tensors[0])) is not None:
             self._unknown.add(value.untyped_storage().data_ptr())
         result = func(*args, **kwargs)
+        self.recording.add(func, args, kwargs, result)
         if name == "__getitem__" and isinstance(result, torch.Tensor) and result.dim():
             assume_several(result.shape[0])
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
@@ -147,7 +170,7 @@ class Watching(TorchFunctionMode):
 
         if value is not None:
             self._asked(sources)
-        return read() if count is None else Numbers(count, read)
+        return read() if count is None else Numbers(count, read, value is not None)
 
     def _sizes_as_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
         """Arguments in which known tensors that stand for a size or a bound are numbers."""

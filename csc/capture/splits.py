@@ -10,7 +10,7 @@ Terms
   piece     a stand-in for a part of a tensor
   joined    the parts of one split, all of them, concatenated where they were split (or stacked where unbound)
 
-    Numbers(count, read)                                         a list of int; read() gives them once they are read
+    Numbers(count, read, known)                                  a list of int; read() gives them once they are read
     pieces.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
     pieces.joined(name, args, kwargs) -> Tensor | None           what a call makes of all pieces of a split
     pieces.reshaped(name, args, kwargs) -> Tensor | None         a piece whose rows were flattened
@@ -51,10 +51,13 @@ class _Unread:
 
 
 class Numbers(list[Any]):
-    """A list of values. Until one is read it holds none; then read() gives them, or raises, and it is a plain list."""
+    """A list of values. Until one is read it holds none; then read() gives them, or raises if they are not known, and
+    it is a plain list.
+    """
 
-    def __init__(self, count: int, read: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, count: int, read: Callable[[], Sequence[int]], known: bool) -> None:
         super().__init__([_Unread()] * count)
+        self.known = known
         self._read: Callable[[], Sequence[int]] | None = read
 
     @property

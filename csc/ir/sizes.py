@@ -6,6 +6,7 @@ Terms
   relation   a sympy expression in symbols that holds for every batch that the graph is for
 
     sizes.allow({name: tensor}) -> bool
+    sizes.values({name: tensor}) -> {symbol: number}, or None for a batch that they do not allow
     to_tree(sizes) -> JSON          Unknown for a relation of other functions than FUNCTIONS
     from_tree(JSON) -> Sizes        the inverse; ValueError, KeyError or TypeError for a tree that is none
 """
@@ -49,14 +50,18 @@ class Sizes:
 
     def allow(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the graph holds for these batch entries, as far as their names, dtypes and sizes say."""
+        return self.values(tensors) is not None
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int] | None:
+        """What the symbols are for these batch entries; None if the graph does not hold for them."""
         if self.entries.keys() != tensors.keys():
-            return False
+            return None
         values: dict[str, int] = {}
         made: list[tuple[Any, int]] = []  # sizes that are expressions
         for name, (dtype, expected) in self.entries.items():
             tensor = tensors[name]
             if str(tensor.dtype) != dtype or tensor.dim() != len(expected):
-                return False
+                return None
             for size, found in zip(expected, tensor.shape):
                 if isinstance(size, int):
                     fits = size == found
@@ -66,20 +71,21 @@ class Sizes:
                     made.append((size, found))
                     fits = found > 1
                 if not fits:
-                    return False
-        return all(_solved(size, found, values) for size, found in made) and self._hold(values)
+                    return None
+        hold = all(_solved(size, found, values) for size, found in made) and self._hold(values)
+        return values if hold else None
 
     def _hold(self, values: Mapping[str, int]) -> bool:
         for name, value in values.items():
             low, high = self.ranges.get(name, (0, None))
             if value < low or (high is not None and value > high):
                 return False
-        return all(_value(relation, values) is not sympy.false for relation in self.relations)
+        return all(evaluated(relation, values) is not sympy.false for relation in self.relations)
 
 
 def _solved(size: Any, found: int, values: dict[str, int]) -> bool:
     """Whether an expression is a number that was found; what that says of its symbol is added to the values."""
-    known = _value(size, values)
+    known = evaluated(size, values)
     unknown = known.free_symbols
     if len(unknown) == 1:
         (symbol,) = unknown
@@ -90,31 +96,34 @@ def _solved(size: Any, found: int, values: dict[str, int]) -> bool:
     return not unknown and bool(known == found)
 
 
-def _value(relation: Any, values: Mapping[str, int]) -> Any:
+def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
+    """An expression in which symbols are these numbers."""
     return relation.subs({one: values[str(one)] for one in relation.free_symbols if str(one) in values})
 
 
 def to_tree(sizes: Sizes) -> Tree:
     """Plain JSON."""
     entries = {
-        name: [dtype, [_tree(sympy.sympify(size)) for size in shape]] for name, (dtype, shape) in sizes.entries.items()
+        name: [dtype, [expression_to_tree(sympy.sympify(size)) for size in shape]]
+        for name, (dtype, shape) in sizes.entries.items()
     }
     ranges = {name: list(both) for name, both in sizes.ranges.items()}
-    return {"entries": entries, "ranges": ranges, "relations": [_tree(one) for one in sizes.relations]}
+    return {"entries": entries, "ranges": ranges, "relations": [expression_to_tree(one) for one in sizes.relations]}
 
 
 def from_tree(tree: Tree) -> Sizes:
     """The inverse."""
     entries = {name: (dtype, tuple(map(_size, shape))) for name, (dtype, shape) in tree["entries"].items()}
     ranges = {name: (low, high) for name, (low, high) in tree["ranges"].items()}
-    return Sizes(entries, ranges, tuple(map(_expression, tree["relations"])))
+    return Sizes(entries, ranges, tuple(map(expression_from_tree, tree["relations"])))
 
 
 def _size(tree: Tree) -> Any:
-    return tree if isinstance(tree, int) else _expression(tree)
+    return tree if isinstance(tree, int) else expression_from_tree(tree)
 
 
-def _tree(expression: Any) -> Tree:
+def expression_to_tree(expression: Any) -> Tree:
+    """An expression as plain JSON. Unknown for one of other functions than FUNCTIONS."""
     if expression in (sympy.true, sympy.false):
         return bool(expression)
     if expression.is_Integer:
@@ -124,10 +133,11 @@ def _tree(expression: Any) -> Tree:
     name = type(expression).__name__
     if name not in FUNCTIONS:
         raise Unknown(f"a size made by {name}")
-    return [name, *map(_tree, expression.args)]
+    return [name, *map(expression_to_tree, expression.args)]
 
 
-def _expression(tree: Tree) -> Any:
+def expression_from_tree(tree: Tree) -> Any:
+    """The inverse."""
     if isinstance(tree, bool):
         return sympy.true if tree else sympy.false
     if isinstance(tree, int):
@@ -135,4 +145,4 @@ def _expression(tree: Tree) -> Any:
     if isinstance(tree, str):
         return sympy.Symbol(tree, integer=True, positive=True)
     name, *arguments = tree
-    return FUNCTIONS[name](*map(_expression, arguments))
+    return FUNCTIONS[name](*map(expression_from_tree, arguments))

@@ -72,6 +72,18 @@ def test_make_fx() -> None:
     assert all("val" in node.meta for node in graph.nodes if node.op == "call_function")
 
 
+def test_replaying() -> None:
+    """Code takes itself for exported, its tensors have no data, and sizes are plain; values become symbols."""
+    real = torch.arange(6.0)
+    with private.replaying() as fake:
+        assert torch.compiler.is_exporting()
+        tensor = fake(real)
+        assert isinstance(tensor, private.FakeTensor) and type(tensor.shape[0]) is int
+        assert (tensor + real).shape == (6,)
+        assert isinstance(tensor.sum().item(), torch.SymFloat)
+    assert not torch.compiler.is_compiling()
+
+
 def test_fx_traceback() -> None:
     """`current_meta` set while tracing: its entry "custom" is copied to the nodes that are made."""
 

@@ -1,0 +1,124 @@
+"""Values that decide: a capture serves all with which the model's code does the same, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.verification import verify
+
+WORDS, WIDTH = 40, 8
+Batch = dict[str, torch.Tensor]
+
+
+class Deciding(nn.Module):
+    """Rows of several things, `counts` of each, whose numbers decide what is done to them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.row, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.scales = nn.ParameterList(torch.full((WIDTH,), 0.5 + place) for place in range(8))
+        self.shifts = [torch.full((WIDTH,), 0.1 * place) for place in range(8)]
+        self.end = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        hidden = self.row(rows)
+        numbers = counts.tolist()
+        if self.kind == "moved":
+            hidden = torch.cat(list(reversed(torch.split(hidden, numbers))))
+        elif self.kind == "ended":  # a learned row in the place of each one's first
+            parts = [torch.cat((self.end[None], part[1:])) for part in torch.split(hidden, numbers)]
+            hidden = torch.cat(parts)
+        elif self.kind == "unused":
+            torch.tensor([3 * number for number in numbers])
+        elif self.kind == "branch":
+            hidden = hidden * 2 if numbers[0] > 2 else hidden + 1
+        elif self.kind == "number":
+            hidden = hidden * numbers[0]
+        elif self.kind == "sum":  # which is a size as well
+            hidden = hidden / sum(numbers)
+        elif self.kind == "size":
+            hidden = hidden / hidden.shape[0] + (numbers[0] > 100)
+        elif self.kind == "parameter":
+            hidden = hidden * self.scales[numbers[0]] + 0.1 * sum(self.scales)
+        elif self.kind == "tensor":
+            hidden = hidden + self.shifts[numbers[0]]
+        elif self.kind == "written":
+            hidden = hidden.clone()
+            hidden[: numbers[0]] = 0
+        return F.cross_entropy(self.head(hidden.tanh()), labels)
+
+
+def batch(*counts: int) -> Batch:
+    rows = torch.sin(torch.arange(sum(counts) * 3.0)).view(-1, 3)
+    return {"labels": torch.arange(sum(counts)) % WORDS, "rows": rows, "counts": torch.tensor(counts)}
+
+
+def close(compiled: csc.CompiledModel, given: Batch) -> None:
+    result = verify(compiled, given)
+    assert result.params_missing == () and result.params_unexpected == ()
+    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 1e-6
+
+
+def captures(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.captures.values()))
+
+
+BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        ("moved", 1), ("ended", 1), ("unused", 1), ("size", 1), ("branch", 2), ("number", 3), ("sum", 3),
+        ("parameter", 3), ("tensor", 3), ("written", 3),
+    ],
+)  # fmt: skip
+def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, needed: int) -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(Deciding(kind), mesh="pp=1", example=batch(*BATCHES[0]))
+    for counts in BATCHES:
+        close(compiled, batch(*counts))
+    assert captures(compiled) == needed
+
+
+def test_the_code_runs_once_for_values_that_come_again() -> None:
+    class Counting(Deciding):
+        calls = 0
+
+        def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            type(self).calls += 1
+            return super().forward(labels, rows, counts)
+
+    compiled = csc.compile(Counting("moved"), mesh="pp=1", example=batch(2, 3))
+    compiled.train_step(batch(3, 4))
+    before = Counting.calls
+    compiled.train_step(batch(3, 4))
+    assert Counting.calls == before
+    compiled.train_step(batch(4, 3))
+    assert Counting.calls == before + 1
+
+
+def test_code_that_does_not_run_without_data_is_traced_again() -> None:
+    class Exact(Deciding):
+        def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            if type(rows).__name__ == "FakeTensor" and not torch.compiler.is_exporting():
+                raise RuntimeError("not without data")
+            return super().forward(labels, rows, counts)
+
+    compiled = csc.compile(Exact("moved"), mesh="pp=1", example=batch(2, 3))
+    for counts in BATCHES[:2]:
+        close(compiled, batch(*counts))
+
+
+def test_the_model_is_as_it_was_after_a_replay() -> None:
+    model = Deciding("moved").eval()
+    compiled = csc.compile(model, mesh="pp=1", example=batch(2, 3))
+    names, call = [name for name, _ in model.named_parameters()], nn.Module.__call__
+    compiled.train_step(batch(4, 3))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not model.training and nn.Module.__call__ is call and not torch.compiler.is_compiling()
