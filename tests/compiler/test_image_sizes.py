@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 import csc
 from benchmarks.coverage import models
@@ -97,6 +98,32 @@ def test_numbers_of_images() -> None:
     more["pixel_values"] = torch.cat([more["pixel_values"], more["pixel_values"][:1]])
     close(compiled, more)
     close(compiled, hf.llava_batch(2, 25))
+    assert captures(compiled) == 1
+
+
+def tiles_batch(model: Any, sizes: list[list[int]]) -> Batch:
+    """An image of each size, cut into tiles as a processor cuts them, with as many placeholders as rows."""
+    config, tile = model.config, model.config.vision_config.image_size
+    counts = [image_size_to_num_patches(size, config.image_grid_pinpoints, tile) for size in sizes]
+    tokens = (tile // config.vision_config.patch_size) ** 2
+    options = {"vision_feature_select_strategy": "default"} if config.model_type == "llava_next" else {}
+    features = [torch.zeros(count, tokens, 1) for count in counts]
+    _, rows = model.model.pack_image_features(features, torch.tensor(sizes), image_newline=torch.zeros(1), **options)
+    batch = models.words([[count] for count in rows.tolist()], length=12 + int(rows.max()))
+    pixels = models.signal(len(sizes), max(counts), 3, tile, tile)
+    return {**batch, "pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [models.llava_next, models.llava_onevision])
+def test_images_cut_into_tiles(build: Callable[[], tuple[Any, Batch]]) -> None:
+    """Tiles are put together, padding is cut off, and each line gets a learned end: by the size of each image."""
+    torch.manual_seed(0)
+    model, _ = build()
+    model.config.image_grid_pinpoints[:] = [[24, 48], [48, 24], [48, 48]]
+    compiled = csc.compile(model, mesh="pp=2", example=tiles_batch(model, [[24, 48], [48, 24]]))
+    for sizes in ([[24, 48], [48, 24]], [[48, 24], [20, 48]], [[13, 48], [47, 48], [48, 17], [48, 48]]):
+        close(compiled, tiles_batch(model, sizes), 1e-6)
     assert captures(compiled) == 1
 
 
