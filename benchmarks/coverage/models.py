@@ -127,7 +127,7 @@ def gemma3() -> tuple[nn.Module, Batch]:
     return hf.Gemma3ForConditionalGeneration(config), batch
 
 
-def _grids(batch: Batch, grids: list[list[int]], width: int) -> Batch:
+def grids(batch: Batch, grids: list[list[int]], width: int) -> Batch:
     """What Qwen's processors give beside the text: patches of all images in one row, grids, token types."""
     patches = sum(t * h * w for t, h, w in grids)
     return batch | {
@@ -150,7 +150,7 @@ def qwen2_vl() -> tuple[nn.Module, Batch]:
         text_config={**TEXT, "rope_parameters": MROPE},
         **QWEN_IDS,
     )
-    batch = _grids(words([[], [4, 6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
+    batch = grids(words([[], [4, 6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
     return hf.Qwen2VLForConditionalGeneration(config), batch
 
 
@@ -164,7 +164,7 @@ def qwen2_5_vl() -> tuple[nn.Module, Batch]:
         text_config={**TEXT, "rope_parameters": MROPE},
         **QWEN_IDS,
     )  # fmt: skip
-    batch = _grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
+    batch = grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
     return hf.Qwen2_5_VLForConditionalGeneration(config), batch
 
 
@@ -178,7 +178,7 @@ def qwen3_vl() -> tuple[nn.Module, Batch]:
         text_config={**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         **QWEN_IDS,
     )  # fmt: skip
-    batch = _grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
+    batch = grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
     return hf.Qwen3VLForConditionalGeneration(config), batch
 
 
@@ -226,7 +226,7 @@ def glm4v() -> tuple[nn.Module, Batch]:
         video_start_token_id=94,
         video_end_token_id=93,
     )  # fmt: skip
-    batch = _grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
+    batch = grids(words([[4], [6]]), [[1, 4, 4], [1, 4, 6]], 3 * 2 * 4 * 4)
     return hf.Glm4vForConditionalGeneration(config), batch
 
 

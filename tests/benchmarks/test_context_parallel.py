@@ -75,6 +75,7 @@ def test_masks_are_deterministic_and_their_seeds_differ() -> None:
         assert np.array_equal(one.hi, same.hi) and not np.array_equal(one.hi, other.hi)
 
 
+@pytest.mark.slow
 def test_what_the_masks_say() -> None:
     generation = build("generation", 4096, 0)
     seen, noised = dense(generation), generation.kinds == NOISED

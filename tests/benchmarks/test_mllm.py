@@ -89,6 +89,7 @@ def test_the_expanded_program_is_that_of_a_deep_capture(shallow: Program, grown:
         assert g.canonical(ours.joint) == g.canonical(theirs.joint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "audio", "llm"), ("llm",)])
 def test_its_costs_are_those_of_a_deep_capture(grown: Program, deep: Program, frozen: tuple[str, ...]) -> None:
     ours, theirs = pruned(grown, frozen), pruned(deep, frozen)
@@ -98,6 +99,7 @@ def test_its_costs_are_those_of_a_deep_capture(grown: Program, deep: Program, fr
     assert values(ours) == values(theirs)
 
 
+@pytest.mark.slow
 def test_layers_of_both_kinds_take_turns(shallow: Program) -> None:
     whole = expand(shallow, {"llm": Stack(46, period=2)})
     layers = [r for r in whole.regions if r.component == "llm" and r.kind == "layer"]
@@ -107,6 +109,7 @@ def test_layers_of_both_kinds_take_turns(shallow: Program) -> None:
     assert masks == masks[:2] * 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "period"), [(47, 2), (3, 1), (8, 3)])
 def test_a_stack_that_cannot_be_made_from_the_capture_is_refused(shallow: Program, layers: int, period: int) -> None:
     with pytest.raises(InputError, match=f"4 layers of llm cannot stand for {layers}"):
@@ -132,6 +135,7 @@ class Skipping(nn.Module):
         return F.mse_loss(self.head(hidden if self.inside else hidden + kept), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_layers_that_are_no_chain_are_refused(inside: bool) -> None:
     program = capture(Skipping(inside), {"x": torch.zeros(2, 6), "y": torch.zeros(2, 2)})
@@ -165,6 +169,7 @@ def test_weightless_leaves_the_default_dtype() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.slow
 def test_a_frozen_set_traces_nothing_again(shallow: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -367,6 +367,7 @@ def runs() -> list[Measured]:
 REAL = Real(2.0, 2.1, (2.1, 2.2), {"F 0": 1.0}, {"F 0": 1.05}, "auto", (3, 4))
 
 
+@pytest.mark.slow
 def test_the_summary(row: Row) -> None:
     light = replace(
         row,
@@ -404,6 +405,7 @@ def test_the_summary(row: Row) -> None:
     assert geomean([2.0, 8.0]) == pytest.approx(4.0)
 
 
+@pytest.mark.slow
 def test_the_document_is_json(row: Row) -> None:
     link = Link(1e-4, 1e9)
     data = json.loads(json.dumps(document([row], (link, runs(), [{"name": "torch 1F1B"}]), REAL, {"VALM-S": ("n",)})))

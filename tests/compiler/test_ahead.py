@@ -15,6 +15,8 @@ from csc.runtime import context, spread
 from tests.compiler.conftest import Models
 from tests.models import packed
 
+pytestmark = pytest.mark.slow
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -54,7 +56,6 @@ def gradients(compiled: csc.CompiledModel, loop: Iterator[Batch]) -> list[tuple[
     return found
 
 
-@pytest.mark.slow
 def test_the_same_bits_and_nothing_planned_in_the_step(
     planned: list[tuple[str, str]], compiled: csc.CompiledModel
 ) -> None:

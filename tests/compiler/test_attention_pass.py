@@ -238,6 +238,7 @@ def unproven_order(batch: Batch) -> torch.Tensor:
     return (position[:, None, :] <= position[:, :, None]).unsqueeze(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask_of", "why"),
     [
@@ -256,6 +257,7 @@ def test_what_cannot_be_read_is_kept_and_said(mask_of: MaskOf, why: str) -> None
     assert str(before.graph) == str(after.graph)
 
 
+@pytest.mark.slow
 def test_dropout_is_kept_and_said() -> None:
     _, after = traced(causal, dropout_p=0.5)
     assert "dropout" in after.notes[0]

@@ -112,6 +112,7 @@ def restored(compiled: csc.CompiledModel) -> int:
     return sum(map(len, compiled.compiler.restored.values()))
 
 
+@pytest.mark.slow
 def test_a_new_length_in_a_new_process_is_lowered_from_the_stored_trace(cache: Store) -> None:
     """Images of other sizes, more of them, and another length: nothing is traced, and the program is the same."""
     reader().trainer()
@@ -131,6 +132,7 @@ def test_a_new_length_in_a_new_process_is_lowered_from_the_stored_trace(cache: S
     assert [len(other.history()), captures(other)] == [len(fresh.history()), 1]  # what is shown is traced
 
 
+@pytest.mark.slow
 def test_a_stored_trace_serves_other_values_with_which_the_code_does_the_same(cache: Store) -> None:
     csc.compile(Deciding("branch"), mesh="pp=1", example=decided_batch(4, 2)).trainer()
     again = csc.compile(Deciding("branch"), mesh="pp=1", example=decided_batch(3, 3))
@@ -141,6 +143,7 @@ def test_a_stored_trace_serves_other_values_with_which_the_code_does_the_same(ca
     assert captures(again) == 1
 
 
+@pytest.mark.slow
 def test_a_stored_trace_for_other_values_or_sizes_is_not_taken(cache: Store) -> None:
     reader().trainer()
     other = reader(reader_batch([[2, 2], [1, 1]]))  # the model decides by these values

@@ -64,6 +64,7 @@ def test_plain_model_with_skips_into_the_middle(models: Models, mesh: str) -> No
     parity(models("plain", plain.plain_batch(length=30), mesh=mesh), 164)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,pp=2"])
 def test_packed_documents(models: Models, mesh: str) -> None:
     parity(models("packed", mesh=mesh), 30)

@@ -164,6 +164,7 @@ LINEARS = 2 * ROWS * LENGTH * WIDTH * 4 * WIDTH
 PRODUCTS = 2 * 2 * ROWS * LENGTH * LENGTH * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fused", "back"), [(False, 2.0), (True, 2.5)])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_frozen_linear_costs_once_and_attention_twice(fused: bool, back: float, frozen: bool) -> None:
@@ -221,6 +222,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "freeze"), CASES)
 def test_saved_and_kept_are_the_memory_that_stays(name: str, freeze: tuple[str, ...]) -> None:
     """Run every region: the distinct storages that F leaves to B and B to W, parameters and tables apart."""
@@ -245,6 +247,7 @@ def test_saved_and_kept_are_the_memory_that_stays(name: str, freeze: tuple[str, 
     assert checked > 1
 
 
+@pytest.mark.slow
 def test_values_are_as_large_as_they_are() -> None:
     model, batch, program = divided("plain", ("vision",))
     found = value_bytes(program)
@@ -314,6 +317,7 @@ def test_seconds_are_a_roofline(first: list[Call], second: list[Call], profile: 
     assert seconds(work, profile) >= work.bytes / profile.reached_bandwidth * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_region_costs_follow_the_regions() -> None:
     _, _, program = divided("llava", ("vision_tower", "language_model"))
     profile = hardware("a100")
@@ -328,6 +332,7 @@ def test_region_costs_follow_the_regions() -> None:
         assert (cost.backward_weight > 0) == region.needs_dw
 
 
+@pytest.mark.slow
 def test_measured_seconds_go_before_the_model() -> None:
     _, _, program = divided("llava", ("vision_tower", "language_model"))
     layers = [i for i, region in enumerate(program.regions) if ".language_model.layers." in region.name]
@@ -400,6 +405,7 @@ def test_what_varies(speaking: tuple[CompiledModel, CostReport]) -> None:
     assert found.meanings["audio"] == "sound.shape[1]"
 
 
+@pytest.mark.slow
 def test_expressions_hold_at_the_example(speaking: tuple[CompiledModel, CostReport]) -> None:
     _, found = speaking
     for row in (*found.components, *found.regions):
@@ -423,6 +429,7 @@ def test_expressions_predict_other_sizes(speaking: tuple[CompiledModel, CostRepo
         assert {name: at(e, sizes) for name, e in row.expressions.items()} == there.figures
 
 
+@pytest.mark.slow
 def test_expressions_are_those_of_hand(speaking: tuple[CompiledModel, CostReport]) -> None:
     _, found = speaking
     batch, text, audio = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "text", "audio"))
@@ -549,6 +556,7 @@ def test_csc_cost_with_recomputation(run: Run) -> None:
     assert after["seconds"] is None and after["expressions"] == {}
 
 
+@pytest.mark.slow
 def test_csc_cost_as_tables(run: Run, speaking: tuple[CompiledModel, CostReport]) -> None:
     code, out, _ = run("cost", "--hardware", "h100")
     assert code == 0

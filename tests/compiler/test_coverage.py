@@ -1,8 +1,11 @@
-"""The models of the coverage table: compiled in stages, over context-parallel ranks, and with the projector alone; and
-their capture, in which equal layers are traced once, beside that of the model traced whole.
+"""The models of the coverage table: compiled in stages, over context-parallel ranks, and with the projector alone; with
+images of other sizes and numbers, from the same capture; and their capture, in which equal layers are traced once,
+beside that of the model traced whole.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,33 @@ from benchmarks.coverage.models import CASES
 from benchmarks.coverage.report import markdown, summary
 from csc.capture import capture
 from csc.ir.printer import program_text
+from csc.verification import verify
+from tests.models.images import Batch, grids_batch, tiles_batch
 
 pytestmark = pytest.mark.slow
 LARGEST = 1e-5
+# One of each kind: it takes as long as the rest of a model's test.
+TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Mllama"}
 REFUSED = {("Mllama", "cp=2"): "its mask holds a bias"}  # what the sentence says
+
+# The third batch of grids has more images; of the last two one has a video, as many patches as an image of three times
+# the height, of which a frame sees a third.
+GRIDS = [
+    [[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4]], [[1, 4, 4], [1, 6, 4], [1, 4, 4]],
+    [[3, 4, 4], [1, 4, 4]], [[1, 12, 4], [1, 4, 4]],
+]  # fmt: skip
+TILES = [[[24, 48], [48, 24]], [[48, 24], [20, 48]], [[13, 48], [47, 48], [48, 17], [48, 24]]]
+
+
+def other_images(name: str, model: Any, batch: Batch) -> list[Batch]:
+    """Batches with images that the example has not."""
+    if name in ("LLaVA-NeXT", "LLaVA-OneVision"):
+        return [tiles_batch(model, sizes) for sizes in TILES]
+    if name == "Qwen2-VL":
+        return [grids_batch(sizes, batch["pixel_values"].shape[1]) for sizes in GRIDS]
+    if name in ("Qwen2.5-VL", "Qwen3-VL", "GLM-4V"):
+        return [grids_batch(sizes, batch["pixel_values"].shape[1]) for sizes in GRIDS[:3]]
+    return []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -32,6 +58,13 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     works = {way: int((name, way) not in REFUSED) for way in WAYS}
     assert summary([row]) == {"models": 1, **works}
     assert name in markdown([row])
-    if compiled is not None:
+    for other in other_images(name, model, batch):
+        assert compiled is not None
+        result = verify(compiled, other)
+        assert result.params_missing == () and result.params_unexpected == ()
+        assert max(result.loss_rel, result.grad_rel_max) <= (1e-6 if "LLaVA" in name else 0)
+        assert sum(map(len, compiled.compiler.captures.values())) == 1
+    if name in TRACED_WHOLE:
+        assert compiled is not None
         whole = capture(model, batch, compiled.compiler.learned, whole=True)
         assert program_text(compiled.history()[0]) == program_text(whole)

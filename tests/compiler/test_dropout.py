@@ -150,6 +150,7 @@ def test_the_same_seed_gives_the_same_step_whatever_the_split(base: CompiledMode
             same((loss, found), (loss, trained))
 
 
+@pytest.mark.slow
 def test_two_replicas_have_the_bits_of_two_microbatches(base: CompiledModel) -> None:
     def divided(**options: Any) -> CompiledModel:
         return CompiledModel(
@@ -161,6 +162,7 @@ def test_two_replicas_have_the_bits_of_two_microbatches(base: CompiledModel) -> 
     same(step(divided(microbatches=1, mesh="dp=2,pp=3")), expected)
 
 
+@pytest.mark.slow
 def test_microbatches_of_different_lengths(base: CompiledModel) -> None:
     def run(mesh: str) -> Step:
         compiled = base.with_options(mesh=mesh, microbatches=2, precision="bf16", recompute="full")
@@ -173,6 +175,7 @@ def test_microbatches_of_different_lengths(base: CompiledModel) -> None:
     same(run("pp=1"), run("pp=3"))
 
 
+@pytest.mark.slow
 def test_spread_tokens_have_the_masks_of_the_whole(base: CompiledModel) -> None:
     loss, expected = step(base)
     found_loss, found = step(base.with_options(mesh="cp=2"))

@@ -59,6 +59,7 @@ def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | 
     assert lines[8] == lines[max(depths)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("freeze", "least"), [(None, 2), (["layers"], 2), (["embed_tokens"], 8)])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
 def test_lines_do_not_grow_with_depth_at_all(depths: dict, freeze: list[str] | None, least: int, mesh: str) -> None:
@@ -75,11 +76,13 @@ def test_lines_do_not_grow_with_depth_at_all(depths: dict, freeze: list[str] | N
     assert lines[least] == lines[8] == lines[max(depths)]
 
 
+@pytest.mark.slow
 def test_the_deep_model_is_right(depths: dict) -> None:
     result = verify(depths[max(depths)].with_options(freeze=["embed_tokens"]))
     assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_loop_over_one_function(depths: dict) -> None:
     half = max(depths) // 2
     compiled = depths[max(depths)].with_options(cuts=[f"layers.{half}"])

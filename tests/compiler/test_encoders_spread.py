@@ -16,8 +16,10 @@ from benchmarks.coverage.models import qwen2_vl
 from csc.errors import InputError
 from csc.verification import verify
 from tests.compiler.conftest import Models
-from tests.compiler.test_image_sizes import grids_batch
 from tests.models import plain
+from tests.models.images import grids_batch
+
+pytestmark = pytest.mark.slow
 
 FLOAT32 = 1e-5  # what is promised; 1.2e-6 is the most that was seen
 
@@ -38,7 +40,6 @@ def ranks_of(compiled: csc.CompiledModel) -> dict[str, int]:
 
 
 # Ten tokens: five a rank, three and padding on four ranks; and two groups of two that compute the same.
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "ranks"), [("cp=2", 2), ("cp=4", 4), ("cp=4", 2)])
 def test_llava(models: Models, mesh: str, ranks: int) -> None:
     compiled = models("llava", mesh=mesh, context={"vision_tower": ranks})
@@ -59,14 +60,13 @@ def test_replicas_and_microbatches(models: Models) -> None:
     parity(models("llava", mesh="cp=2,dp=2", microbatches=2, context={"vision_tower": 2}), 80)
 
 
-@pytest.mark.slow
 def test_speech(models: Models) -> None:
     compiled = models("whisper", mesh="cp=2,pp=2", context={"audio_tower": 2})
     parity(compiled, 59)
     assert compiled.program.contexts[0].tokens == 16
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", pytest.param("cp=2,pp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,pp=2"])
 def test_images_packed_in_one_row(mesh: str) -> None:
     """Qwen2-VL's encoder: patches of two images, each of which sees its own; then three of other sizes."""
     torch.manual_seed(0)
@@ -78,7 +78,6 @@ def test_images_packed_in_one_row(mesh: str) -> None:
     assert result.params_missing == () and result.grad_rel_max <= FLOAT32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context"), [("cp=2", {"vision": 2}), ("cp=4", {"vision": 2, "audio": 4}), ("cp=4,pp=2", {"audio": 2})]
 )
@@ -180,7 +179,6 @@ def test_sizes_do_not_matter(tokens: int, samples: int) -> None:
     parity(compiled, 12)  # the convolution is not used
 
 
-@pytest.mark.slow
 def test_masks_of_an_encoder_come_from_the_batch() -> None:
     compiled = small({**small_batch(), "lengths": torch.tensor([16, 9])}, mesh="cp=4", ranks=4)
     assert compiled.program.contexts[0].masks[0].kinds
@@ -191,7 +189,6 @@ def test_masks_of_an_encoder_come_from_the_batch() -> None:
     assert float(loss) == pytest.approx(float(compiled.model(**other).detach()), rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "what", "gradients"),
     [
@@ -207,7 +204,6 @@ def test_operations_that_mix_tokens_are_computed_whole_and_noted(between: Any, w
     assert what in note and "test_encoders_spread.py" in note
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context", "why"),
     [

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 import csc
-from benchmarks.coverage import models
 from csc.capture import varlen
 from csc.verification import verify
 from tests.models import hf
@@ -33,38 +31,6 @@ def close(compiled: csc.CompiledModel, batch: Batch, largest: float = 0.0) -> No
 
 
 # Hugging Face models
-
-
-def grids_batch(grids: list[list[int]], width: int) -> Batch:
-    """All images but the last in the first sample."""
-    tokens = [t * h * w // 4 for t, h, w in grids]
-    return models._grids(models.words([tokens[:-1], tokens[-1:]], length=48), grids, width)
-
-
-SEVERAL = ([[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4]], [[1, 4, 4], [1, 6, 4], [1, 4, 4]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [models.qwen2_vl, models.qwen2_5_vl, models.qwen3_vl, models.glm4v])
-def test_grids_of_images(build: Callable[[], tuple[nn.Module, Batch]]) -> None:
-    """Positions, windows and beginnings of images are worked out for every batch; attention is one with a mask."""
-    torch.manual_seed(0)
-    model, batch = build()
-    compiled = csc.compile(model, mesh="pp=2", example=batch)
-    for grids in SEVERAL:
-        close(compiled, grids_batch(grids, batch["pixel_values"].shape[1]))
-    assert captures(compiled) == 1
-    assert compiled.program.fixed == {} and compiled.program.notes == ()
-
-
-@pytest.mark.slow
-def test_a_video_has_an_attention_for_each_frame() -> None:
-    """As many patches as an image of three times the height would have, of which a frame sees a third."""
-    model, batch = models.qwen2_vl()
-    compiled = csc.compile(model, mesh="pp=2", example=batch)
-    close(compiled, grids_batch([[3, 4, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
-    close(compiled, grids_batch([[1, 12, 4], [1, 4, 4]], batch["pixel_values"].shape[1]))
-    assert captures(compiled) == 1
 
 
 def test_what_attention_over_packed_rows_cannot_do_is_said() -> None:
@@ -98,32 +64,6 @@ def test_numbers_of_images() -> None:
     more["pixel_values"] = torch.cat([more["pixel_values"], more["pixel_values"][:1]])
     close(compiled, more)
     close(compiled, hf.llava_batch(2, 25))
-    assert captures(compiled) == 1
-
-
-def tiles_batch(model: Any, sizes: list[list[int]]) -> Batch:
-    """An image of each size, cut into tiles as a processor cuts them, with as many placeholders as rows."""
-    config, tile = model.config, model.config.vision_config.image_size
-    counts = [image_size_to_num_patches(size, config.image_grid_pinpoints, tile) for size in sizes]
-    tokens = (tile // config.vision_config.patch_size) ** 2
-    options = {"vision_feature_select_strategy": "default"} if config.model_type == "llava_next" else {}
-    features = [torch.zeros(count, tokens, 1) for count in counts]
-    _, rows = model.model.pack_image_features(features, torch.tensor(sizes), image_newline=torch.zeros(1), **options)
-    batch = models.words([[count] for count in rows.tolist()], length=12 + int(rows.max()))
-    pixels = models.signal(len(sizes), max(counts), 3, tile, tile)
-    return {**batch, "pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [models.llava_next, models.llava_onevision])
-def test_images_cut_into_tiles(build: Callable[[], tuple[Any, Batch]]) -> None:
-    """Tiles are put together, padding is cut off, and each line gets a learned end: by the size of each image."""
-    torch.manual_seed(0)
-    model, _ = build()
-    model.config.image_grid_pinpoints[:] = [[24, 48], [48, 24], [48, 48]]
-    compiled = csc.compile(model, mesh="pp=2", example=tiles_batch(model, [[24, 48], [48, 24]]))
-    for sizes in ([[24, 48], [48, 24]], [[48, 24], [20, 48]], [[13, 48], [47, 48], [48, 17], [48, 48]]):
-        close(compiled, tiles_batch(model, sizes), 1e-6)
     assert captures(compiled) == 1
 
 
@@ -210,6 +150,7 @@ def album_batch(counts: list[int]) -> Batch:
     return {"ids": ids, "labels": ids.roll(1, 1), "rows": rows, "counts": torch.tensor(counts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("join", "needed"),
     [(_in_order, 1), (_twice, 1), (_reversed, 1), (_by_their_number, 2), (_one_of_them, 4), (_one_changed, 4),
@@ -249,6 +190,7 @@ def _over_their_number(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(parts) / number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("join", "needed"), [(_in_order, 1), (_stacked, 1), (_side_by_side, 2), (_over_their_number, 2)]
 )
@@ -311,6 +253,7 @@ def placed_batch(counts: list[int]) -> Batch:
     return {"labels": torch.arange(sum(counts)) % WORDS, "rows": rows, "counts": torch.tensor(counts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "calls", "needed"),
     [

@@ -20,7 +20,7 @@ from csc.integrations.hf import CompiledTrainer
 from tests import launching
 from tests.compiler.peft_models import llama, peft_model, text_batch
 
-pytestmark = pytest.mark.usefixtures("traces")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
 
 ROWS, STEPS, RATE, NORM = 4, 4, 1e-2, 0.5
 Samples = list[dict[str, torch.Tensor]]
@@ -99,7 +99,6 @@ def arguments(directory: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(directory), **{**settings, **changes})
 
 
-@pytest.mark.slow
 def test_a_loop_takes_what_processors_give(fresh: Callable[[], csc.CompiledModel]) -> None:
     expected = loop(fresh(), [dict(batch) for batch in batches()])
     losses, trained = loop(fresh(), [BatchFeature(dict(batch)) for batch in batches()])
@@ -107,7 +106,6 @@ def test_a_loop_takes_what_processors_give(fresh: Callable[[], csc.CompiledModel
     assert not same(trained, parameters(llama()))
 
 
-@pytest.mark.slow
 def test_hf_trainer_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     expected, trained = loop(fresh(), batches())
     log = Losses()
@@ -122,7 +120,6 @@ def test_hf_trainer_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel]
         assert evaluated["eval_loss"] == pytest.approx(float(trainer.compiled.model(**batches()[0]).loss), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_hf_trainer_agrees_with_its_eager_self(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     """With accumulation over batches of unequal numbers of labels, which the Trainer weights by tokens."""
     change = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -140,7 +137,6 @@ def test_hf_trainer_agrees_with_its_eager_self(fresh: Callable[[], csc.CompiledM
         torch.testing.assert_close(compiled.model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
     def trainer(compiled: csc.CompiledModel) -> CompiledTrainer:
         changes = {"save_strategy": "steps", "save_steps": 2}
@@ -156,7 +152,6 @@ def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Pa
     assert same(parameters(saved), expected)
 
 
-@pytest.mark.slow
 def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
     compiled = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))

@@ -59,6 +59,7 @@ def test_zigzag_balances_a_causal_mask(capsys: pytest.CaptureFixture[str], monke
     assert figures(capsys, monkeypatch, *words, "contiguous")["tiles_over_mean"] > 1.7
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     words = ("generation:4096", "--ranks", "2", "--svg", str(svg), "--png", str(png))

@@ -134,6 +134,7 @@ def test_whisper_and_llama(models: Models, case: str, stages: int) -> None:
     check(verify(models("whisper", mesh={"pp": stages}, freeze=WHISPER[case])), FLOAT32)
 
 
+@pytest.mark.slow
 def test_whisper_in_microbatches(models: Models) -> None:
     check(verify(models("whisper", mesh="pp=3", freeze=["audio_tower"], microbatches=2)), FLOAT32)
 
@@ -161,6 +162,7 @@ def test_every_second_parameter(models: Models) -> None:
         check(verify(compiled), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [17, 27, 40])
 def test_another_sequence_length_uses_the_same_capture(models: Models, length: int) -> None:
     compiled = models("llava", mesh="pp=2", freeze=["vision_tower"])

@@ -20,6 +20,8 @@ from tests.compiler.peft_models import adapted, base, llama, peft_model, text_ba
 from tests.compiler.test_parity import FLOAT32, check, training_only
 from tests.models import hf
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def lora() -> csc.CompiledModel:
@@ -27,13 +29,11 @@ def lora() -> csc.CompiledModel:
     return csc.compile(peft_model("llava"), mesh="pp=2", example=hf.llava_batch(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 def test_lora_on_the_llm_with_a_frozen_encoder(lora: csc.CompiledModel, stages: int) -> None:
     check(verify(lora.with_options(mesh={"pp": stages})), 0, 16)
 
 
-@pytest.mark.slow
 def test_explain_shows_what_lora_costs(lora: csc.CompiledModel) -> None:
     components, regions = explain(lora.program)
     of = {row.name: row for row in components}
@@ -54,12 +54,10 @@ def mixed() -> csc.CompiledModel:
     return csc.compile(model, mesh="pp=2", example=text_batch(2))
 
 
-@pytest.mark.slow
 def test_dora_new_tokens_and_a_trained_head(mixed: csc.CompiledModel) -> None:
     check(verify(mixed), 0, 6 * 3 + 1 + 1)
 
 
-@pytest.mark.slow
 def test_new_tokens_alone_in_tied_embeddings() -> None:
     """The new rows are one parameter that the input embedding and the head read, on two stages."""
     model = adapted(llama(tied=True), trainable_token_indices=[97, 98])
@@ -74,7 +72,6 @@ def plain() -> csc.CompiledModel:
     return csc.compile(llama(), mesh="pp=3", example=text_batch(4), microbatches=2)
 
 
-@pytest.mark.slow
 def test_norms_alone(plain: csc.CompiledModel) -> None:
     with training_only(plain.model, lambda name: "norm" in name) as count:
         check(verify(plain.with_options()), FLOAT32, count)

@@ -23,6 +23,8 @@ from csc.verification import verify
 from tests.compiler import small
 from tests.models.hf import valm, valm_batch
 
+pytestmark = pytest.mark.slow
+
 # Encoders beside each other on ranks 0 and 1, the language model on the others.
 PARALLEL = [
     ["vision_tower*", "vision_projector"],
@@ -76,7 +78,6 @@ def test_every_layout_has_the_gradients_of_eager(
     assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 2e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [None, ["vision_tower"]])
 def test_all_schedules_of_the_same_stages_give_the_same_bits(
     compiled: csc.CompiledModel, freeze: list[str] | None
@@ -95,7 +96,6 @@ def apart(schedule: Schedule, channels: Iterable[Message]) -> str:
     return str(with_messages("apart", orders, channels))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "freeze"), [(2, None), (3, None), (3, ["embed_tokens"]), (2, ["layers.0", "lm_head"])]
 )
@@ -140,7 +140,6 @@ def counting(backward_input: Callable[..., Any], gives: bool) -> Callable[..., A
     return counted
 
 
-@pytest.mark.slow
 def test_a_fused_backward_keeps_one_region_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six equal layers in a loop, and regions beside them: what W needs of a region is gone before the next one's B."""
     compiled = csc.compile(small.text(6), example=small.text_batch(4), microbatches=2, mesh="pp=1", schedule="1f1b")

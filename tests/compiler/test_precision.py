@@ -137,6 +137,7 @@ def test_the_casts_are_those_written_by_hand(base: CompiledModel, options: dict[
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow
 def test_microbatches_and_replicas_add_up_in_float32(base: CompiledModel) -> None:
     """Four microbatches one after the other by hand, their gradients added in float32; two replicas of two."""
     made: Any = base.model
@@ -184,6 +185,7 @@ def _results(program: Program, template: str) -> tuple[Any, ...]:
     return g.outputs(program.templates[template].graph)
 
 
+@pytest.mark.slow
 def test_modules_kept_in_float32(base: CompiledModel) -> None:
     compiled = base.with_options(keep_fp32=["layers.1", "head"])
     kept = {name for name, dtype in compute_dtypes(compiled.program).items() if dtype is torch.float32}
@@ -228,6 +230,7 @@ def test_recomputed_and_spread(models: Models) -> None:
     assert spread.params_checked == 43 and spread.grad_rel_max < 0.05
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_stays_as_it_is() -> None:
     half = {name: t.to(LOW) if t.is_floating_point() else t for name, t in small.mixed_batch().items()}
     plain = csc.compile(small.mixed().bfloat16(), example=half)

@@ -67,6 +67,7 @@ def test_functions_stand_once_for_all_ranks_of_a_position(models: Models) -> Non
     assert [ast.dump(node) for node in own.body[1:]] == [ast.dump(node) for node in shared[1].body[1:]]
 
 
+@pytest.mark.slow
 def test_a_piece_of_a_sequence_has_a_file_of_its_own(models: Models) -> None:
     compiled = models("text", mesh="cp=2")
     files = sources(compiled.program, compiled.options)

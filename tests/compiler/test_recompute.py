@@ -24,6 +24,8 @@ from tests.compiler.test_costs import storages
 from tests.compiler.test_split import packed
 from tests.models import hf
 
+pytestmark = pytest.mark.slow
+
 
 def step(compiled: CompiledModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and every gradient of one step."""
@@ -65,7 +67,6 @@ def test_llava_bit_for_bit(models: Models, choice: str, mesh: str, schedule: str
     same(models("llava", **options), models("llava", **options, recompute=choice))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [None, ["vision"]])
 def test_skips_and_threaded_gradients_bit_for_bit(models: Models, freeze: Any) -> None:
     plain = models("plain", mesh="pp=3", freeze=freeze)
@@ -73,7 +74,6 @@ def test_skips_and_threaded_gradients_bit_for_bit(models: Models, freeze: Any) -
     assert verify(plain.with_options(recompute="full")).grad_rel_max == 0
 
 
-@pytest.mark.slow
 def test_vision_audio_and_text_bit_for_bit() -> None:
     valm = csc.compile(hf.valm(), mesh="pp=3", example=hf.valm_batch(4), microbatches=2, freeze=["audio_tower"])
     for schedule in ("zb-h1", "gpipe"):
@@ -152,7 +152,6 @@ def test_choices_by_region(models: Models) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_auto_fits_the_memory(models: Models) -> None:
     cuts = ["model.language_model.layers.2"]
     plain = models("llava", mesh="pp=2", freeze=["vision_tower"], microbatches=2, schedule="gpipe", cuts=cuts)
@@ -212,7 +211,6 @@ def test_dropout_is_not_drawn_again() -> None:
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
-@pytest.mark.slow
 def test_an_opaque_module_runs_once() -> None:
     """Its draws come from torch's generator: what it returned is kept."""
     plain = csc.compile(test_opaque.model(0.5), example=test_opaque.batch(), mesh="pp=2")

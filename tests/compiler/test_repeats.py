@@ -208,6 +208,7 @@ def texts(model: nn.Module, example: dict[str, torch.Tensor]) -> tuple[str, str,
     return program_text(capture(model, example)), whole, len(RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, traced",
     [

@@ -71,6 +71,7 @@ def captures(compiled: csc.CompiledModel) -> int:
 BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [

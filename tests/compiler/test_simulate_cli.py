@@ -41,11 +41,13 @@ def test_simulate_prints_a_table(run: Run) -> None:  # noqa: F811
     assert "baseline" not in done.out
 
 
+@pytest.mark.slow
 def test_jitter_takes_longer(run: Run) -> None:  # noqa: F811
     calm, busy = (json.loads(run("simulate", TARGET, "--json", *flag).out) for flag in ((), ("--jitter",)))
     assert busy["makespan"] > calm["makespan"]
 
 
+@pytest.mark.slow
 def test_timelines_beside_each_other(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert run("compile", TARGET, "-o", tmp_path / "program").code == 0
     assert run("simulate", TARGET, "-o", tmp_path / "plan.json", "--json").code == 0

@@ -112,6 +112,7 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
         compiled(listed).train_step(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "what"),
     [

@@ -139,6 +139,7 @@ def test_other_tokens_and_lengths_need_no_other_capture(reader: csc.CompiledMode
     assert _captures(reader) == before
 
 
+@pytest.mark.slow
 def test_other_sizes_of_images_are_another_program(reader: csc.CompiledModel) -> None:
     """As many patches as before, in other images."""
     equal(reader, reader_batch([[1, 4], [3, 2]]))
@@ -161,6 +162,7 @@ def weighted(model: nn.Module, microbatches: list[Batch]) -> tuple[torch.Tensor,
     return loss.detach(), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
 def test_microbatches_of_one_step_differ_in_size(mesh: str) -> None:
     torch.manual_seed(0)
@@ -201,6 +203,7 @@ def test_placeholders_are_counted_before_the_step(sample: int, found: str) -> No
     assert all(p.grad is None for p in compiled.model.parameters())
 
 
+@pytest.mark.slow
 def test_placeholders_for_rows_that_a_mask_selects() -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Selecting("scatter"), example=selecting_batch())
@@ -211,6 +214,9 @@ def test_placeholders_for_rows_that_a_mask_selects() -> None:
 
 
 # selections by masks
+
+
+SLOW = pytest.mark.slow
 
 
 class Selecting(nn.Module):
@@ -259,7 +265,9 @@ def selecting_batch(lengths: tuple[int, int] = (5, 2), length: int = 12) -> Batc
     return {"ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "sound": sound, "heard": heard}
 
 
-@pytest.mark.parametrize("kind", ["scatter", "add", "write", "fill", "loss"])
+@pytest.mark.parametrize(
+    "kind", ["write", *(pytest.param(kind, marks=SLOW) for kind in ("scatter", "add", "fill", "loss"))]
+)
 def test_selections_by_a_mask(kind: str) -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Selecting(kind), mesh="pp=2", example=selecting_batch())

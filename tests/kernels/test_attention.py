@@ -138,6 +138,7 @@ def test_packing_keeps_everything(mask: Mask, block_q: int, block_k: int) -> Non
         assert torch.equal(one.index, other.index) and torch.equal(one.counts, other.counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dense_heads", [True, False])
 def test_is_a_sound_operator(masked: bool, dense_heads: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from csc.kernels import tiles as t
 from csc.kernels.mask import EVERYTHING, Mask
@@ -21,6 +22,7 @@ def in_tiles(dense: torch.Tensor, block_q: int, block_k: int) -> torch.Tensor:
     return torch.stack([torch.stack(row, -1) for row in rows], 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(masks(), st.integers(1, 9), st.integers(1, 9))
 def test_counts_and_lists_equal_the_dense_mask(mask: Mask, block_q: int, block_k: int) -> None:

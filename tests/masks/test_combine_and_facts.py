@@ -44,6 +44,7 @@ def test_combinations_are_compact() -> None:
     assert seen.dense()[0, 4].tolist() == [True] * 5  # one mask's padding is the other one's key
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(any_mask(most=30), st.integers(1, 7), st.integers(1, 4), st.integers(0, 2**32))
 def test_facts(mask: Mask, block: int, ranks: int, seed: int) -> None:

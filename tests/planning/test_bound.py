@@ -47,6 +47,7 @@ def test_the_bound_of_a_stage_is_its_definition(problem: Problem, data: st.DataO
     assert stage_bound(problem, units) == pytest.approx(bound_of(problem, units), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problems(most=7), st.data())
 def test_a_part_of_a_stage_has_no_larger_bound(problem: Problem, data: st.DataObject) -> None:
@@ -104,6 +105,7 @@ def test_the_bound_is_the_least_over_all_partitions(problem: Problem) -> None:
     assert found.seconds <= whole * (1 + 1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_no_order_beats_the_bound_behind_a_slow_encoder(slow: int, first: int, second: int, trains: bool) -> None:

@@ -111,6 +111,7 @@ def test_at_the_end_what_nobody_waits_for_is_fused() -> None:
     assert makespan(work, found) == makespan(work, orders)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(problems())
 def test_a_stage_keeps_what_its_units_do(problem) -> None:  # type: ignore[no-untyped-def]

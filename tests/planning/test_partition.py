@@ -47,6 +47,7 @@ def check_valid(problem: Problem, stages: tuple[tuple[int, ...], ...]) -> list[i
     return home
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(problems())
 def test_without_memory_it_is_the_best_of_all(problem: Problem) -> None:
@@ -108,6 +109,7 @@ def test_layouts_are_the_best_of_their_kind(problem: Problem, layout: str) -> No
     assert value(problem, stages) == pytest.approx(brute, rel=1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.none() | st.integers(20, 60).map(float))
 def test_candidates_are_valid_distinct_and_near_the_best(problem: Problem, limit: float | None) -> None:

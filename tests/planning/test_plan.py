@@ -45,6 +45,7 @@ def check(problem: Problem, found: Plan) -> None:
     assert ("stages on" in found.layout.split("; ")[-1] and "ranks" in found.layout) != alone
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(problems(microbatches=(1, 2, 4)), st.sampled_from(["auto", "1f1b", "gpipe", "zb-h1"]), st.booleans())
 def test_a_plan_keeps_its_promises(problem: Problem, schedule: str, limited: bool) -> None:

@@ -131,6 +131,7 @@ def heterogeneous(seed: int, stages: int) -> Pipeline:
     return Pipeline(tuple(made), messages, Network(Link(0.01, 100.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "microbatches"), [(6, 24), (12, 24)])
 def test_close_to_the_bound(stages: int, microbatches: int) -> None:
     """Under the memory of a device on which 1F1B just fits, and under twice its activations."""

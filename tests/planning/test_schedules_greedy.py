@@ -28,6 +28,7 @@ def by_kind(work: Work, kinds: str) -> list[list[float]]:
     return [[float(kinds.index("FBW"[lane % 3]))] * work.microbatches for lane in range(3 * len(work.placement))]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     cases(),

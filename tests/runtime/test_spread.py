@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from context_cases import spec_of, spreads
 from csc.kernels import packing
@@ -26,6 +27,7 @@ def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
     return table
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(spreads())
 def test_every_visible_pair_is_computed_once(drawn: tuple[ContextSpec, list[Mask]]) -> None:
@@ -46,6 +48,7 @@ def test_every_visible_pair_is_computed_once(drawn: tuple[ContextSpec, list[Mask
         assert torch.equal(total, mask.dense().long())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(spreads())
 def test_a_rank_gets_the_blocks_that_it_sees_and_no_other(drawn: tuple[ContextSpec, list[Mask]]) -> None:

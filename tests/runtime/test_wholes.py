@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from context_cases import on_ranks, ranks_of, spreads
 from csc.kernels.context import GATHER
@@ -15,6 +16,7 @@ from csc.runtime.spread import spread
 from csc.torch_private import FakeTensorMode
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spreads(), st.integers(0, 2), st.integers(1, 2))
 def test_every_token_once_and_back(drawn: tuple[ContextSpec, list[Mask]], dim: int, groups: int) -> None:

@@ -224,6 +224,7 @@ def test_a_function_out_of_no_file_has_no_key(folder: Path) -> None:
         model_key(net, {})
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_keys() -> None:
     """Sets and addresses differ between processes; where weights come from, and whether there are any,
     does not count."""

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -108,17 +109,20 @@ def floor(module: str) -> int:
     return found[0]
 
 
-def edges() -> Iterator[tuple[str, str, int, bool]]:
+@cache
+def edges() -> tuple[tuple[str, str, int, bool], ...]:
+    found = []
     for module, file in MODULES.items():
         for name, line, runs in imported(file):
             target = own(name) if name.split(".")[0] == "csc" else None
             if target is not None and target != module:
-                yield module, target, line, runs
+                found.append((module, target, line, runs))
+    return tuple(found)
 
 
 def test_there_is_something_to_check() -> None:
     assert len(MODULES) > 40
-    assert len(list(edges())) > 150
+    assert len(edges()) > 150
 
 
 def test_every_module_has_a_floor() -> None:
@@ -165,6 +169,7 @@ def test_the_runtime_never_imports_the_compiler() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_importing_the_runtime_loads_no_compiler() -> None:
     """The same, observed: also what is imported by way of something else."""
     code = "import csc.runtime.trainer, csc.runtime.c10d, csc.run, sys; print('\\n'.join(sys.modules))"
@@ -184,6 +189,7 @@ def test_importing_the_runtime_loads_no_compiler() -> None:
     assert [m for m in loaded if m.startswith((*foreign, "transformers", "csc.ir.graph", "csc.ir.program"))] == []
 
 
+@pytest.mark.slow
 def test_composing_loads_transformers_only_to_load_a_model() -> None:
     code = "import csc, sys; csc.compose, csc.compile; print('csc.composition.model' in sys.modules, *sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

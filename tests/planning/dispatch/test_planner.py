@@ -24,6 +24,7 @@ from tests.planning.dispatch.workloads import (
 SMALL = [(6, 2), (7, 3), (8, 2), (6, 3), (8, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("n", "ranks"), SMALL)
 def test_near_the_optimum_and_never_below_the_bound(n: int, ranks: int, seed: int) -> None:
