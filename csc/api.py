@@ -294,7 +294,7 @@ class CompiledModel:
         One thread fetches and plans up to `depth` batches ahead; an error of the loader is raised in place of its
         batch. Plans and results are those of `train_step` alone: a batch that is changed after all, or has a length
         that was not compiled yet, is planned in its step; so is that of a model whose own code runs before the step
-        (see docs/guide.md). Without cp it only fetches ahead.
+        (see docs/models.md). Without cp it only fetches ahead.
         """
         if depth < 1:
             raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")

@@ -1,4 +1,4 @@
-"""Further models of Hugging Face, for none of which anything was done: `python -m benchmarks.coverage --more`.
+"""Further models of Hugging Face, compiled by no test: `python -m benchmarks.coverage --more`.
 
 MORE = {name: build}      as CASES of benchmarks.coverage.models
 """

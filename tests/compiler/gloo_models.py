@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from benchmarks.coverage.models import llava_next
 from tests.compiler import small
 from tests.models import packed
 from tests.models.hf import llava, llava_batch, valm, valm_batch, whisper_batch, whisper_llama
+from tests.models.images import tiles_batch
 from tests.models.plain import plain, plain_batch
+
+TILES = ([[24, 48], [48, 24]], [[48, 24], [20, 48]], [[13, 48], [24, 48], [48, 17]])
+
+
+def tiles() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """LLaVA-NeXT."""
+    torch.manual_seed(0)
+    return llava_next()
+
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llava": llava,
@@ -23,6 +35,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "packed": packed.llama,
     "dropped": small.dropped,
     "llava_lengths": llava,
+    "tiles": lambda: tiles()[0],
 }
 BATCHES: dict[str, Callable[[int], Any]] = {
     "llava": llava_batch,
@@ -35,5 +48,6 @@ BATCHES: dict[str, Callable[[int], Any]] = {
     "dropped": lambda samples: small.text_batch(samples, length=10),
     "packed": lambda samples: packed.batch(samples, length=200),
     "llava_lengths": lambda count: [llava_batch(2, length=20 + 9 * (i % 3)) for i in range(count)],  # microbatches
+    "tiles": lambda count: [tiles_batch(tiles()[0], sizes) for sizes in TILES[:count]],  # microbatches
     "packed_otherwise": lambda samples: packed.batch(samples, 200, (11, 40, 2)),
 }

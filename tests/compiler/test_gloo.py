@@ -79,6 +79,7 @@ CASES = [
     {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
      "ahead": ["packed_otherwise", "packed", "packed_otherwise"]},
+    {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
     {"model": "llava_lengths", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "freeze": ["vision_tower"]},
     {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2}},
     {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2},
