@@ -219,6 +219,13 @@ def verify(
             "--tolerance", help="largest relative difference that passes; default 1e-6, with cp > 1 1e-5, in bf16 0.1"
         ),
     ] = None,
+    float64: Annotated[
+        bool,
+        typer.Option(
+            "--float64",
+            help="compare both with eager PyTorch in float64 too: a gradient that is as near to it as eager's passes",
+        ),
+    ] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -227,9 +234,9 @@ def verify(
     from csc.verification import verify as compare
 
     with opening as compiled:
-        result = compare(compiled)
+        result = compare(compiled, float64=float64)
     tolerance = default_tolerance(compiled.options) if tolerance is None else tolerance
-    good = result.grad_rel_max <= tolerance and result.loss_rel <= tolerance
+    good = not result.params_missing and not result.differing(tolerance) and result.loss_rel <= tolerance
     if json_output:
         _json(
             {
@@ -238,12 +245,14 @@ def verify(
                 "params_checked": result.params_checked, "params_bit_equal": result.bit_equal,
                 "params_missing": list(result.params_missing), "params_unexpected": list(result.params_unexpected),
                 "random_ops": result.random_ops,
+                "from_float64": {name: list(both) for name, both in result.from_float64.items()} if float64 else None,
             }
         )  # fmt: skip
     else:
-        table = Table("parameter", "relative difference", title="largest differences to eager PyTorch")
+        further = ("eager from float64", "compiled from float64") if float64 else ()
+        table = Table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
         for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
-            table.add_row(escape(name), f"{value:.3g}")
+            table.add_row(escape(name), *(f"{one:.3g}" for one in (value, *result.from_float64.get(name, ()))))
         console.print(table)
         console.print(
             f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,16 +18,21 @@ from csc.api import CompiledModel
 from csc.capture import device_of, loss_of, placed, split_batch, training, with_weights, without_kv_cache
 from csc.ir import graph as g
 from csc.ir.program import Options
+from csc.torch_private import pytree
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise in both runs. One smaller
 # than this share of its module's whole gradient is taken for that: its difference is measured against the module's.
 NOISE = 1e-4
+# As far from the gradient in float64 as this many times eager's own is as exact as eager.
+AS_EXACT = 2.0
 
 
 @dataclass(frozen=True)
 class Verification:
     """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 / |eager|_2 (see NOISE).
-    missing: parameters that eager gives a gradient and the program does not; unexpected: the reverse."""
+    missing: parameters that eager gives a gradient and the program does not; unexpected: the reverse. from_float64: if
+    asked for, how far eager's and the program's gradient are from eager PyTorch's in float64, in the same measure.
+    """
 
     loss: float
     loss_eager: float
@@ -35,6 +42,19 @@ class Verification:
     params_missing: tuple[str, ...]
     params_unexpected: tuple[str, ...]
     random_ops: int
+    from_float64: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def differing(self, tolerance: float) -> dict[str, float]:
+        """The entries of grad_rel above a tolerance, those left out for which the program is as exact as eager."""
+        return {
+            name: value
+            for name, value in self.grad_rel.items()
+            if not value <= tolerance and not self._as_exact(name, tolerance)
+        }
+
+    def _as_exact(self, name: str, tolerance: float) -> bool:
+        eager, own = self.from_float64.get(name, (0.0, math.inf))
+        return own <= max(tolerance, AS_EXACT * eager)
 
     @property
     def grad_rel_max(self) -> float:
@@ -58,31 +78,58 @@ def default_tolerance(options: Options) -> float:
     return 1e-6 if options.mesh.cp == 1 else 1e-5
 
 
-def verify(compiled: CompiledModel, batch: Any = None) -> Verification:
-    """Run eager and compiled on the example (or a given) batch, in this process. `.grad` is left as it was."""
+def verify(compiled: CompiledModel, batch: Any = None, float64: bool = False) -> Verification:
+    """Run eager and compiled on the example (or a given) batch, in this process. `.grad` is left as it was.
+
+    float64: also eager in float64, on a copy of the model: it tells what is rounding.
+    """
     batch = compiled.example if batch is None else batch
     model = with_weights(compiled.model, "verify")
     trainable = {p.name for p in compiled.program.parameters if p.trainable}
+    weight = compiled.program.loss_weight
+    with _gradients_of(model, trainable):
+        eager_loss, eager = _eager(model, batch, weight)
+        torch.manual_seed(0)
+        loss = float(compiled.train_step(batch))
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        exact = None
+        if float64:
+            copy = deepcopy(model).double()
+            _, exact = _eager(copy, pytree.tree_map(_doubled, batch), weight)
+    return compared(loss, eager_loss, eager, found, _random_ops(compiled), exact)
+
+
+@contextmanager
+def _gradients_of(model: nn.Module, trainable: Set[str]) -> Iterator[None]:
+    """These parameters alone are trainable and have no gradient; afterwards all is as it was."""
     kept = {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()}
     try:
         for name, p in model.named_parameters():
             p.requires_grad_(name in trainable)
             p.grad = None
-        torch.manual_seed(0)
-        with training(model), without_kv_cache(model):
-            eager_loss = _eager_loss(model, batch, compiled.program.loss_weight)
-        eager_loss.backward()
-        eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        for p in model.parameters():
-            p.grad = None
-        torch.manual_seed(0)
-        loss = compiled.train_step(batch)
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        yield
     finally:
         for name, p in model.named_parameters():
             p.requires_grad_(kept[name][0])
             p.grad = kept[name][1]
-    return compared(float(loss), float(eager_loss.detach()), eager, found, _random_ops(compiled))
+
+
+def _eager(model: nn.Module, batch: Any, loss_weight: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and gradients by name; the model is left without any."""
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(0)
+    with training(model), without_kv_cache(model):
+        loss = _eager_loss(model, batch, loss_weight)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return float(loss.detach()), found
+
+
+def _doubled(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _eager_loss(model: nn.Module, batch: Any, loss_weight: str) -> torch.Tensor:
@@ -114,19 +161,19 @@ class _CountingTargets(TorchFunctionMode):
 
 
 def compared(
-    loss: float, loss_eager: float, eager: Mapping[str, Any], found: Mapping[str, Any], random_ops: int
+    loss: float,
+    loss_eager: float,
+    eager: Mapping[str, Any],
+    found: Mapping[str, Any],
+    random_ops: int,
+    exact: Mapping[str, Any] | None = None,
 ) -> Verification:
-    """Two losses, and two sets of gradients by the parameters' names."""
-    norms = {name: float(gradient.double().norm()) for name, gradient in eager.items()}
-    of_module: dict[str, float] = {}
-    for name, norm in norms.items():
-        of_module[_module(name)] = math.hypot(of_module.get(_module(name), 0.0), norm)
-    relative = {}
-    for name in eager.keys() & found.keys():
-        whole = of_module[_module(name)]
-        scale = norms[name] if norms[name] >= NOISE * whole else whole
-        difference = float((found[name].double() - eager[name].double()).norm())
-        relative[name] = difference / scale if scale else difference
+    """Two losses, and two sets of gradients by the parameters' names; exact: a third one, in float64."""
+    relative = _relative(eager, found)
+    from_float64 = {}
+    if exact is not None:
+        of_eager, own = _relative(exact, eager), _relative(exact, found)
+        from_float64 = {name: (of_eager[name], own[name]) for name in of_eager.keys() & own.keys()}
     return Verification(
         loss=loss,
         loss_eager=loss_eager,
@@ -136,7 +183,23 @@ def compared(
         params_missing=tuple(sorted(eager.keys() - found.keys())),
         params_unexpected=tuple(sorted(found.keys() - eager.keys())),
         random_ops=random_ops,
+        from_float64=from_float64,
     )
+
+
+def _relative(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """How far gradients are from the right ones, as `Verification.grad_rel` says."""
+    norms = {name: float(gradient.double().norm()) for name, gradient in right.items()}
+    of_module: dict[str, float] = {}
+    for name, norm in norms.items():
+        of_module[_module(name)] = math.hypot(of_module.get(_module(name), 0.0), norm)
+    relative = {}
+    for name in right.keys() & found.keys():
+        whole = of_module[_module(name)]
+        scale = norms[name] if norms[name] >= NOISE * whole else whole
+        difference = float((found[name].double() - right[name].double()).norm())
+        relative[name] = difference / scale if scale else difference
+    return relative
 
 
 def _module(parameter: str) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 import csc
 from benchmarks.coverage.models import Build
-from csc.verification import verify
+from csc.verification import default_tolerance, verify
 
 WAYS = {"pp=3": "pp=3", "cp=2": "cp=2", "projector": "pp=3"}
 PROJECTOR = re.compile(r"projector|merger|connector|modality_projection|image_newline|adapter|aligner")
@@ -28,8 +28,9 @@ class Row:
     """What came of one model.
 
     nodes: of the captured graph; templates: unique layers of `regions`; seconds: from the model to the program for
-    pp=3. Of each way: the largest relative difference of a gradient ("bit-equal" if there is none), "-" if the model
-    has no projector, or the reason that it does not compile.
+    pp=3. Of each way: the largest relative difference of a gradient ("bit-equal" if there is none), those left out that
+    float32 does not resolve (`csc verify --float64`); "-" if the model has no projector, or the reason that it does not
+    compile.
     """
 
     name: str
@@ -94,12 +95,18 @@ def compare(name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Row,
 
 
 def _compared(compiled: csc.CompiledModel, mesh: str, freeze: tuple[str, ...] | None) -> str:
-    result = verify(compiled.with_options(mesh=mesh, freeze=freeze))
+    chosen = compiled.with_options(mesh=mesh, freeze=freeze)
+    result = verify(chosen)
+    tolerance = default_tolerance(chosen.options)
+    if result.grad_rel_max > tolerance:
+        result = verify(chosen, float64=True)
     if result.params_missing:
         return f"no gradient for {result.params_missing[0]}"
     if result.grad_rel_max == 0 and result.loss_rel == 0:
         return "bit-equal"
-    return f"{max(result.grad_rel_max, result.loss_rel):.1e}"
+    differing = result.differing(tolerance)
+    resolved = [value for name, value in result.grad_rel.items() if value <= tolerance or name in differing]
+    return f"{max([*resolved, result.loss_rel]):.1e}"
 
 
 def _tried(work: Callable[[], Any]) -> tuple[Any, str]:

@@ -136,6 +136,13 @@ def test_lists_are_repeated_or_separated_by_commas(run: Run) -> None:
     assert [opens[name] for name in cuts.split(",")] == [1, 2]
 
 
+def test_verify_beside_float64(run: Run) -> None:
+    found = json.loads(run("verify", TARGET, "--json", "--mesh", "pp=2", "--float64").out)
+    assert len(found["from_float64"]) == found["params_checked"]
+    assert all(0 < one < 1e-4 for both in found["from_float64"].values() for one in both)
+    assert "eager from float64" in run("verify", TARGET, "--mesh", "pp=2", "--float64").out
+
+
 def test_verify_fails_on_a_difference(run: Run) -> None:
     """Two microbatches sum in another order than eager does: not equal bit for bit."""
     done = run("verify", TARGET, "--json", "--tolerance", "0")

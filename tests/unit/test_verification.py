@@ -37,3 +37,28 @@ def test_a_missing_gradient_is_no_rounding() -> None:
     one = {WEIGHT: torch.ones(2), KEY: torch.zeros(2)}
     result = compared(1.0, 1.0, one, {WEIGHT: torch.ones(2)}, 0)
     assert result.params_missing == (KEY,) and result.grad_rel_max == float("inf")
+
+
+def differing(eager: float, compiled: float) -> dict[str, float]:
+    """Of two gradients with this error beside one in float64."""
+    exact = {WEIGHT: torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)}
+    of_eager = {WEIGHT: torch.tensor([1.0, eager, 0.0], dtype=torch.float64)}
+    found = {WEIGHT: torch.tensor([1.0, 0.0, compiled], dtype=torch.float64)}
+    result = compared(1.0, 1.0, of_eager, found, 0, exact)
+    assert result.from_float64[WEIGHT] == pytest.approx((eager, compiled))
+    return result.differing(1e-6)
+
+
+def test_a_gradient_as_near_to_float64_as_eagers_does_not_differ() -> None:
+    assert differing(1e-3, 1.9e-3) == {}
+    assert differing(1e-3, 1e-7) == {}
+    assert differing(1e-3, 2.1e-3) == {WEIGHT: pytest.approx(2.3e-3, rel=0.02)}
+    assert differing(0.0, 1e-5) == {WEIGHT: pytest.approx(1e-5)}
+
+
+def test_without_float64_what_differs_differs() -> None:
+    eager, found = {WEIGHT: torch.tensor([1.0, 0.0])}, {WEIGHT: torch.tensor([1.0, 1e-3])}
+    result = compared(1.0, 1.0, eager, found, 0)
+    assert list(result.differing(1e-6)) == [WEIGHT] and result.differing(1e-2) == {}
+    broken = compared(1.0, 1.0, eager, {WEIGHT: torch.tensor([float("nan"), 0.0])}, 0, eager)
+    assert list(broken.differing(1.0)) == [WEIGHT]
