@@ -46,6 +46,7 @@ __all__ = [
     "pytree",
     "replaying",
     "under_autograd",
+    "unwatched",
 ]
 
 # Functions of whole numbers that sizes are made of, beside sympy's own.
@@ -90,6 +91,13 @@ def in_functorch_transform() -> bool:
 def outside_tracing() -> Iterator[None]:
     """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Torch functions in it are not shown to torch function modes; what they do is recorded all the same."""
+    with torch._C.DisableTorchFunction():
         yield
 
 

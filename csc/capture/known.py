@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from csc.capture.recording import Recording
+from csc.capture.recording import Recording, writes
 from csc.capture.rows import Rows
 from csc.capture.splits import Numbers, Pieces, length
 from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
@@ -138,7 +138,7 @@ class Watching(TorchFunctionMode):
                 return self._remembered(self._really(func, args, kwargs), None, sources)
             if tensors:
                 self.asked_last = sources
-        if not known and _writes(name) and tensors and (value := self._value(tensors[0])) is not None:
+        if not known and writes(name) and tensors and (value := self._value(tensors[0])) is not None:
             self._unknown.add(value.untyped_storage().data_ptr())
         result = func(*args, **kwargs)
         self.recording.add(func, args, kwargs, result)
@@ -249,7 +249,3 @@ def _asks(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if name == "where":
         return len(args) + len(kwargs) == 1
     return name in ASKS
-
-
-def _writes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))

@@ -21,6 +21,8 @@ from torch.overrides import resolve_name
 from csc.ir.calls import Call
 from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "div")
+WRITERS = frozenset({"__setitem__", *(f"__i{name}__" for name in OPERATORS)})
 PLAIN = (
     bool, float, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -40,7 +42,7 @@ class Recording:
         """A call, and what it returned. One that gives no tensor decides at most what is called next."""
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = resolve_name(func) or str(func)
-        within, written = in_functorch_transform(), _changes(name)
+        within, written = in_functorch_transform(), writes(name)
         if not made and not written and not within:
             return
         leaves = tuple(self._leaf(leaf, within) for leaf in _leaves(args, kwargs))
@@ -116,9 +118,10 @@ def _described(leaf: Any) -> str:
     return f"{type(leaf).__qualname__} {getattr(leaf, '__qualname__', id(leaf))}"
 
 
-def _changes(name: str) -> bool:
+def writes(name: str) -> bool:
+    """Whether a torch function of this name writes to what it is called with."""
     own = name.rpartition(".")[2]
-    return own == "__setitem__" or (own.endswith("_") and not own.endswith("__"))
+    return own in WRITERS or (own.endswith("_") and not own.endswith("__"))
 
 
 def _token(leaf: Any, place: Mapping[int, int]) -> Any:

@@ -33,7 +33,7 @@ from torch import fx, nn
 
 from csc.capture.alike import Read, attributes_read, equal, same, structure
 from csc.ir import graph as g
-from csc.torch_private import pytree
+from csc.torch_private import pytree, unwatched
 
 NOT_COPIED = frozenset({"csc::opaque"})  # names the one module that it runs
 
@@ -163,13 +163,14 @@ class _First:
 def _called(args: Any, kwargs: Any) -> _Called:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     places: dict[int, int] = {}
-    kinds = tuple(
-        (
-            tuple(map(str, leaf.shape)), tuple(map(str, leaf.stride())), leaf.dtype, leaf.device, leaf.requires_grad,
-            places.setdefault(id(leaf), place),
-        ) if isinstance(leaf, torch.Tensor) else None
-        for place, leaf in enumerate(leaves)
-    )  # fmt: skip
+    with unwatched():
+        kinds = tuple(
+            (
+                tuple(map(str, leaf.shape)), tuple(map(str, leaf.stride())), leaf.dtype, leaf.device,
+                leaf.requires_grad, places.setdefault(id(leaf), place),
+            ) if isinstance(leaf, torch.Tensor) else None
+            for place, leaf in enumerate(leaves)
+        )  # fmt: skip
     return _Called(tuple(leaves), tree, (torch.is_grad_enabled(), *kinds))
 
 

@@ -32,8 +32,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import handle_torch_function
+from torch.utils.weak import WeakIdKeyDictionary
 
 from csc.capture.moves import Moved, finest, joined, key_of, keys_of_parts
+from csc.capture.recording import writes
 from csc.capture.splits import JOINS, SPLITS, Numbers
 from csc.torch_private import as_hinted, outside_tracing, pytree
 
@@ -66,17 +68,19 @@ class Rows:
         self._parameters = {id(one) for one in parameters if one.dim() == 1}
         self._entries, self._run = entries, run
         self.made: dict[str, torch.Tensor] = {}
-        self._stand_ins: dict[int, _StandIn] = {}
-        self._real: dict[int, torch.Tensor] = {}
+        self._stand_ins = WeakIdKeyDictionary()  # those that the model still has
+        self._real = WeakIdKeyDictionary()
         self._tables: list[torch.Tensor] = []
         self._begins: list[int] = [0]  # of each table, among the elements of all; and where the last one ends
-        self._alive: list[torch.Tensor] = []  # stand-ins are known by their identity
         self._taken = 0
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a call gives whose arguments hold stand-ins, or that takes a tensor apart; else NotImplemented."""
         leaves = pytree.tree_leaves((args, kwargs))
-        if not any(id(leaf) in self._stand_ins for leaf in leaves):
+        if writes(name) or "out" in kwargs:
+            self._settle()
+            return NotImplemented
+        if not any(self._holds(leaf) for leaf in leaves):
             if not self._starts(name, args, kwargs):
                 return NotImplemented
             args, kwargs = pytree.tree_map_only(Numbers, Numbers.settled, (args, kwargs))
@@ -84,7 +88,7 @@ class Rows:
                 args = (self._of_table(args[0]), *args[1:])
         fact = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
         if fact == "device":
-            return self._tables[min(self._stand_ins[id(args[0])].moved.tables)].device
+            return self._tables[min(self._stand_ins[args[0]].moved.tables)].device
         with outside_tracing():
             if name in QUESTIONS or fact in FACTS:
                 return func(*self._likes(args), **self._likes(kwargs))
@@ -92,12 +96,21 @@ class Rows:
 
     def real(self, leaf: Any) -> Any:
         """What a stand-in stands for; anything else as it is."""
-        found = self._stand_ins.get(id(leaf))
-        if found is None:
+        if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in self._real:
-            self._real[id(leaf)] = found.again() if found.again is not None else self._by_number(found.moved)
-        return self._real[id(leaf)]
+        if self._holds(leaf) and leaf not in self._real:
+            found = self._stand_ins[leaf]
+            self._real[leaf] = found.again() if found.again is not None else self._by_number(found.moved)
+        return self._real.get(leaf, leaf)
+
+    def _holds(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf in self._stand_ins
+
+    def _settle(self) -> None:
+        """Before a tensor is written to, stand-ins become real: their tables may hold other values afterwards."""
+        for stand_in in list(self._stand_ins):
+            self.real(stand_in)
+        self._stand_ins.clear()
 
     @contextmanager
     def real_for_modules(self) -> Iterator[None]:
@@ -105,7 +118,7 @@ class Rows:
         own = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self._stand_ins]
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self._holds(leaf)]
             if given:  # who watches the run makes them real
                 args, kwargs = handle_torch_function(_as_given, given, args, kwargs)
             return own(module, *args, **kwargs)
@@ -141,16 +154,15 @@ class Rows:
 
     def _stand_in(self, moved: Moved, again: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         stand_in = torch.empty(0)
-        self._alive.append(stand_in)
-        self._stand_ins[id(stand_in)] = _StandIn(moved, again)
+        self._stand_ins[stand_in] = _StandIn(moved, again)
         return stand_in
 
     def _likes(self, tree: Any) -> Any:
         """Arguments with tensors without data, and numbers for symbolic sizes."""
 
         def like(leaf: Any) -> Any:
-            if id(leaf) in self._stand_ins:
-                return self._stand_ins[id(leaf)].moved.like
+            if self._holds(leaf):
+                return self._stand_ins[leaf].moved.like
             return as_hinted(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
         return pytree.tree_map(like, tree)
@@ -160,7 +172,7 @@ class Rows:
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in JOINS:
             return self._joined(name, args, kwargs)
-        found = self._stand_ins.get(id(args[0]))
+        found = self._stand_ins[args[0]] if self._holds(args[0]) else None
         if found is None:
             return NotImplemented
         moved, given, named = found.moved, self._likes(args[1:]), self._likes(kwargs)
@@ -180,7 +192,7 @@ class Rows:
     def _joined(self, name: str, args: Any, kwargs: Any) -> Any:
         """Of several stand-ins, and no tensor beside them; parameters alone are not worth it."""
         tensors = kwargs.get("tensors", args[0] if args else ())
-        found = [self._stand_ins.get(id(one)) for one in tensors]
+        found = [self._stand_ins[one] if self._holds(one) else None for one in tensors]
         parts = [one.moved for one in found if one is not None]
         tables = frozenset[int]().union(*(part.tables for part in parts))
         own = all(id(self._tables[place]) in self._parameters for place in tables)
@@ -197,8 +209,8 @@ class Rows:
         """Whether the arguments of `to` change neither dtype nor device."""
         device = self._tables[min(moved.tables)].device
         for leaf in pytree.tree_leaves(rest):
-            if id(leaf) in self._stand_ins:
-                leaf = self._stand_ins[id(leaf)].moved.like.dtype
+            if self._holds(leaf):
+                leaf = self._stand_ins[leaf].moved.like.dtype
             dtypes = leaf if isinstance(leaf, torch.dtype) else getattr(leaf, "dtype", moved.like.dtype)
             where = torch.device(leaf) if isinstance(leaf, str) else getattr(leaf, "device", leaf)
             if dtypes != moved.like.dtype or (isinstance(where, torch.device) and where != device):

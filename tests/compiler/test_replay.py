@@ -47,6 +47,17 @@ class Deciding(nn.Module):
             hidden = hidden * self.scales[numbers[0]] + 0.1 * sum(self.scales)
         elif self.kind == "tensor":
             hidden = hidden + self.shifts[numbers[0]]
+        elif self.kind == "edited":  # a part is written to, and another one's whole after it was joined
+            parts = [part.clone() for part in torch.split(hidden, numbers)]
+            parts[0][1] = self.end
+            hidden = torch.cat(parts)
+        elif self.kind == "overwritten":
+            whole = hidden.clone()
+            hidden = torch.cat(torch.split(whole, numbers)[::-1])
+            whole *= 0
+        elif self.kind == "increased":
+            hidden = hidden.clone()
+            hidden += numbers[0]
         elif self.kind == "written":
             hidden = hidden.clone()
             hidden[: numbers[0]] = 0
@@ -77,6 +88,7 @@ BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
     [
         ("moved", 1), ("ended", 1), ("unused", 1), ("size", 1), ("branch", 2), ("number", 3), ("sum", 3),
         ("parameter", 3), ("tensor", 3), ("written", 3),
+        ("edited", 4), ("overwritten", 1), ("increased", 3),
     ],
 )  # fmt: skip
 def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, needed: int) -> None:

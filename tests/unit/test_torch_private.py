@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sympy
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from csc import torch_private as private
 
@@ -70,6 +73,19 @@ def test_make_fx() -> None:
     assert "aten.cos.default" in targets
     assert sum(node.op == "placeholder" for node in graph.nodes) == 2
     assert all("val" in node.meta for node in graph.nodes if node.op == "call_function")
+
+
+def test_unwatched() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), private.unwatched():
+        assert torch.zeros(2).shape == (2,)
+    assert seen == []
 
 
 def test_replaying() -> None:
