@@ -59,7 +59,7 @@ class Watching(TorchFunctionMode):
         self._values = values
         self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
-        self._pieces = Pieces()
+        self._pieces = Pieces(self._run)
         self._rows: Rows | None = None
         self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
@@ -85,7 +85,7 @@ class Watching(TorchFunctionMode):
         self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
-        self._pieces = Pieces()
+        self._pieces = Pieces(self._run)
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
         modules = self._rows.real_for_modules() if self._rows is not None else nullcontext()
@@ -111,8 +111,7 @@ class Watching(TorchFunctionMode):
             return shape
         whole = self._pieces.joined(name, args, kwargs)
         if whole is not None:
-            self.recording.add(func, (whole,), kwargs, whole)
-            return self._remembered(whole, None, self._sources(whole))
+            return whole
         piece = self._pieces.reshaped(name, args, kwargs)
         if piece is not None:
             return piece

@@ -5,7 +5,7 @@
     joined(several, dim) -> Moved              concatenated
     finest(move, moved) -> Moved               of what the move makes, with as few dimensions numbered as it can
 
-A move raises LooksInside where it would take units apart.
+A move raises LooksInside where it would take units apart, and TooFine where there would be too many numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from typing import Any
 
 import torch
 
+LARGEST = 1 << 24  # numbers of one stand-in
+
 
 class LooksInside(Exception):
     """A move would take the units of a stand-in apart."""
+
+
+class TooFine(Exception):
+    """More than LARGEST numbers."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,10 @@ class Moved:
         return [self.like.shape[place] for place in self.units]
 
     def finer(self) -> Moved:
-        """With the first dimension of its units numbered."""
+        """With the first dimension of its units numbered. Raises TooFine."""
         place, *units = self.units
+        if self.numbers.numel() * self.like.shape[place] > LARGEST:
+            raise TooFine
         steps = torch.arange(self.like.shape[place]) * math.prod(self.like.shape[one] for one in units)
         shape = [1] * self.like.dim()
         shape[place] = -1

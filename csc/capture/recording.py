@@ -5,8 +5,9 @@
     recording.needed(loss) -> calls                                                 those that the loss depends on
 
 A trace and its replay with another batch make the same program if they make the same calls: each with the same plain
-values, on tensors that come from the same places. What is called for something that the loss does not depend on may
-differ. Inside vmap and the like tensors cannot be told apart; there plain values are compared alone.
+values, on tensors that come from the same places, with gradients and autocast on or off alike. What is called for
+something that the loss does not depend on may differ. Inside vmap and the like tensors cannot be told apart; there
+plain values are compared alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
-from csc.ir.calls import Call
+from csc.ir.calls import UNKNOWN, Call
 from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "div")
@@ -45,7 +46,7 @@ class Recording:
         within, written = in_functorch_transform(), writes(name)
         if not made and not written and not within:
             return
-        leaves = tuple(self._leaf(leaf, within) for leaf in _leaves(args, kwargs))
+        leaves = (_modes(), *(self._leaf(leaf, within) for leaf in _leaves(args, kwargs)))
         if not within:
             for place, tensor in enumerate(made):
                 if id(tensor) not in self._origin or written:
@@ -73,10 +74,25 @@ class Recording:
         if within:
             return ("tensor",)
         if id(leaf) not in self._origin:
-            self._origin[id(leaf)] = _constant(leaf) if type(leaf) is torch.Tensor else ("other", self._others)
+            self._origin[id(leaf)] = self._found(leaf)
             self._alive.append(leaf)
-            self._others += 1
         return self._origin[id(leaf)]
+
+    def _found(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """A tensor that no recorded call has given: a constant, or what vmap made. A value that gradients may flow
+        through came from somewhere else: nobody knows from what.
+        """
+        if type(tensor) is torch.Tensor:
+            return _constant(tensor)
+        self._others += 1
+        kind = UNKNOWN if tensor.is_floating_point() else "other"
+        return (kind, self._others)
+
+
+def _modes() -> str:
+    """What else decides what a call does."""
+    autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return " ".join([*([] if torch.is_grad_enabled() else ["no_grad"]), *autocast])
 
 
 def _constant(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from torch import nn
 from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from csc.capture.moves import Moved, finest, joined, key_of, keys_of_parts
+from csc.capture.moves import Moved, TooFine, finest, joined, key_of, keys_of_parts
 from csc.capture.recording import writes
 from csc.capture.splits import JOINS, SPLITS, Numbers
 from csc.torch_private import as_hinted, outside_tracing, pytree
@@ -92,7 +92,10 @@ class Rows:
         with outside_tracing():
             if name in QUESTIONS or fact in FACTS:
                 return func(*self._likes(args), **self._likes(kwargs))
-            return self._moved(func, name, args, kwargs)
+            try:
+                return self._moved(func, name, args, kwargs)
+            except TooFine:
+                return NotImplemented
 
     def real(self, leaf: Any) -> Any:
         """What a stand-in stands for; anything else as it is."""

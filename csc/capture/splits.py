@@ -152,9 +152,10 @@ for _name in (
 
 
 class Pieces:
-    """The pieces of one trace."""
+    """The pieces of one trace. run(func, name, args, kwargs): calls a function as the model would."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[Any, str, Any, Any], Any]) -> None:
+        self._run = run
         self._cuts: dict[int, tuple[_Cut, int]] = {}
 
     def cut(
@@ -208,8 +209,9 @@ class Pieces:
         if list(cut.whole.shape[-len(rest) :]) != rest:
             return None
         if tuple(rest) not in cut.reshaped:
-            whole = cut.whole.reshape(-1, *rest)
-            real = lambda: [cut.part(i).reshape(-1, *rest) for i in range(len(cut.pieces))]  # noqa: E731
+            rows = lambda tensor: self._run(torch.Tensor.reshape, "reshape", (tensor, -1, *rest), {})  # noqa: E731
+            whole = rows(cut.whole)
+            real = lambda: [rows(cut.part(place)) for place in range(len(cut.pieces))]  # noqa: E731
             cut.reshaped[tuple(rest)] = made = _Cut(whole, 0, False, _stand_ins(len(cut.pieces)), real, cut.stack)
             self._known(made)
         return cut.reshaped[tuple(rest)].pieces[place]
@@ -225,10 +227,16 @@ class Pieces:
         if not in_order or cut.parts or _asks_for_a_length(cut.stack, _codes()):
             return None
         if not cut.unbound:
-            return _copy(whole) if name != "stack" and along % whole.dim() == cut.along else None
+            return self._copy(whole) if name != "stack" and along % whole.dim() == cut.along else None
         if along != 0:
             return None
-        return _copy(whole) if name == "stack" else _copy(whole.flatten(0, 1))
+        return self._copy(whole if name == "stack" else self._run(torch.Tensor.flatten, "flatten", (whole, 0, 1), {}))
+
+    def _copy(self, whole: torch.Tensor) -> torch.Tensor:
+        """As a join makes one: what is written to it later is not written to what was split. Pass `shapes` takes out a
+        copy that changes nothing.
+        """
+        return self._run(torch.Tensor.clone, "clone", (whole,), {"memory_format": torch.contiguous_format})
 
     def real(self, leaf: Any) -> Any:
         """What a piece stands for; anything else as it is."""
@@ -245,13 +253,6 @@ class Pieces:
 def _stand_ins(count: int) -> tuple[torch.Tensor, ...]:
     with outside_tracing():
         return tuple(torch.empty(0) for _ in range(count))
-
-
-def _copy(whole: torch.Tensor) -> torch.Tensor:
-    """As a join makes one: what is written to it later is not written to what was split. Pass `shapes` takes out a copy
-    that changes nothing.
-    """
-    return whole.clone(memory_format=torch.contiguous_format)
 
 
 def length(name: str, args: Any) -> int | None:

@@ -21,17 +21,19 @@ from csc.ir.sizes import evaluated, expression_from_tree, expression_to_tree
 
 Call = tuple[Any, ...]
 EXPRESSION = "expression"
+UNKNOWN = "unknown"  # the kind of a tensor that came from nowhere known
 
 
 def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, int]) -> bool:
     """Whether calls with these values of the symbols are those of another run, in which all sizes are numbers. A size
-    that only values tell (a symbol without one) is the same in both if it has the same name.
+    that only values tell (a symbol without one) is the same in both if it has the same name. A tensor of which nobody
+    knows where it came from is never the same.
     """
     known: dict[Any, Any] = {}
 
     def same(mine: Any, its: Any) -> bool:
         if not isinstance(mine, sympy.Basic):
-            return bool(mine == its)
+            return bool(mine == its) and not (isinstance(mine, tuple) and mine[0] == UNKNOWN)
         if mine not in known:
             known[mine] = evaluated(mine, values)
         return bool(known[mine] == its) or str(known[mine]) == str(its)

@@ -37,6 +37,10 @@ class Deciding(nn.Module):
             torch.tensor([3 * number for number in numbers])
         elif self.kind == "branch":
             hidden = hidden * 2 if numbers[0] > 2 else hidden + 1
+        elif self.kind == "detached":
+            with torch.set_grad_enabled(numbers[0] > 2):
+                more = self.row(rows)
+            hidden = hidden + more
         elif self.kind == "number":
             hidden = hidden * numbers[0]
         elif self.kind == "sum":  # which is a size as well
@@ -58,6 +62,10 @@ class Deciding(nn.Module):
         elif self.kind == "increased":
             hidden = hidden.clone()
             hidden += numbers[0]
+        elif self.kind == "upstream":  # of pieces whose sizes only tokens tell
+            sizes = torch.stack([(labels < 3).sum(), (labels >= 3).sum()]).tolist()
+            parts = torch.split((hidden * numbers[0])[:, None], sizes)
+            hidden = torch.cat([part.reshape(-1, WIDTH) for part in parts])
         elif self.kind == "written":
             hidden = hidden.clone()
             hidden[: numbers[0]] = 0
@@ -86,9 +94,9 @@ BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [
-        ("moved", 1), ("ended", 1), ("unused", 1), ("size", 1), ("branch", 2), ("number", 3), ("sum", 3),
-        ("parameter", 3), ("tensor", 3), ("written", 3),
-        ("edited", 4), ("overwritten", 1), ("increased", 3),
+        ("moved", 1), ("ended", 1), ("unused", 1), ("size", 1), ("overwritten", 1), ("branch", 2), ("detached", 2),
+        ("number", 3), ("sum", 3), ("parameter", 3), ("tensor", 3), ("written", 3),
+        ("upstream", 3), ("edited", 4), ("increased", 3),
     ],
 )  # fmt: skip
 def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, needed: int) -> None:
