@@ -3,17 +3,24 @@
     module = CompiledModule(compiled, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), max_norm=1.0)
     lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1).fit(module, loader)
 
+Under torchrun every process is a rank of the model and gets the same batches:
+
+    lightning.Trainer(max_epochs=1, devices=1, strategy=OneRankEach(compiled)).fit(module, loader)
+
 Optimization is manual in Lightning's words: `train_step` runs forward and backward, so Lightning's own backward,
 gradient clipping and accumulation are not used. Subclass it to add validation, which sees the eager `model`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from csc.api import CompiledModel
@@ -26,7 +33,7 @@ class CompiledModule(LightningModule):
     optimizer: makes it from the parameters. scheduler: makes it from the optimizer; steps once a batch. max_norm: the
     2-norm that gradients are clipped to; None: as they are. Logs `train_loss` (and `grad_norm`). Lightning's
     checkpoints hold the model's weights; `compiled.save` writes a directory for `from_pretrained`.
-    InputError for more than one device: start torchrun with a loop of your own for that.
+    InputError where Lightning would give its processes different batches.
     """
 
     def __init__(
@@ -45,11 +52,11 @@ class CompiledModule(LightningModule):
         self._scheduler = scheduler
 
     def configure_optimizers(self) -> Any:
-        """Over what trains in the compiled model."""
+        """Over what trains in the compiled model, of this process's rank."""
         if self.trainer.world_size > 1:
             raise InputError(
                 f"Lightning started {self.trainer.world_size} processes, and would give each of them other data",
-                "CompiledModule", "use devices=1, or call train_step in a loop of your own under torchrun",
+                "CompiledModule", "use devices=1, under torchrun with strategy=OneRankEach(compiled)",
             )  # fmt: skip
         optimizer = self._optimizer(self.compiled.parameters())
         return optimizer if self._scheduler is None else ([optimizer], [self._scheduler(optimizer)])
@@ -67,3 +74,33 @@ class CompiledModule(LightningModule):
             scheduler.step()
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+
+class OneRankEach(SingleDeviceStrategy):
+    """For torchrun: Lightning runs in every process as if it were alone, with all batches, and the first one writes.
+
+    Its checkpoints hold the weights of all ranks, and the first rank's optimizer: to go on training, load the weights
+    and make a new optimizer, or train with HF's Trainer, whose checkpoints hold all of it.
+    """
+
+    strategy_name = "csc_one_rank_each"
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        parameter = next(compiled.model.parameters())
+        super().__init__(device=parameter.device)
+        self._compiled = compiled
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return int(os.environ.get("RANK", "0")) == 0
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of all ranks, in every process; all call it."""
+        self._compiled.gather()
+        return super().lightning_module_state_dict()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Until every process is here."""
+        if dist.is_initialized():
+            dist.barrier()

@@ -21,7 +21,7 @@ from benchmarks.mllm import configurations as c
 from benchmarks.mllm import trace
 from benchmarks.mllm.configurations import CONFIGURATIONS, QUICK, Component, Configuration
 from benchmarks.mllm.expand import Stack, expand
-from benchmarks.mllm.experts import balanced_experts
+from benchmarks.mllm.experts import balanced_experts, register
 from benchmarks.mllm.models import batch, build
 from benchmarks.mllm.problem import encoder_share, problem, units_of
 from benchmarks.mllm.trace import FROZEN, captured, program, pruned
@@ -260,6 +260,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("part", "layers", "head", "billions"), PUBLISHED, ids=[row[0].name for row in PUBLISHED])
 def test_components_have_the_published_size(part: Component, layers: int, head: bool, billions: float) -> None:
+    register()  # a mixture of experts is built with it
     with weightless(torch.bfloat16):
         two, three = (sum(p.numel() for p in part.build(depth).parameters()) for depth in (2, 3))
     total = two + (layers - 2) * (three - two) + (part.sizes["vocab_size"] * part.width if head else 0)

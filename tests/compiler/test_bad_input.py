@@ -186,6 +186,7 @@ def test_freeze_of_something_else() -> None:
 # --- mesh, cuts, schedule ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_more_stages_than_regions(models: Models) -> None:
     step = lambda: models("text", mesh="pp=9").program  # noqa: E731
     refused(step, "the mesh asks for 9 stages, and TextModel has 7 regions", "mesh", "use pp=7 or less")

@@ -89,6 +89,7 @@ def test_a_stored_program_reads_back_text_for_text(name: str, options: dict[str,
         to_tree(history[-1])
 
 
+@pytest.mark.slow
 def test_the_same_start_again_traces_nothing(cache: Store, tmp_path: Path) -> None:
     """A model with a function on the host, values that decide, and placeholders."""
     first = reader()

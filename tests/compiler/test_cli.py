@@ -136,6 +136,7 @@ def test_lists_are_repeated_or_separated_by_commas(run: Run) -> None:
     assert [opens[name] for name in cuts.split(",")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_verify_beside_float64(run: Run) -> None:
     found = json.loads(run("verify", TARGET, "--json", "--mesh", "pp=2", "--float64").out)
     assert len(found["from_float64"]) == found["params_checked"]

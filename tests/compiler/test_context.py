@@ -44,6 +44,7 @@ def test_llava(models: Models, length: int, mesh: str) -> None:
     parity(models("llava", hf.llava_batch(length=length), mesh=mesh), 80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "freeze", [["vision_tower"], ["vision_tower", "language_model"]], ids=["encoder", "projector only"]
 )
@@ -214,6 +215,7 @@ def test_an_attention_that_cannot_be_read_is_named() -> None:
         csc.compile(model, example=batch, mesh="cp=2")
 
 
+@pytest.mark.slow
 def test_layers_before_the_first_that_is_spread_see_the_whole_sequence() -> None:
     model, batch = mixing(lambda x: x - x.mean(1, keepdim=True))
     model.layers = nn.ModuleList([nn.Linear(16, 16), plain_layer()])

@@ -193,11 +193,12 @@ def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tm
         CompiledTrainer(fresh(), arguments(tmp_path), compute_loss_func=lambda *_: None)
 
 
-def test_lightning_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    from csc.integrations.lightning import CompiledModule
+def with_lightning(compiled: csc.CompiledModel, directory: Path, ranks: bool = False) -> tuple[list[float], Any]:
+    """The losses that Lightning saw, and its trainer; ranks: under torchrun, with a checkpoint of all of them."""
+    import lightning
 
-    expected, trained = loop(fresh(), batches())
+    from csc.integrations.lightning import CompiledModule, OneRankEach
+
     losses: list[float] = []
 
     class Recorded(CompiledModule):
@@ -206,17 +207,43 @@ def test_lightning_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel],
             return loss
 
     module = Recorded(
-        fresh(),
+        compiled,
         lambda own: torch.optim.AdamW(own, lr=RATE, weight_decay=0.0),
         lambda optimizer: get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=STEPS),
         max_norm=NORM,
     )
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path,
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=directory,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        strategy=OneRankEach(compiled) if ranks else "auto",
     )  # fmt: skip
     trainer.fit(module, DataLoader(samples(), batch_size=ROWS, collate_fn=collate))
-    assert losses == expected and same(parameters(module.compiled.model), trained)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    stored = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
-    assert same({n: stored[f"model.{n}"] for n in trained}, trained)
+    trainer.save_checkpoint(directory / "last.ckpt")
+    return losses, trainer
+
+
+def stored_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Of Lightning's checkpoint, by the model's own names."""
+    stored = torch.load(directory / "last.ckpt", weights_only=False)["state_dict"]
+    return {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+
+
+def test_lightning_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    expected, trained = loop(fresh(), batches())
+    compiled = fresh()
+    losses, _ = with_lightning(compiled, tmp_path)
+    assert losses == expected and same(parameters(compiled.model), trained)
+    stored = stored_weights(tmp_path)
+    assert same({name: stored[name] for name in trained}, trained)
+
+
+@pytest.mark.gloo
+def test_lightning_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    """Each runs its rank on all batches; the checkpoint has the weights of both."""
+    from tests.compiler import lightning_worker  # which imports this file
+
+    launching.ranks(lightning_worker.main, 2, tmp_path)
+    expected, trained = loop(fresh(), batches())
+    assert json.loads((tmp_path / "losses.json").read_text()) == expected
+    stored = stored_weights(tmp_path)
+    assert same({name: stored[name] for name in trained}, trained)

@@ -124,6 +124,7 @@ def test_the_code_runs_once_for_values_that_come_again() -> None:
     assert Counting.calls == before + 1
 
 
+@pytest.mark.slow
 def test_code_that_does_not_run_without_data_is_traced_again() -> None:
     class Exact(Deciding):
         def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,7 @@ def compiled(features: Features) -> csc.CompiledModel:
     return csc.compile(Slots(features), mesh="pp=2", example=batch((1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [listed, positioned])
 def test_one_program_serves_any_number_of_images(features: Features) -> None:
     model = compiled(features)

@@ -200,6 +200,7 @@ def reference(pipeline: Pipeline, schedule: Schedule) -> tuple[float, dict[Actio
     return max(start + length(action) for action, start in starts.items()), starts
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(runs())
 def test_every_start_is_that_of_the_longest_path(run: tuple[Pipeline, Schedule, int]) -> None:
