@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.batch import is_metadata
+from csc.capture.batch import device_of, is_metadata
 from csc.capture.export import Host, LossOnly, as_traced
 from csc.capture.modules import describe
 from csc.capture.repeats import Layers, NotHidden
@@ -68,12 +68,13 @@ def replay(
     """The model's code on a completed microbatch. rows: with numbers of rows. None if it does not run on tensors that
     have no data. Raises NotHidden if it has to be done again.
     """
+    device = device_of(model)
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
     wrapped = LossOnly(model, extra, host, own, layers, rows, replayed=True)
     try:
         with as_traced(model, layers), warnings.catch_warnings(), replaying() as fake:
             warnings.simplefilter("ignore")
-            loss = wrapped({name: fake(tensor) for name, tensor in own.items()})
+            loss = wrapped({name: fake(tensor).to(device) for name, tensor in own.items()})
     except NotHidden:
         raise
     except Exception as reason:  # whatever model code raises on tensors without data
