@@ -22,8 +22,8 @@ from torch.overrides import resolve_name
 from csc.ir.calls import UNKNOWN, Call
 from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
-OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "div")
-WRITERS = frozenset({"__setitem__", *(f"__i{name}__" for name in OPERATORS)})
+# Other operators that write (x += y) come under the name of a method (add_).
+WRITERS = frozenset({"__setitem__", "__iand__", "__ilshift__", "__ior__", "__ipow__", "__irshift__", "__ixor__"})
 PLAIN = (
     bool, float, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip

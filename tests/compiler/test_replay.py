@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc.errors import InputError
 from csc.verification import verify
 
 WORDS, WIDTH = 40, 8
@@ -66,6 +67,11 @@ class Deciding(nn.Module):
             sizes = torch.stack([(labels < 3).sum(), (labels >= 3).sum()]).tolist()
             parts = torch.split((hidden * numbers[0])[:, None], sizes)
             hidden = torch.cat([part.reshape(-1, WIDTH) for part in parts])
+        elif self.kind == "unknown":  # a known value, to which something is written that only tokens tell
+            counts = counts.clone()
+            first = counts[:1]
+            counts |= (labels > 2).sum()
+            hidden = hidden * first.tolist()[0]
         elif self.kind == "written":
             hidden = hidden.clone()
             hidden[: numbers[0]] = 0
@@ -105,6 +111,11 @@ def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, ne
     for counts in BATCHES:
         close(compiled, batch(*counts))
     assert captures(compiled) == needed
+
+
+def test_a_value_is_unknown_once_something_unknown_is_written_to_it() -> None:
+    with pytest.raises(InputError, match="depends on the values"):
+        csc.compile(Deciding("unknown"), mesh="pp=1", example=batch(2, 3))
 
 
 def test_the_code_runs_once_for_values_that_come_again() -> None:

@@ -39,7 +39,7 @@ def test_calls_as_text() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("__setitem__", True), ("__iadd__", True), ("torch.Tensor.__imul__", True), ("add_", True), ("zero_", True),
+    [("__setitem__", True), ("__ior__", True), ("torch.Tensor.__ipow__", True), ("add_", True), ("zero_", True),
      ("add", False), ("__add__", False), ("__invert__", False), ("__index__", False), ("__init__", False)],
 )  # fmt: skip
 def test_what_writes(name: str, expected: bool) -> None:
