@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from csc.cache.kept import Kept
-from csc.cache.learning import extends, signature, snapshot
+from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
 from csc.capture import Learned, capture, serves, split_batch
@@ -114,7 +114,7 @@ class Compiler:
     def adopt(self, learned: Learned) -> None:
         """Know of batches what another process has learned, if it is more."""
         if extends(learned, self.learned):
-            self.learned = snapshot(learned)
+            self.learned = together(learned, self.learned)
 
     def _key(self, microbatch: Mapping[str, Any], options: Options) -> Any:
         return (

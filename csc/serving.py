@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from csc.cache.learning import extends, signature, snapshot
+from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
 from csc.codegen.directory import MANIFEST, contents, install
@@ -240,7 +240,7 @@ class Serving:
         else:
             self._trainers[count] = Trainer(loaded, weights=dict(self._compiler.model.named_parameters()))
         if extends(packed.learned, self._known):
-            self._known = packed.learned
+            self._known = together(packed.learned, self._known)
         name = self._signature(self.complete(microbatch))
         self._served.setdefault(count, set()).add(name)
         self._places[name] = packed.places

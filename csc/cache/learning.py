@@ -5,6 +5,7 @@ to_tree(learned, model) -> JSON                   Unstorable if a host function 
 from_tree(tree, model) -> Learned
 extends(more, less) -> bool                       whether one knows all that the other knows
 snapshot(learned) -> Learned                      as it is now
+together(more, less) -> Learned                   what both know
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ def extends(more: Learned, less: Learned) -> bool:
     """Whether `more` came after `less`."""
     hosted = more.host.calls[: len(less.host.calls)]
     return hosted == less.host.calls and more.consulted >= less.consulted
+
+
+def together(more: Learned, less: Learned) -> Learned:
+    """What both know, `more` extending `less`: that has ways which the other never met."""
+    met = [way.calls for way in more.ways]
+    ways = (*more.ways, *(way for way in less.ways if way.calls not in met))
+    return replace(more, consulted=set(more.consulted), ways=ways, runs=less.runs)
 
 
 def to_tree(learned: Learned, model: nn.Module) -> Any:

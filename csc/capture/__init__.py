@@ -173,9 +173,10 @@ def _traced(
     """
     start = time.perf_counter()
     while True:
-        tensors, extra, _ = learned.with_rows(model, example)
+        tensors, extra, run = learned.with_rows(model, example)
+        rows = run is not None and learned.moves
         try:
-            exported = export(model, placed(tensors, device), extra, learned.host, layers, learned.moves)
+            exported = export(model, placed(tensors, device), extra, learned.host, layers, rows)
             learned.host = replace(exported.host, asking=())
             learned.consulted |= exported.consulted
             if exported.consulted and learned.replayed is None:
@@ -193,6 +194,10 @@ def _traced(
             return graph, constants, tensors, exported, times
         except HostFunctionFound as found:
             learned.host = found.host
+        except CscError:
+            if not rows:
+                raise
+            learned.replayed = learned.moves = False  # it can be traced for one batch at a time, or says why not
         except NotHidden as needed:
             layers = layers.without_hidden(needed.paths)
         except CannotRepeat as reason:

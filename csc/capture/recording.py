@@ -55,8 +55,10 @@ class Recording:
         self._calls.append((name, leaves, written or within))
 
     def needed(self, loss: torch.Tensor) -> tuple[Call, ...]:
-        """The calls that a tensor depends on, numbered among themselves, sizes as expressions in symbols."""
-        last = self._origin.get(id(loss), ("",))
+        """The calls that a tensor depends on, numbered among themselves, sizes as expressions in symbols; at the end
+        which of their results it is. One that no call has given (an autograd function of the model's) is unknown.
+        """
+        last = self._origin.get(id(loss), (UNKNOWN, 0))
         wanted = {last[1]} if last[0] == "call" else set()
         for number in reversed(range(len(self._calls))):
             _, leaves, anyway = self._calls[number]
@@ -64,9 +66,10 @@ class Recording:
                 wanted.add(number)
                 wanted |= {leaf[1] for leaf in leaves if isinstance(leaf, tuple) and leaf[0] == "call"}
         place = {number: index for index, number in enumerate(sorted(wanted))}
-        return tuple((name, *(_token(leaf, place) for leaf in leaves)) for name, leaves in (
-            self._calls[number][:2] for number in place
-        ))  # fmt: skip
+        named = [
+            (name, *(_token(leaf, place) for leaf in leaves)) for name, leaves, _ in map(self._calls.__getitem__, place)
+        ]
+        return (*named, ("loss", _token(last, place)))
 
     def _leaf(self, leaf: Any, within: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):

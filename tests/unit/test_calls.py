@@ -61,5 +61,11 @@ def test_the_loss_needs_what_it_depends_on_and_what_is_written() -> None:
     call(torch.Tensor.add_, other, 3)
     loss = call(torch.sum, hidden)
     names = [name.rpartition(".")[2] for name, *_ in recording.needed(loss)]
-    assert names == ["mul", "clone", "add_", "sum"]
-    assert recording.needed(loss)[-1][2] == ("call", 0, 0)
+    assert names == ["mul", "clone", "add_", "sum", "loss"]
+    assert recording.needed(loss)[-2][2] == ("call", 0, 0)
+    assert recording.needed(loss)[-1] == ("loss", ("call", 3, 0))
+
+
+def test_a_loss_of_unknown_origin_is_never_the_same() -> None:
+    calls = Recording({}).needed(torch.ones(()))
+    assert not alike(calls, calls, {})
