@@ -102,7 +102,7 @@ def _join_output_embedding(model: nn.Module, infos: dict[str, ModuleInfo]) -> No
         return
     try:
         head, embedding = (get() for get in find)  # type: ignore[misc]
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError):  # Hugging Face's own of a model that has none
         return
     paths = {id(module): path for path, module in model.named_modules()}
     if id(head) in paths and id(embedding) in paths:
