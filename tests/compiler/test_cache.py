@@ -22,7 +22,6 @@ from csc.passes.runner import PLANNING, TRACING, run
 from torch import nn
 
 import csc
-from csc.cache.learning import snapshot
 from csc.cache.store import Store
 from csc.cli import main
 from csc.errors import InputError
@@ -141,12 +140,8 @@ def test_a_stored_trace_serves_other_values_with_which_the_code_does_the_same(ca
     close(again, decided_batch(3, 3), 1e-6)
     close(again, decided_batch(5, 2), 1e-6)
     assert (captures(again), restored(again)) == (0, 1)
-    stored = snapshot(again.compiler.learned)
     close(again, decided_batch(2, 3), 1e-6)  # the other branch
-    assert captures(again) == 1 and len(stored.ways) == 1
-    again.compiler.adopt(stored)  # as from a process that has not met it
-    close(again, decided_batch(2, 5), 1e-6)
-    assert captures(again) == 1 and len(again.compiler.learned.ways) == 2
+    assert captures(again) == 1
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc.cache.learning import snapshot
 from csc.errors import InputError
 from csc.verification import verify
 
@@ -132,6 +133,16 @@ def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, ne
 def test_a_value_is_unknown_once_something_unknown_is_written_to_it() -> None:
     with pytest.raises(InputError, match="depends on the values"):
         csc.compile(Deciding("unknown"), mesh="pp=1", example=batch(2, 3))
+
+
+def test_what_another_process_knows_takes_nothing_away() -> None:
+    compiled = csc.compile(Deciding("branch"), mesh="pp=1", example=batch(2, 3))
+    compiled.prepare()
+    others = snapshot(compiled.compiler.learned)
+    compiled.train_step(batch(4, 3))
+    compiled.compiler.adopt(others)
+    compiled.train_step(batch(5, 3))
+    assert captures(compiled) == 2 and len(compiled.compiler.learned.ways) == 2
 
 
 def test_the_code_runs_once_for_values_that_come_again() -> None:
