@@ -16,6 +16,7 @@ from unittest.mock import patch
 import sympy
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export._trace import _compiling_state_context
@@ -40,9 +41,11 @@ __all__ = [
     "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
+    "is_taken_apart",
     "lists_from",
     "make_fx",
     "outside_tracing",
+    "python_kernels",
     "pytree",
     "replaying",
     "under_autograd",
@@ -64,6 +67,15 @@ def is_no_grad_region(target: Any) -> bool:
 def is_autocast_region(target: Any) -> bool:
     """True for the higher-order op that export writes for `with torch.autocast(...)`."""
     return getattr(target, "__name__", "") == "wrap_with_autocast"
+
+
+def is_taken_apart(operation: OpOverload) -> bool:
+    """Whether export, when it makes a graph functional, puts others in place of an operation: of one that is no more
+    than others that it calls, and may give its argument, a view of it or a copy.
+    """
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    views = any(argument.alias_info is not None for argument in operation._schema.arguments)
+    return composite and (views or torch.Tag.maybe_aliasing_or_mutating in operation.tags)
 
 
 def assume_several(size: Any) -> None:

@@ -15,7 +15,7 @@ from csc.ir import graph as g
 from csc.ir.layout import overlaps
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Options, Program, Region, Template
-from csc.torch_private import OpOverload, fx_traceback, make_fx
+from csc.torch_private import fx_traceback, make_fx
 
 Layout = tuple[int, ...]  # strides
 
@@ -185,7 +185,7 @@ class _tagging:
 
 def _functional(graph: fx.Graph, values: list[Any], tangents: list[Any], fake_mode: Any) -> fx.Graph:
     """The graph without in-place ops: some backward formulas (index_put_, in-place adds) trace as such."""
-    if not any(_mutates(node) for node in graph.nodes):
+    if not any(g.mutates(node) for node in graph.nodes):
         return graph
 
     def replay(primals: list[torch.Tensor], seeds: list[torch.Tensor]) -> Any:
@@ -203,10 +203,6 @@ class _Replaying(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         with _tagging(n.meta.get("custom", {}).get("csc", {})):
             return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Graph:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import operator
 import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from csc.capture import repeats
+from csc.capture.functional import functional
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
@@ -74,13 +74,16 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
             for position, result in enumerate(results):
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
                 if isinstance(val, torch.Tensor) and val.dtype.is_floating_point:
-                    detached = module.graph.call_function(torch.ops.aten.detach.default, (result,))
+                    detached = module.graph.create_node(
+                        "call_function", torch.ops.aten.detach.default, (result,), name="detach"
+                    )
                     detached.meta.update(result.meta)
                     results[position] = detached
     for user in list(node.users):
         user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         module.graph.erase_node(user)
     module.graph.erase_node(node)
+    module.graph.erase_node(body)
 
 
 def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
@@ -90,19 +93,15 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     one placeholder. Raises CscError if the model writes to a buffer.
     """
     inline_regions(exported.graph_module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-        functional = exported.run_decompositions(_OTHER_OPERATIONS)
-    for spec in functional.graph_signature.output_specs:
-        if spec.kind is not OutputKind.USER_OUTPUT and spec.kind is not OutputKind.LOSS_OUTPUT:
-            raise CscError(
-                f"the model's forward writes to {_plain(str(spec.target))!r} ({spec.kind.name.lower()})",
-                "model",
-                "put that module in eval mode (running statistics stay as they are) or move the update out of forward",
-            )
-
-    flat = _Flat(functional, model)
-    for node in functional.graph.nodes:
+    graph, signature = functional(exported)
+    for written in _writes(graph, signature):
+        raise CscError(
+            f"the model's forward writes to {_plain(written)!r}",
+            "model",
+            "put that module in eval mode (running statistics stay as they are) or move the update out of forward",
+        )
+    flat = _Flat(exported, graph, signature, model)
+    for node in graph.nodes:
         flat.add(node)
     g.erase_dead(flat.graph)
     without_selections(flat.graph, flat.mode)
@@ -111,18 +110,29 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     return _ordered(flat.graph, own), flat.constants
 
 
-def _copied(written: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What `written` holds after `values` were copied to it, in operations that have a derivative."""
-    return values.to(written.dtype).expand(written.shape).clone()
-
-
-_OTHER_OPERATIONS = {torch.ops.aten.copy.default: _copied, torch.ops.aten.concat.default: torch.cat}
+def _writes(graph: fx.Graph, signature: ExportGraphSignature) -> Iterator[str]:
+    """What the graph writes to; one operation says neither that it writes nor to what."""
+    for output in signature.output_specs:
+        if output.kind is not OutputKind.USER_OUTPUT and output.kind is not OutputKind.LOSS_OUTPUT:
+            yield str(output.target)
+    inputs = dict(zip(g.placeholders(graph), signature.input_specs, strict=True))
+    for node in graph.nodes:
+        if g.op_name(node) == "aten::instance_norm":
+            statistics, of_input = node.args[3], node.args[5]
+            if statistics in inputs and of_input:
+                yield str(inputs[statistics].target)
 
 
 class _Flat:
     """The flat graph as it grows, node by node of the functional one."""
 
-    def __init__(self, functional: torch.export.ExportedProgram, model: nn.Module) -> None:
+    def __init__(
+        self,
+        exported: torch.export.ExportedProgram,
+        functional: fx.Graph,
+        signature: ExportGraphSignature,
+        model: nn.Module,
+    ) -> None:
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.mode: Any = None
@@ -132,12 +142,12 @@ class _Flat:
         self._canonical = {id(p): name for name, p in model.named_parameters()}
         self._by_any_name = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._lifted = functional.constants
-        self._specs = {s.arg.name: s for s in functional.graph_signature.input_specs if hasattr(s.arg, "name")}
-        assert functional.example_inputs is not None
-        self._entries = iter(functional.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
-        batch = {n for n in g.placeholders(functional.graph) if self._specs[n.name].kind is InputKind.USER_INPUT}
-        self._bodies = repeats.bodies(functional.graph, module_of, batch)
+        self._lifted = exported.constants
+        self._specs = dict(zip(g.placeholders(functional), signature.input_specs, strict=True))
+        assert exported.example_inputs is not None
+        self._entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
+        batch = {node for node, spec in self._specs.items() if spec.kind is InputKind.USER_INPUT}
+        self._bodies = repeats.bodies(functional, module_of, batch)
         self._whole = False  # all of the model's parameters and buffers have their placeholders
 
     def add(self, node: fx.Node) -> None:
@@ -175,14 +185,13 @@ class _Flat:
         return copied
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
-        spec = self._specs[node.name]
-        target = _plain(str(spec.target))
+        spec = self._specs[node]
         val = node.meta["val"]
+        target = next(self._entries) if spec.kind is InputKind.USER_INPUT else _plain(str(spec.target))
         if spec.kind is InputKind.PARAMETER:
             return self._parameter(target, val)
         if spec.kind is InputKind.USER_INPUT:
-            name = next(self._entries)
-            return g.add_placeholder(self.graph, _identifier(name), val, ("input", name))
+            return g.add_placeholder(self.graph, _identifier(target), val, ("input", target))
         tensor = self._buffers[target] if spec.kind is InputKind.BUFFER else self._lifted[str(spec.target)]
         self.constants[target] = tensor.detach()
         placed = g.add_placeholder(self.graph, _identifier(target), val, ("constant", target))
@@ -211,7 +220,7 @@ class _Flat:
 
     def _of_the_other(self, node: fx.Node, path: str, other: str) -> Any:
         """What a placeholder of the layer at `path` is for the `other` one; any other placeholder is the same."""
-        spec = self._specs[node.name]
+        spec = self._specs[node]
         target = _plain(str(spec.target))
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not target.startswith(f"{path}."):
             return self._mapping[node]

@@ -65,6 +65,11 @@ def _shares(operand: Any, node: fx.Node) -> bool:
     return True
 
 
+def mutates(node: fx.Node) -> bool:
+    """True for an operation that writes to an argument."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def is_random(node: fx.Node) -> bool:
     """True for ops that draw from the random generator."""
     target = node.target

@@ -19,7 +19,6 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region
 from csc.ir.schedule_verifier import verify as verify_schedule
-from csc.torch_private import OpOverload
 
 
 class VerificationError(CscError):
@@ -88,7 +87,7 @@ def _graph_problems(graph: fx.Graph) -> Iterator[str]:
             yield f"%{node.name} has no role"
         if node.op not in ("placeholder", "call_function"):
             yield f"%{node.name} is a {node.op}"
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        if g.mutates(node):
             yield f"%{node.name} writes to its argument ({node.target})"
 
 

@@ -142,10 +142,30 @@ class Norms(Base):
         return self.loss(self.norm(x), labels)
 
 
-def test_batch_norm_in_training_mode() -> None:
-    error = refused(
-        lambda: csc.compile(Norms(), example=batch()), "writes to 'norm.", "model", "put that module in eval mode"
-    )
+class Statistics(Base):
+    """Norms that write to running statistics though their operations do not say so."""
+
+    def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.norm(x, self.running_mean, self.running_var), labels)
+
+
+def batch_norm(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, mean, var, training=True)
+
+
+def instance_norm(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+    return F.instance_norm(x.t()[None], mean, var)[0].t()
+
+
+@pytest.mark.parametrize("model", [Norms(), Statistics(batch_norm), Statistics(instance_norm)])
+def test_norms_in_training_mode(model: nn.Module) -> None:
+    error = refused(lambda: csc.compile(model, example=batch()), "writes to '", "model", "put that module in eval mode")
     assert "running_mean" in str(error) or "num_batches_tracked" in str(error)
 
 

@@ -100,6 +100,27 @@ def test_replaying() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_python_kernels() -> None:
+    """Where sizes are symbols, operations that are made of others run as torch's Python code for them."""
+    environment = private.ShapeEnv()
+    with private.FakeTensorMode(shape_env=environment) as mode:
+        fake = mode.from_tensor(torch.ones(6, 4))
+        with private.python_kernels():
+            graph = private.make_fx(lambda x: x.t().reshape(-1), tracing_mode="real")(fake).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names[0] == "aten.t.default"
+    assert "aten.reshape.default" not in names
+
+
+def test_is_taken_apart() -> None:
+    """Those that may give their argument or a view of it; not those that always compute."""
+    aten = torch.ops.aten
+    apart = (aten.reshape.default, aten.to.dtype, aten.contiguous.default, aten.dropout.default, aten.chunk.default)
+    kept = (aten.linear.default, aten.layer_norm.default, aten.view.default, aten.upsample_bilinear2d.vec)
+    assert [private.is_taken_apart(one) for one in apart] == [True] * 5
+    assert [private.is_taken_apart(one) for one in kept] == [False] * 4
+
+
 def test_fx_traceback() -> None:
     """`current_meta` set while tracing: its entry "custom" is copied to the nodes that are made."""
 

@@ -1,0 +1,104 @@
+"""A traced graph in which nothing writes to a tensor and every operation says whether it makes a view.
+
+    functional(exported) -> (graph, signature)      placeholders in the order of the signature's inputs
+
+`x.to(dtype)`, `x.reshape(shape)` and their like give a view or a copy, as their arguments are: each is taken apart into
+the operations that it is here. All others stay as they are. Only where a model writes in place, which few do, torch
+traces the whole graph again, twice, to find out what every view of what was written holds afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import ExportGraphSignature
+
+from csc.ir import graph as g
+from csc.torch_private import OpOverload, is_taken_apart, make_fx, python_kernels
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, ExportGraphSignature]:
+    """The graph of an exported program whose regions are inlined. It writes to what its signature has as outputs beside
+    the loss.
+    """
+    graph = _rewritten(exported.graph) if all(map(_is_plain, exported.graph.nodes)) else None
+    if graph is None or any(map(g.mutates, graph.nodes)):  # running statistics: only their parts say that they write
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
+            exported = exported.run_decompositions(_OTHER_OPERATIONS)
+        graph = exported.graph
+    return graph, exported.graph_signature
+
+
+def _rewritten(exported: fx.Graph) -> fx.Graph:
+    graph, sizes = fx.Graph(), _Sizes()
+    mapping: dict[fx.Node, Any] = {}
+    for node in exported.nodes:
+        if node.target is operator.getitem and isinstance(mapping[node.args[0]], (list, tuple)):
+            mapping[node] = mapping[node.args[0]][node.args[1]]
+        elif isinstance(node.target, OpOverload) and is_taken_apart(node.target):
+            mapping[node] = _taken_apart(graph, node, mapping, sizes)
+        else:
+            mapping[node] = _copied(graph, node, mapping, sizes)
+    return graph
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether it is a value, or an operation on values that does not write, and none that runs other functions."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    if isinstance(node.target, OpOverload):
+        return not g.mutates(node)
+    return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
+
+
+class _Sizes(dict[Any, fx.Node]):
+    """The first node that gives each symbolic size, by its expression."""
+
+    def seen(self, node: fx.Node) -> fx.Node:
+        """A node that gives the same: itself if it is the first one, or no size."""
+        value = node.meta.get("val")
+        return self.setdefault(value.node.expr, node) if isinstance(value, torch.SymInt) else node
+
+
+def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], sizes: _Sizes) -> fx.Node:
+    copied = graph.node_copy(node, mapping.__getitem__)
+    if node.target is torch.ops.aten.view.default:  # its strides as they are now that all is known about the sizes
+        arguments, _ = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        with torch.no_grad(), python_kernels():
+            copied.meta["val"] = node.target(*arguments)
+    return sizes.seen(copied)
+
+
+def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], sizes: _Sizes) -> Any:
+    """What a node gives, by operations that are not made of others."""
+    given = node.all_input_nodes
+
+    def run(*values: Any) -> Any:
+        by_node = dict(zip(given, values))
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
+        return node.target(*arguments, **keywords)  # type: ignore[operator]
+
+    values = [one.meta["val"] for one in given]
+    with torch.no_grad(), python_kernels():
+        traced = make_fx(run, tracing_mode="real")(*values).graph
+    inner = dict(zip(g.placeholders(traced), map(mapping.__getitem__, given)))
+    for one in g.calls(traced):
+        copied = graph.node_copy(one, inner.__getitem__)
+        copied.meta = {**node.meta, "val": one.meta["val"]}
+        inner[one] = sizes.seen(copied)
+    return fx.map_arg(traced.output_node().args[0], inner.__getitem__)
+
+
+def _written(written: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What `written` holds after `values` were copied to it, in operations that have a derivative."""
+    return values.to(written.dtype).expand(written.shape).clone()
+
+
+_OTHER_OPERATIONS = {torch.ops.aten.copy.default: _written, torch.ops.aten.concat.default: torch.cat}
