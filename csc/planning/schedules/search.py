@@ -19,6 +19,8 @@ from csc.planning.schedules.work import Work
 
 # How far an action moves, in places of its rank's order; near ones more often.
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9)
+# Trials without a better makespan after which it is not worth going on: for each action of the step, and at least.
+PATIENCE, LEAST = 10, 1000
 
 
 def improve(
@@ -34,7 +36,7 @@ def improve(
     Each trial moves one critical action earlier or later on its rank and keeps the move if the makespan does not grow
     (steps aside are what leads out of plateaus). After each, B's with their W right behind them are fused where the
     room asks for it and divided where it does not. Moves that break the memory limit or deadlock are thrown away. Ends
-    early when the makespan is at most `enough`.
+    early when the makespan is at most `enough`, or has not become less for long (see PATIENCE).
     """
     best = [list(order) for order in orders]
     limits = [math.inf] * len(best) if room is None else room
@@ -44,9 +46,12 @@ def improve(
     makespan = max(starts[lane][-1] + seconds for seconds, lane in lasts)
     path = _Path(work, best)
     critical = path.walk(starts, rng)
+    patience = max(LEAST, PATIENCE * len(work.lanes) * work.microbatches)
+    idle = 0
     for _ in range(trials):
-        if makespan <= enough:
+        if makespan <= enough or idle >= patience:
             break
+        idle += 1
         rank, place = critical[int(rng.random() * len(critical))]
         order = best[rank]
         step = STEPS[int(rng.random() * len(STEPS))]
@@ -65,6 +70,8 @@ def improve(
         if starts is None or now > makespan * (1 + 1e-12):
             best[rank] = order
             continue
+        if now < makespan * (1 - 1e-12):
+            idle = 0
         makespan = now
         path.change(rank, moved)
         critical = path.walk(starts, rng)
