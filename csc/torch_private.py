@@ -36,6 +36,7 @@ __all__ = [
     "ParameterReads",
     "assume_several",
     "assumed_of_sizes",
+    "each_computed",
     "fx_traceback",
     "hint",
     "in_functorch_transform",
@@ -120,6 +121,17 @@ def replaying() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with _compiling_state_context(), mode:
         yield partial(mode.from_tensor, static_shapes=True)
+
+
+@contextmanager
+def each_computed() -> Iterator[None]:
+    """Fake tensor modes that are made in it compute what every operation gives. They would remember what operations on
+    like tensors gave, which takes longer than it saves where sizes are symbols.
+    """
+    from torch._dynamo import config  # at the top it would be imported by every rank of a program
+
+    with config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
 from csc.ir.calls import Call
-from csc.torch_private import without_messages
+from csc.torch_private import each_computed, without_messages
 
 
 class LossOnly(nn.Module):
@@ -284,6 +284,7 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         attributes_kept(model),
         layers.kept_out(),
         without_messages(),
+        each_computed(),
     ):
         yield
 

@@ -100,6 +100,13 @@ def test_replaying() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_each_computed() -> None:
+    """Of modes that are made in it, not of others."""
+    with private.each_computed():
+        within = private.FakeTensorMode()
+    assert (within.cache_enabled, private.FakeTensorMode().cache_enabled) == (False, True)
+
+
 def test_python_kernels() -> None:
     """Where sizes are symbols, operations that are made of others run as torch's Python code for them."""
     environment = private.ShapeEnv()
