@@ -7,6 +7,8 @@ name, and not somewhere inside a pass.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import _config as size_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
@@ -36,6 +39,7 @@ __all__ = [
     "ParameterReads",
     "assume_several",
     "assumed_of_sizes",
+    "conditions_of_models",
     "each_computed",
     "fx_traceback",
     "hint",
@@ -45,6 +49,7 @@ __all__ = [
     "is_taken_apart",
     "lists_from",
     "make_fx",
+    "one_is_no_special_size",
     "outside_tracing",
     "python_kernels",
     "pytree",
@@ -58,6 +63,11 @@ SIZE_FUNCTIONS = {
     name: getattr(size_functions, name)
     for name in ("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "ModularIndexing", "PythonMod")
 }
+
+
+TORCH = f"{torch.__path__[0]}{os.sep}"
+SYMBOLS = (os.path.join(TORCH, "fx", "experimental", ""), os.path.join(TORCH, "__init__.py"))
+MODULES = (os.path.join(TORCH, "nn", ""), os.path.join(TORCH, "functional.py"))
 
 
 def is_no_grad_region(target: Any) -> bool:
@@ -121,6 +131,55 @@ def replaying() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     with _compiling_state_context(), mode:
         yield partial(mode.from_tensor, static_shapes=True)
+
+
+@contextmanager
+def one_is_no_special_size() -> Iterator[None]:
+    """Traces in it make a symbol of a size of 1 too, and torch's own code takes symbols for neither 0 nor 1 without
+    making that a condition.
+    """
+    with size_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def conditions_of_models() -> Iterator[list[Any]]:
+    """Gives the conditions on sizes that models make in it: sympy relations that a trace has, and least values of
+    symbols, since code asked whether they hold that is no part of torch's own way through an operation.
+    """
+    found: list[Any] = []
+    own = ShapeEnv.evaluate_expr
+
+    def evaluate(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        if not _in_model_code(sys._getframe(1)):
+            return own(self, *args, **kwargs)
+        before, least = set(map(id, _conditions(self))), _least(self)
+        result = own(self, *args, **kwargs)
+        found.extend(condition.expr for condition in _conditions(self) if id(condition) not in before)
+        found.extend(sympy.Ge(symbol, low) for symbol, low in _least(self).items() if low != least.get(symbol))
+        return result
+
+    with patch.object(ShapeEnv, "evaluate_expr", evaluate):
+        yield found
+
+
+def _conditions(environment: ShapeEnv) -> list[Any]:
+    """Those that were checked while it traced, and those that export would check at run time."""
+    deferred = environment.deferred_runtime_asserts.values()
+    return [*environment.guards, *(one for several in deferred for one in several)]
+
+
+def _least(environment: ShapeEnv) -> dict[Any, Any]:
+    """The least value of each symbol."""
+    return {symbol: found.lower for symbol, found in environment.var_to_range.items()}
+
+
+def _in_model_code(frame: Any) -> bool:
+    """Whether symbols are asked from a frame that is not in torch, or in the code of its modules."""
+    while frame is not None and frame.f_code.co_filename.startswith(SYMBOLS):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return not name.startswith(TORCH) or name.startswith(MODULES)
 
 
 @contextmanager
@@ -192,8 +251,7 @@ def assumed_of_sizes(mode: FakeTensorMode) -> tuple[dict[str, tuple[int, int | N
         for symbol, found in environment.var_to_range.items()
         if found.is_int and found.lower.is_Integer
     }
-    relations = [guard.expr for guard in environment.guards]
-    relations += [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
+    relations = [condition.expr for condition in _conditions(environment)]
     relations += [sympy.Eq(symbol, other) for symbol, other in environment.replacements.items()]
     return ranges, relations
 

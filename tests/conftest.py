@@ -18,6 +18,8 @@ import torch
 STARTED_HERE = "CSC_TEST_TRACES" not in os.environ  # not in pytest-xdist's workers, which inherit it
 TRACES = os.environ.setdefault("CSC_TEST_TRACES", tempfile.mkdtemp(prefix="csc-traces-") if STARTED_HERE else "")
 
+LONG = {"examples", "benchmarks"}  # folders of tests that run whole programs
+
 torch.set_num_threads(1)
 
 # How long an example takes says how busy the machine is.
@@ -29,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden from what the compiler does now"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take a minute first: at the end of a run one of them would keep a single process busy."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
 
 
 def pytest_unconfigure() -> None:

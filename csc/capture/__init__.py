@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch
+from csc.capture.assumed import sizes_of
+from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch, twice
 from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
@@ -22,8 +24,7 @@ from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program, Record
-from csc.ir.sizes import Sizes
-from csc.torch_private import assumed_of_sizes
+from csc.torch_private import one_is_no_special_size
 
 __all__ = [
     "Learned",
@@ -97,27 +98,32 @@ def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
 
 
-def _sizes(graph: fx.Graph) -> Sizes:
-    """What the graph assumes of its inputs."""
-    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
-    entries = {
-        name: (str(val.dtype), tuple(size if isinstance(size, int) else size.node.expr for size in val.shape))
-        for name, val in given.items()
-    }
-    ranges, relations = assumed_of_sizes(g.outputs(graph)[0].meta["val"].fake_mode)
-    return Sizes(entries, ranges, tuple(relations))
-
-
 def capture(model: nn.Module, example: Any, learned: Learned | None = None, whole: bool = False) -> Program:
-    """Trace `loss = model(**example)` in training mode, sequence dimensions symbolic.
+    """Trace `loss = model(**example)` in training mode, numbers of samples and lengths symbolic.
 
     model: any module whose forward takes the batch's entries as keyword arguments and returns a loss.
-    example: one microbatch, a mapping; its tensors are traced, other values are baked in.
+    example: one microbatch, a mapping; its tensors are traced, other values are baked in. One that has a single sample
+    or image is traced with two of each if that makes a Program which serves it.
     learned: what is known from earlier captures of the model; this one adds to it.
     whole: trace every layer, equal ones too (see csc.capture.repeats); the Program is the same.
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     learned = Learned() if learned is None else learned
+    with one_is_no_special_size():
+        tensors, extra = split_batch(example)
+        doubled = twice(tensors)
+        if doubled is not None:
+            ways = learned.ways
+            with suppress(CscError):
+                program = _captured(model, {**doubled, **extra}, learned, whole)
+                completed, _ = split_batch(learned.completed(model, example))
+                if serves(program, completed):
+                    return replace(program, inputs=_inputs(program.graph, completed))
+            learned.ways = ways  # nobody has their Programs
+        return _captured(model, example, learned, whole)
+
+
+def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> Program:
     device = device_of(model)
     with standing_in(model, device):
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
@@ -130,29 +136,33 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         Parameter(name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name))
         for name, p in model.named_parameters()
     )
-    used = {node.meta["role"] for node in g.placeholders(graph)}
-    inputs = tuple(
-        Input(name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor))
-        for name, tensor in tensors.items()
-        if ("input", name) in used
-    )
-    loss, sizes = g.outputs(graph)[0], _sizes(graph)
+    sizes = sizes_of(graph, traced.asked)
     fixed = {name: tensors[name] for name in sorted(traced.consulted)}
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
     if learned.replayed and not fixed.keys() & taken:
         _add_way(learned, model, example, Way(traced.calls, sizes, fixed))
     return Program(
         name=type(model).__name__,
-        inputs=inputs,
+        inputs=_inputs(graph, tensors),
         parameters=parameters,
         constants=constants,
         modules=describe(model),
         device=device.type,
         graph=graph,
-        fake_mode=loss.meta["val"].fake_mode,
+        fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
         sizes=sizes,
         history=history,
+    )
+
+
+def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:
+    """The entries that a graph has, as they are in a microbatch."""
+    used = {node.meta["role"] for node in g.placeholders(graph)}
+    return tuple(
+        Input(name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor))
+        for name, tensor in tensors.items()
+        if ("input", name) in used
     )
 
 

@@ -64,10 +64,19 @@ def symbolic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions captured symbolically: lengths, and the first one (samples, images, patches). Of pixels all before
     channels, height and width: samples, images, tiles, frames.
 
-    A size of 0 or 1 cannot be symbolic (export specialises on them), nor can one that the model counts with in Python.
+    A size of 0 or 1 says nothing about others, and one that the model counts with in Python cannot be symbolic.
     """
     counted = range(max(1, tensor.dim() - 3) if tensor.is_floating_point() else min(1, tensor.dim()))
     return (*(dim for dim in counted if tensor.shape[dim] > 1), *dynamic_dimensions(tensor))
+
+
+def twice(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """A batch with all rows twice, if some entry has only one: from one alone nobody can tell what is done for each.
+    None if no entry has.
+    """
+    if not any(tensor.dim() and tensor.shape[0] == 1 for tensor in tensors.values()):
+        return None
+    return {name: torch.cat([tensor, tensor]) if tensor.dim() else tensor for name, tensor in tensors.items()}
 
 
 def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

@@ -31,7 +31,7 @@ from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
 from csc.ir.calls import Call
-from csc.torch_private import each_computed, without_messages
+from csc.torch_private import conditions_of_models, each_computed, without_messages
 
 
 class LossOnly(nn.Module):
@@ -136,13 +136,14 @@ class Host:
 @dataclass(frozen=True)
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
-    calls: what the model called.
+    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations.
     """
 
     program: torch.export.ExportedProgram
     consulted: frozenset[str]
     host: Host
     calls: tuple[Call, ...]
+    asked: tuple[Any, ...]
 
 
 class HostFunctionFound(Exception):
@@ -259,7 +260,7 @@ def _exported(
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
     model = wrapped.model
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
-    with as_traced(model, layers), warnings.catch_warnings(), redirect_stderr(said):
+    with as_traced(model, layers), conditions_of_models() as asked, warnings.catch_warnings(), redirect_stderr(said):
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
         warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
         exported = torch.export.export(
@@ -271,7 +272,7 @@ def _exported(
         )
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
-    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host, calls)
+    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host, calls, tuple(asked))
 
 
 @contextmanager

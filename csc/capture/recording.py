@@ -24,6 +24,7 @@ from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
 # Other operators that write (x += y) come under the name of a method (add_).
 WRITERS = frozenset({"__setitem__", "__iand__", "__ilshift__", "__ior__", "__ipow__", "__irshift__", "__ixor__"})
+CONTIGUOUS = "torch.Tensor.contiguous"
 PLAIN = (
     bool, float, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -45,6 +46,10 @@ class Recording:
         name = resolve_name(func) or str(func)
         within, written = in_functorch_transform(), writes(name)
         if not made and not written and not within:
+            return
+        if name == CONTIGUOUS and not within:  # of one sample it may be the tensor itself, of several a copy: the same
+            self._origin[id(made[0])] = self._leaf(args[0], within)
+            self._alive.append(made[0])
             return
         leaves = (_modes(), *(self._leaf(leaf, within) for leaf in _leaves(args, kwargs)))
         if not within:

@@ -66,10 +66,10 @@ class Sizes:
                 if isinstance(size, int):
                     fits = size == found
                 elif size.is_Symbol:
-                    fits = found > 1 and values.setdefault(str(size), found) == found
+                    fits = found > 0 and values.setdefault(str(size), found) == found
                 else:
                     made.append((size, found))
-                    fits = found > 1
+                    fits = found > 0
                 if not fits:
                     return None
         hold = all(_solved(size, found, values) for size, found in made) and self._hold(values)

@@ -100,6 +100,44 @@ def test_replaying() -> None:
     assert not torch.compiler.is_compiling()
 
 
+class Alone(nn.Module):
+    """Its own code asks whether there is one row of x; within operations torch asks the same of y."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2 if x.shape[0] == 1 else x
+        return doubled.sum() + y[:, 1:].contiguous().view(-1).sum()
+
+
+def test_one_is_no_special_size() -> None:
+    """A size of 1 gets a symbol that may be any number; without, it is the number."""
+
+    def sizes() -> list[Any]:
+        rows = {0: torch.export.Dim.AUTO}
+        model = nn.Linear(2, 2)
+        exported = torch.export.export(model, (torch.zeros(1, 2),), dynamic_shapes=(rows,), strict=False)
+        return [node.meta["val"].shape[0] for node in exported.graph.nodes if node.op == "placeholder"]
+
+    with private.one_is_no_special_size():
+        (symbolic,) = (size for size in sizes() if isinstance(size, torch.SymInt))
+    assert symbolic.node.shape_env.var_to_range[symbolic.node.expr].lower == 0
+    assert not any(isinstance(size, torch.SymInt) for size in sizes())
+
+
+def test_conditions_of_models() -> None:
+    """Those of the model's own code are told from those that torch makes within an operation."""
+    rows = {0: torch.export.Dim.AUTO}
+    with private.one_is_no_special_size(), private.conditions_of_models() as found:
+        exported = torch.export.export(
+            Alone(), (torch.zeros(3, 2), torch.zeros(4, 5)), dynamic_shapes=(rows, rows),
+            strict=False, prefer_deferred_runtime_asserts_over_guards=True,
+        )  # fmt: skip
+    values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
+    x, y = (value.shape[0].node.expr for value in values)
+    _, relations = private.assumed_of_sizes(values[0].fake_mode)
+    assert {sympy.Ne(x, 1), sympy.Ne(y, 1)} <= set(relations)
+    assert sympy.Ne(x, 1) in found and sympy.Ne(y, 1) not in found
+
+
 def test_each_computed() -> None:
     """Of modes that are made in it, not of others."""
     with private.each_computed():

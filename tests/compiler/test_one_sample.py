@@ -1,0 +1,129 @@
+"""Batches of one sample: the graph of several serves them, and one that starts with them serves several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from benchmarks.coverage.models import CASES, grids, words
+from csc.verification import verify
+from tests.models.images import Batch
+
+
+def captures(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.captures.values()))
+
+
+def check(model: nn.Module, first: Batch, others: list[Batch], traced: int, largest: float = 0.0) -> None:
+    """Gradients are those of eager for each batch, and the model was traced so often."""
+    compiled = csc.compile(model, mesh="pp=2", example=first, cache=False)
+    for batch in (first, *others):
+        result = verify(compiled, batch)
+        assert result.params_missing == () and result.params_unexpected == ()
+        assert max(result.loss_rel, result.grad_rel_max) <= largest
+    assert captures(compiled) == traced
+
+
+class Plain(nn.Module):
+    """What is done to two linear layers' rows in between comes from outside."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.between = between
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = self.between(torch.tanh(self.first(x)))
+        shifted = labels[:, 1:].contiguous().view(-1)
+        return F.cross_entropy(self.second(rows)[:, :-1].reshape(-1, 5), shifted)
+
+
+def plain_batch(samples: int, length: int = 4) -> Batch:
+    x = torch.sin(torch.arange(samples * length * 6.0)).view(samples, length, 6)
+    return {"x": x, "labels": torch.arange(samples * length).view(samples, length) % 5}
+
+
+def if_alone(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 2 if rows.shape[0] == 1 else rows * 3
+
+
+def if_several(rows: torch.Tensor) -> torch.Tensor:
+    return rows - rows.mean(0) if rows.shape[0] > 1 else rows
+
+
+def squeezed(rows: torch.Tensor) -> torch.Tensor:
+    """Of one sample the dimension goes, and comes back as another one."""
+    thin = rows.squeeze(0)
+    return (thin + thin.mean(0)).view(rows.shape)
+
+
+def of_each(rows: torch.Tensor) -> torch.Tensor:
+    """Nothing in it asks how many there are."""
+    wide = rows.transpose(0, 1).contiguous().flatten(1).view(rows.shape[1], rows.shape[0], -1)
+    return wide.transpose(0, 1) + rows.mean(dim=1, keepdim=True).expand_as(rows)
+
+
+@pytest.mark.parametrize("order", [(3, 1, 2), (1, 4, 2)])
+@pytest.mark.parametrize("between, traced", [(of_each, 1), (if_alone, 2), (if_several, 2), (squeezed, 2)])
+def test_a_model_is_traced_again_only_if_it_asks_for_the_number(
+    between: Callable[[torch.Tensor], torch.Tensor], traced: int, order: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    first, *others = map(plain_batch, order)
+    check(Plain(between), first, others, traced)
+
+
+class Positions(nn.Module):
+    """Three positions for each token, in the first dimension: there is no batch with every row of it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        height, width, time = positions
+        rows = self.embed(ids) + torch.sin(height + 2 * width + 3 * time)[..., None]
+        return F.cross_entropy(self.head(rows).flatten(0, 1), labels.flatten())
+
+
+def positions_batch(samples: int) -> Batch:
+    ids = torch.arange(samples * 5).view(samples, 5) % 20
+    return {"ids": ids, "positions": torch.arange(3 * samples * 5).view(3, samples, 5).float(), "labels": ids}
+
+
+def test_a_batch_that_cannot_be_doubled_is_traced_as_it_is() -> None:
+    torch.manual_seed(0)
+    check(Positions(), positions_batch(1), [positions_batch(2)], 2)
+
+
+def one_of(batch: Batch) -> Batch:
+    return {name: tensor[:1] for name, tensor in batch.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "LLaVA-NeXT", "SmolVLM", "Qwen2-Audio"])
+def test_models_that_start_with_one_sample(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = CASES[name]()
+    check(model, one_of(batch), [batch], 1, 1e-6 if name == "LLaVA-NeXT" else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma 3", "LLaVA-OneVision", "Qwen2-VL", "Qwen3-VL"])
+def test_models_that_come_to_one_sample(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = CASES[name]()
+    if "image_grid_thw" in batch:
+        one = grids(words([[4]], length=24), [[1, 4, 4]], batch["pixel_values"].shape[1])
+    elif name == "Gemma 3":
+        ids = words([[4]], length=24)
+        one = {**ids, "pixel_values": batch["pixel_values"], "token_type_ids": one_of(batch)["token_type_ids"]}
+        one["token_type_ids"] = (one["input_ids"] == model.config.image_token_id).long()
+    else:
+        one = one_of(batch)
+    check(model, batch, [one], 1, 1e-6 if name == "LLaVA-OneVision" else 0.0)
