@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from csc.api import CompiledModel
-from csc.capture import capture, split_batch
+from csc.capture import Learned, capture, serves, split_batch
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -61,6 +61,7 @@ class Sampler:
     options: Options
     progress: Callable[[str], None] = lambda name: None
     captures: dict[Any, Program] = field(default_factory=dict)
+    learned: Learned = field(default_factory=Learned)
     programs: dict[Any, Program] = field(default_factory=dict)
 
     def program(self, copies: int = 1, sizes: Mapping[Length, int] | None = None) -> Program:
@@ -97,9 +98,18 @@ class Sampler:
             for length, size in grown.items():
                 for name, dimension in length.dimensions:
                     tensors[name] = _resized(tensors[name], dimension, size)
-            self.progress(CAPTURE)
-            self.captures[key] = capture(self.model, {**tensors, **extra})
+            self.captures[key] = self._captured({**tensors, **extra})
         return self.captures[key]
+
+    def _captured(self, microbatch: Mapping[str, Any]) -> Program:
+        """An earlier capture that serves the microbatch, or a new one."""
+        completed, _ = split_batch(self.learned.completed(self.model, microbatch))
+        for program in self.captures.values():
+            if serves(program, completed):
+                inputs = (replace(item, shape=tuple(completed[item.name].shape)) for item in program.inputs)
+                return replace(program, inputs=tuple(inputs))
+        self.progress(CAPTURE)
+        return capture(self.model, microbatch, self.learned)
 
 
 def sampler(compiled: CompiledModel) -> Sampler:

@@ -37,15 +37,15 @@ def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Export
 
 
 def _rewritten(exported: fx.Graph) -> fx.Graph:
-    graph, sizes = fx.Graph(), _Sizes()
+    graph = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     for node in exported.nodes:
         if node.target is operator.getitem and isinstance(mapping[node.args[0]], (list, tuple)):
             mapping[node] = mapping[node.args[0]][node.args[1]]
         elif isinstance(node.target, OpOverload) and is_taken_apart(node.target):
-            mapping[node] = _taken_apart(graph, node, mapping, sizes)
+            mapping[node] = _taken_apart(graph, node, mapping)
         else:
-            mapping[node] = _copied(graph, node, mapping, sizes)
+            mapping[node] = _copied(graph, node, mapping)
     return graph
 
 
@@ -58,25 +58,16 @@ def _is_plain(node: fx.Node) -> bool:
     return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
 
 
-class _Sizes(dict[Any, fx.Node]):
-    """The first node that gives each symbolic size, by its expression."""
-
-    def seen(self, node: fx.Node) -> fx.Node:
-        """A node that gives the same: itself if it is the first one, or no size."""
-        value = node.meta.get("val")
-        return self.setdefault(value.node.expr, node) if isinstance(value, torch.SymInt) else node
-
-
-def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], sizes: _Sizes) -> fx.Node:
+def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> fx.Node:
     copied = graph.node_copy(node, mapping.__getitem__)
     if node.target is torch.ops.aten.view.default:  # its strides as they are now that all is known about the sizes
         arguments, _ = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
         with torch.no_grad(), python_kernels():
             copied.meta["val"] = node.target(*arguments)
-    return sizes.seen(copied)
+    return copied
 
 
-def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], sizes: _Sizes) -> Any:
+def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> Any:
     """What a node gives, by operations that are not made of others."""
     given = node.all_input_nodes
 
@@ -90,9 +81,8 @@ def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], si
         traced = make_fx(run, tracing_mode="real")(*values).graph
     inner = dict(zip(g.placeholders(traced), map(mapping.__getitem__, given)))
     for one in g.calls(traced):
-        copied = graph.node_copy(one, inner.__getitem__)
-        copied.meta = {**node.meta, "val": one.meta["val"]}
-        inner[one] = sizes.seen(copied)
+        inner[one] = graph.node_copy(one, inner.__getitem__)
+        inner[one].meta = {**node.meta, "val": one.meta["val"]}
     return fx.map_arg(traced.output_node().args[0], inner.__getitem__)
 
 

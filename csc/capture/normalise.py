@@ -83,7 +83,8 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         module.graph.erase_node(user)
     module.graph.erase_node(node)
-    module.graph.erase_node(body)
+    if not body.users:
+        module.graph.erase_node(body)
 
 
 def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
@@ -103,11 +104,21 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     flat = _Flat(exported, graph, signature, model)
     for node in graph.nodes:
         flat.add(node)
-    g.erase_dead(flat.graph)
+    _each_size_once(flat.graph)
     without_selections(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
     return _ordered(flat.graph, own), flat.constants
+
+
+def _each_size_once(graph: fx.Graph) -> None:
+    """Let the first node that gives a symbolic size give it to all."""
+    first: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and first.setdefault(value.node.expr, node) is not node:
+            node.replace_all_uses_with(first[value.node.expr])
+    g.erase_dead(graph)
 
 
 def _writes(graph: fx.Graph, signature: ExportGraphSignature) -> Iterator[str]:

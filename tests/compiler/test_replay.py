@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.cache.learning import snapshot
-from csc.errors import InputError
+from csc.errors import CscError, InputError
 from csc.verification import verify
 
 WORDS, WIDTH = 40, 8
@@ -173,6 +174,22 @@ def test_code_that_does_not_run_without_data_is_traced_again() -> None:
     compiled = csc.compile(Exact("moved"), mesh="pp=1", example=batch(2, 3))
     for counts in BATCHES[:2]:
         close(compiled, batch(*counts))
+
+
+def test_where_row_numbers_cannot_be_traced_each_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("csc.capture")
+    own = module.export
+
+    def without_rows(*given: Any) -> Any:
+        if given[-1]:
+            raise CscError("rows have no numbers here", "model", "none")
+        return own(*given)
+
+    monkeypatch.setattr(module, "export", without_rows)
+    compiled = csc.compile(Deciding("ended"), mesh="pp=1", example=batch(2, 3))
+    for counts in BATCHES[:2]:
+        close(compiled, batch(*counts))
+    assert captures(compiled) == 2
 
 
 def test_the_model_is_as_it_was_after_a_replay() -> None:

@@ -119,10 +119,10 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
     [
         (numbered, "computes with the numbers of rows"),
         (turned, "turns the rows that a mask has selected"),
-        (counted, "depends on the values of a tensor"),
-        (measured, "depends on the values of a tensor"),
+        (counted, "the size of a result depends on the values"),
+        (measured, "how many is known only when the batch is there"),
         (compared, "depends on the values of a tensor"),
-        (lengthened, "depends on the values of a tensor"),
+        (lengthened, "how many is known only when the batch is there"),
         (of_others, "computes with the numbers of rows"),
         (of_pairs, "computes with the numbers of rows"),
     ],
