@@ -65,6 +65,7 @@ SIZE_FUNCTIONS = {
 }
 
 
+DIVISIBLE = 2**33 * 3**6 * 5**3 * 7**2 * 11 * 13  # by most numbers of patches, frames and tokens that models have
 TORCH = f"{torch.__path__[0]}{os.sep}"
 SYMBOLS = (os.path.join(TORCH, "fx", "experimental", ""), os.path.join(TORCH, "__init__.py"))
 MODULES = (os.path.join(TORCH, "nn", ""), os.path.join(TORCH, "functional.py"))
@@ -90,9 +91,12 @@ def is_taken_apart(operation: OpOverload) -> bool:
 
 
 def assume_several(size: Any) -> None:
-    """Let a trace take a size that depends on values (a selection by a mask) for no special case: not 0, not 1."""
+    """Let a trace take a size that depends on values (a selection by a mask) for no special case: not 0, not 1, and not
+    the largest that there is, since torch fails where a bound is no multiple of what a size turns out to be one of.
+    """
     if isinstance(size, torch.SymInt) and not size.node.has_hint():
         torch._check(size >= 2)
+        torch._check(size <= DIVISIBLE)
 
 
 def hint(size: Any) -> int | None:

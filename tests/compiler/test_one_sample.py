@@ -106,7 +106,7 @@ def one_of(batch: Batch) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "LLaVA-NeXT", "SmolVLM", "Qwen2-Audio"])
+@pytest.mark.parametrize("name", ["Llama", "LLaVA-NeXT", "SmolVLM", "Qwen2-Audio", "Voxtral"])
 def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()
