@@ -67,7 +67,7 @@ SIZE_FUNCTIONS = {
 
 DIVISIBLE = 2**33 * 3**6 * 5**3 * 7**2 * 11 * 13  # by most numbers of patches, frames and tokens that models have
 TORCH = f"{torch.__path__[0]}{os.sep}"
-SYMBOLS = (os.path.join(TORCH, "fx", "experimental", ""), os.path.join(TORCH, "__init__.py"))
+SYMBOLS = (os.path.join(TORCH, "fx", "experimental", ""), os.path.join(TORCH, "__init__.py"), __file__)
 MODULES = (os.path.join(TORCH, "nn", ""), os.path.join(TORCH, "functional.py"))
 
 
@@ -147,11 +147,11 @@ def one_is_no_special_size() -> Iterator[None]:
 
 
 @contextmanager
-def conditions_of_models() -> Iterator[list[Any]]:
-    """Gives the conditions on sizes that models make in it: sympy relations that a trace has, and least values of
-    symbols, since code asked whether they hold that is no part of torch's own way through an operation.
+def conditions_of_models(found: Callable[[Any, dict[Any, int]], None]) -> Iterator[None]:
+    """In it, found(condition, sizes) is called for each condition on sizes that a model makes: a sympy relation that a
+    trace has, or the least value of a symbol, since code asked for it that is no part of torch's own way through an
+    operation. sizes: of its symbols, in the batch that is traced. What it raises ends the trace.
     """
-    found: list[Any] = []
     own = ShapeEnv.evaluate_expr
 
     def evaluate(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
@@ -159,12 +159,15 @@ def conditions_of_models() -> Iterator[list[Any]]:
             return own(self, *args, **kwargs)
         before, least = set(map(id, _conditions(self))), _least(self)
         result = own(self, *args, **kwargs)
-        found.extend(condition.expr for condition in _conditions(self) if id(condition) not in before)
-        found.extend(sympy.Ge(symbol, low) for symbol, low in _least(self).items() if low != least.get(symbol))
+        made = [condition.expr for condition in _conditions(self) if id(condition) not in before]
+        made += [sympy.Ge(symbol, low) for symbol, low in _least(self).items() if low != least.get(symbol)]
+        for condition in made:
+            hints = {symbol: self.size_hint(symbol, allow_none=True) for symbol in condition.free_symbols}
+            found(condition, {symbol: int(size) for symbol, size in hints.items() if size is not None})
         return result
 
     with patch.object(ShapeEnv, "evaluate_expr", evaluate):
-        yield found
+        yield
 
 
 def _conditions(environment: ShapeEnv) -> list[Any]:

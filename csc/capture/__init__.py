@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 
@@ -24,7 +25,7 @@ from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program, Record
-from csc.torch_private import one_is_no_special_size
+from csc.torch_private import conditions_of_models, one_is_no_special_size
 
 __all__ = [
     "Learned",
@@ -114,13 +115,21 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         doubled = twice(tensors)
         if doubled is not None:
             ways = learned.ways
-            with suppress(CscError):
+            with suppress(CscError), conditions_of_models(_holds_for_one):
                 program = _captured(model, {**doubled, **extra}, learned, whole)
                 completed, _ = split_batch(learned.completed(model, example))
                 if serves(program, completed):
                     return replace(program, inputs=_inputs(program.graph, completed))
             learned.ways = ways  # nobody has their Programs
         return _captured(model, example, learned, whole)
+
+
+def _holds_for_one(condition: Any, sizes: Mapping[Any, int]) -> None:
+    """End the trace of a batch with two samples, made of one, where the model's code asks which of both there are."""
+    if condition.subs({symbol: 1 if size == 2 else size for symbol, size in sizes.items()}) == sympy.false:
+        raise CscError(
+            "the model's code asks for the number of samples", "model", "trace it with the samples there are"
+        )
 
 
 def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> Program:

@@ -260,7 +260,13 @@ def _exported(
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
     model = wrapped.model
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
-    with as_traced(model, layers), conditions_of_models() as asked, warnings.catch_warnings(), redirect_stderr(said):
+    asked: list[Any] = []
+    with (
+        as_traced(model, layers),
+        conditions_of_models(lambda condition, sizes: asked.append(condition)),
+        warnings.catch_warnings(),
+        redirect_stderr(said),
+    ):
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
         warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
         exported = torch.export.export(
