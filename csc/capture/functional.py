@@ -42,7 +42,7 @@ def _rewritten(exported: fx.Graph) -> fx.Graph:
     for node in exported.nodes:
         if node.target is operator.getitem and isinstance(mapping[node.args[0]], (list, tuple)):
             mapping[node] = mapping[node.args[0]][node.args[1]]
-        elif isinstance(node.target, OpOverload) and is_taken_apart(node.target):
+        elif isinstance(node.target, OpOverload) and (node.target in _OTHER_OPERATIONS or is_taken_apart(node.target)):
             mapping[node] = _taken_apart(graph, node, mapping)
         else:
             mapping[node] = _copied(graph, node, mapping)
