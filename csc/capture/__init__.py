@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,11 +114,16 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         doubled = twice(tensors)
         if doubled is not None:
             ways = learned.ways
-            with suppress(CscError), conditions_of_models(_holds_for_one):
-                program = _captured(model, {**doubled, **extra}, learned, whole)
+            try:
+                with conditions_of_models(_holds_for_one):
+                    program = _captured(model, {**doubled, **extra}, learned, whole)
                 completed, _ = split_batch(learned.completed(model, example))
                 if serves(program, completed):
                     return replace(program, inputs=_inputs(program.graph, completed))
+                reason = "what two of each do is not what one does"
+            except CscError as error:
+                reason = str(error)
+            log.info("a batch with one sample or image is traced as it is: %s", reason)
             learned.ways = ways  # nobody has their Programs
         return _captured(model, example, learned, whole)
 
