@@ -138,11 +138,11 @@ def replaying() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 
 
 @contextmanager
-def one_is_no_special_size() -> Iterator[None]:
+def one_is_no_special_size(wanted: bool = True) -> Iterator[None]:
     """Traces in it make a symbol of a size of 1 too, and torch's own code takes symbols for neither 0 nor 1 without
-    making that a condition.
+    making that a condition. wanted: False for traces as torch makes them by default.
     """
-    with size_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with size_config.patch(backed_size_oblivious=wanted):  # type: ignore[attr-defined]
         yield
 
 

@@ -4,7 +4,7 @@ A model that is traced with several samples is traced for one too, unless its co
 takes a size for another one than 1 within an operation is no condition: it decides there what is a view and how results
 lie in memory, and the operations of the graph give for one sample what they give for several. `squeeze` alone does not.
 
-    sizes_of(graph, asked) -> Sizes         asked: conditions that the model's code made
+    sizes_of(graph, asked) -> Sizes         asked: conditions that the model's code made; None: all may be its own
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from csc.ir.sizes import Sizes
 from csc.torch_private import assumed_of_sizes
 
 
-def sizes_of(graph: fx.Graph, asked: Collection[Any]) -> Sizes:
+def sizes_of(graph: fx.Graph, asked: Collection[Any] | None) -> Sizes:
     """The sizes of a flat graph's inputs, and the conditions under which it is the model."""
     given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
     entries = {
@@ -29,6 +29,8 @@ def sizes_of(graph: fx.Graph, asked: Collection[Any]) -> Sizes:
         for name, val in given.items()
     }
     ranges, relations = assumed_of_sizes(g.outputs(graph)[0].meta["val"].fake_mode)
+    if asked is None:
+        return Sizes(entries, ranges, tuple(relations))
     kept = [one for one in relations if one in asked or not _is_not_one(one)]
     several = {str(one.lhs) for one in asked if isinstance(one, sympy.Ge) and one.rhs == 2}
     ranges = {name: (1 if low == 2 and name not in several else low, high) for name, (low, high) in ranges.items()}

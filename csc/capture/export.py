@@ -31,7 +31,7 @@ from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
 from csc.ir.calls import Call
-from csc.torch_private import conditions_of_models, each_computed, without_messages
+from csc.torch_private import conditions_of_models, each_computed, one_is_no_special_size, without_messages
 
 
 class LossOnly(nn.Module):
@@ -136,14 +136,14 @@ class Host:
 @dataclass(frozen=True)
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
-    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations.
+    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known.
     """
 
     program: torch.export.ExportedProgram
     consulted: frozenset[str]
     host: Host
     calls: tuple[Call, ...]
-    asked: tuple[Any, ...]
+    asked: tuple[Any, ...] | None
 
 
 class HostFunctionFound(Exception):
@@ -234,20 +234,18 @@ def export(
     _check_names(model, tensors)
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    try:
-        return _exported(LossOnly(model, extra, host, tensors, layers, rows), tensors, symbolic_dimensions, layers)
-    except (CscError, HostFunctionFound, NotHidden):
-        raise
-    except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
-        if layers.hidden:  # perhaps it fails for something that was hidden from it
-            raise NotHidden(layers.hidden) from error
+    for symbolic, ones in ((symbolic_dimensions, True), (symbolic_dimensions, False), (dynamic_dimensions, True)):
         wrapped = LossOnly(model, extra, host, tensors, layers, rows)
         try:
-            return _exported(wrapped, tensors, dynamic_dimensions, layers)
+            return _exported(wrapped, tensors, symbolic, layers, ones)
         except (CscError, HostFunctionFound, NotHidden):
             raise
-        except Exception as error:
-            raise untraceable(error, wrapped.watching.asked_last) from error
+        except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
+            if layers.hidden:  # perhaps it fails for something that was hidden from it
+                raise NotHidden(layers.hidden) from error
+            failed = untraceable(error, wrapped.watching.asked_last)
+            failed.__cause__ = error
+    raise failed
 
 
 def _exported(
@@ -255,7 +253,9 @@ def _exported(
     tensors: Mapping[str, torch.Tensor],
     symbolic: Callable[[torch.Tensor], tuple[int, ...]],
     layers: Layers,
+    ones: bool,
 ) -> Exported:
+    """ones: whether sizes may turn out to be 1, which not every operation takes without values."""
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
     model = wrapped.model
@@ -263,6 +263,7 @@ def _exported(
     asked: list[Any] = []
     with (
         as_traced(model, layers),
+        one_is_no_special_size(ones),
         conditions_of_models(lambda condition, sizes: asked.append(condition)),
         warnings.catch_warnings(),
         redirect_stderr(said),
@@ -278,7 +279,8 @@ def _exported(
         )
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
-    return Exported(exported, frozenset(wrapped.watching.consulted), wrapped.host, calls, tuple(asked))
+    consulted = frozenset(wrapped.watching.consulted)
+    return Exported(exported, consulted, wrapped.host, calls, tuple(asked) if ones else None)
 
 
 @contextmanager
