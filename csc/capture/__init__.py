@@ -113,7 +113,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         tensors, extra = split_batch(example)
         doubled = twice(tensors)
         if doubled is not None:
-            ways = learned.ways
+            before = learned.ways, learned.replayed, learned.moves
             try:
                 with conditions_of_models(_holds_for_one):
                     program = _captured(model, {**doubled, **extra}, learned, whole)
@@ -124,16 +124,18 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
             except CscError as error:
                 reason = str(error)
             log.info("a batch with one sample or image is traced as it is: %s", reason)
-            learned.ways = ways  # nobody has their Programs
+            learned.ways, learned.replayed, learned.moves = before  # nobody has the Programs of its ways
         return _captured(model, example, learned, whole)
 
 
 def _holds_for_one(condition: Any, sizes: Mapping[Any, int]) -> None:
     """End the trace of a batch with two samples, made of one, where the model's code asks which of both there are."""
     if condition.subs({symbol: 1 if size == 2 else size for symbol, size in sizes.items()}) == sympy.false:
-        raise CscError(
-            "the model's code asks for the number of samples", "model", "trace it with the samples there are"
-        )
+        raise NumberAsked("the model asks for the number of samples", "model", "trace it with as many as there are")
+
+
+class NumberAsked(CscError):
+    """Ends the trace of a doubled batch."""
 
 
 def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> Program:
@@ -217,6 +219,8 @@ def _traced(
             return graph, constants, tensors, exported, times
         except HostFunctionFound as found:
             learned.host = found.host
+        except NumberAsked:
+            raise
         except CscError:
             if not rows:
                 raise

@@ -101,6 +101,35 @@ def test_a_batch_that_cannot_be_doubled_is_traced_as_it_is() -> None:
     check(Positions(), positions_batch(1), [positions_batch(2)], 2)
 
 
+class Ended(nn.Module):
+    """The first row of each thing, `counts` of them, is a learned one; its code asks whether there is one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.head = nn.Linear(3, 8), nn.Linear(8, 5)
+        self.end = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, labels: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = [torch.cat((self.end[None], part[1:])) for part in torch.split(self.row(rows), counts.tolist())]
+        hidden = torch.cat(parts)
+        hidden = hidden * 2 if counts.shape[0] == 1 else hidden
+        return F.cross_entropy(self.head(hidden.tanh()), labels)
+
+
+def test_a_trace_that_was_ended_does_not_make_others_needed() -> None:
+    """Several things and one are two traces, and both serve other numbers of rows in each."""
+    torch.manual_seed(0)
+    first, *others = (
+        {
+            "labels": torch.arange(sum(counts)) % 5,
+            "rows": torch.sin(torch.arange(sum(counts) * 3.0)).view(-1, 3),
+            "counts": torch.tensor(counts),
+        }
+        for counts in ([2, 3], [3], [3, 2, 4], [4])
+    )
+    check(Ended(), first, others, 2, 1e-6)
+
+
 def one_of(batch: Batch) -> Batch:
     return {name: tensor[:1] for name, tensor in batch.items()}
 
