@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from csc.cache.kept import Kept
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
-from csc.capture import Learned, capture, serves, split_batch
+from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
 from csc.codegen.write import write
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -102,7 +101,7 @@ class Compiler:
             captured = self._captured(microbatch, progress, whole)
             tensors, _ = split_batch(self.complete(microbatch))
             alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
-            history = run([_with_shapes(captured, tensors)], TRACING, alone, progress)
+            history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
             places = places_for_features(history[1 + TRACING.index(shapes)])
             from_cache = any(captured is one for several in self.restored.values() for one in several)
             shown = () if from_cache else tuple(history)
@@ -182,8 +181,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-def _with_shapes(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
-    inputs = tuple(replace(item, shape=tuple(tensors[item.name].shape)) for item in program.inputs)
-    return replace(program, inputs=inputs)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from csc.api import CompiledModel
-from csc.capture import Learned, capture, serves, split_batch
+from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -106,8 +106,7 @@ class Sampler:
         completed, _ = split_batch(self.learned.completed(self.model, microbatch))
         for program in self.captures.values():
             if serves(program, completed):
-                inputs = (replace(item, shape=tuple(completed[item.name].shape)) for item in program.inputs)
-                return replace(program, inputs=tuple(inputs))
+                return with_sizes_of(program, completed)
         self.progress(CAPTURE)
         return capture(self.model, microbatch, self.learned)
 

@@ -38,6 +38,7 @@ __all__ = [
     "split_batch",
     "training",
     "weightless",
+    "with_sizes_of",
     "with_weights",
     "without_kv_cache",
 ]
@@ -98,6 +99,11 @@ def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
     return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
 
 
+def with_sizes_of(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
+    """A captured Program, its inputs of the sizes of a completed microbatch that it serves."""
+    return replace(program, inputs=tuple(replace(one, shape=tuple(tensors[one.name].shape)) for one in program.inputs))
+
+
 def capture(model: nn.Module, example: Any, learned: Learned | None = None, whole: bool = False) -> Program:
     """Trace `loss = model(**example)` in training mode, numbers of samples and lengths symbolic.
 
@@ -119,7 +125,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
                     program = _captured(model, {**doubled, **extra}, learned, whole)
                 completed, _ = split_batch(learned.completed(model, example))
                 if serves(program, completed):
-                    return replace(program, inputs=_inputs(program.graph, completed))
+                    return with_sizes_of(program, completed)
                 reason = "what two of each do is not what one does"
             except CscError as error:
                 reason = str(error)
