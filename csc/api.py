@@ -22,6 +22,9 @@ from torch import nn
 
 from csc.cache.store import store
 from csc.capture import pieces, split_batch
+from csc.check.eager import Step
+from csc.check.stepping import step_of
+from csc.check.when import checks
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
@@ -62,6 +65,7 @@ def compile(
     context: Mapping[str, int] | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
+    check: bool | int | None = None,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
@@ -87,6 +91,8 @@ def compile(
     that are not named run whole on every rank; the language model is spread over all of cp.
     directory: where the program is written; None: a temporary directory, removed at exit.
     cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
+    check: compare a program with eager PyTorch before its first step, on that step's batch (about two eager steps); a
+    number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0; see docs/check.md.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
     compiles for all of them, on first use. Raises InputError for bad arguments.
@@ -112,7 +118,7 @@ def compile(
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(target, options, example, home, cache=cache)
+        return CompiledModel(target, options, example, home, cache=cache, check=check)
 
     if model is None:
         return build
@@ -133,12 +139,15 @@ class CompiledModel:
         directory: Path | None = None,
         compiler: Compiler | None = None,
         cache: bool = True,
+        check: bool | int | None = None,
     ) -> None:
         self._model = model
         self._example = example
         self._directory = directory
         self._compiler = compiler
         self._cache = cache
+        self._check = checks(check)
+        self._steps = 0
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._made: Serving | None = None
         self._nothing = nn.Parameter(torch.empty(0))
@@ -164,7 +173,7 @@ class CompiledModel:
     @property
     def _serving(self) -> Serving:
         if self._made is None:
-            self._made = Serving(self.compiler, self._directory, self._before)
+            self._made = Serving(self.compiler, self._directory, self._before, bool(self._check))
         return self._made
 
     @property
@@ -193,7 +202,7 @@ class CompiledModel:
         """
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
-        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache)
+        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, self._check)
         other.progress = self.progress
         other._before = self._serving.trained
         return other
@@ -243,11 +252,29 @@ class CompiledModel:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def trainer(self, batch: Any = None, microbatches: int | None = None) -> Trainer:
-        """The runtime for a batch (the example by default); the programs of its microbatches are emitted and loaded."""
+    def trainer(self, batch: Any = None, microbatches: int | None = None, check: bool = True) -> Trainer:
+        """The runtime for a batch (the example by default); the programs of its microbatches are emitted and loaded.
+
+        check: False leaves out the comparison with eager PyTorch that new programs are due.
+        """
         options = self._options(microbatches)
-        ready = self._ready(self.example if batch is None else batch, options)
-        return self._serving.trainer(ready, options, self.progress)
+        batch = self.example if batch is None else batch
+        return self._serving.trainer(self._ready(batch, options), options, self.progress, batch if check else None)
+
+    def step_without_chance(self, batch: Any) -> Step:
+        """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
+        comparisons, in one process.
+        """
+        self._check_batch(batch)
+        return step_of(self.trainer(batch, check=False), self.complete(batch))
+
+    def microbatches(self, batch: Any) -> list[dict[str, Any]]:
+        """What a step divides a batch into, replica after replica."""
+        return self._ready(batch, self.options)
+
+    def complete(self, batch: Any) -> list[dict[str, Any]]:
+        """The microbatches of a batch as the runtime takes them. InputError if one does not fit its program."""
+        return self._complete(self._ready(batch, self.options), self.trainer(batch, check=False))
 
     def gather(self) -> nn.Module:
         """Bring what any rank has trained or loaded into `model`, in every process; returns it. All ranks call it.
@@ -272,7 +299,11 @@ class CompiledModel:
         self._check_batch(batch)
         options = self._options(microbatches)
         ready = self._ready(batch, options)
-        trainer = self._serving.trainer(ready, options, self.progress)
+        trainer = self._serving.trainer(ready, options, self.progress, batch)
+        if self._check is not True and self._check and self._steps and self._steps % self._check == 0:
+            self.gather()
+            self._serving.check(ready, options, batch)
+        self._steps += 1
         return trainer.train_step(self._complete(ready, trainer))
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:

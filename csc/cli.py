@@ -226,17 +226,21 @@ def verify(
             help="compare both with eager PyTorch in float64 too: a gradient that is as near to it as eager's passes",
         ),
     ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="also compare parameters after so many optimizer steps")
+    ] = 0,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
-    from csc.verification import default_tolerance
+    from csc.verification import default_tolerance, parting
     from csc.verification import verify as compare
 
     with opening as compiled:
-        result = compare(compiled, float64=float64)
-    tolerance = default_tolerance(compiled.options) if tolerance is None else tolerance
-    good = not result.params_missing and not result.differing(tolerance) and result.loss_rel <= tolerance
+        result = compare(compiled, float64=float64, steps=steps)
+        tolerance = default_tolerance(compiled.options) if tolerance is None else tolerance
+        good = result.good(tolerance)
+        place = None if good else parting(compiled, tolerance)
     if json_output:
         _json(
             {
@@ -244,7 +248,8 @@ def verify(
                 "grad_rel_max": result.grad_rel_max if result.grad_rel_max < float("inf") else None,
                 "params_checked": result.params_checked, "params_bit_equal": result.bit_equal,
                 "params_missing": list(result.params_missing), "params_unexpected": list(result.params_unexpected),
-                "random_ops": result.random_ops,
+                "random_ops": result.random_ops, "unknown_random_ops": list(result.unknown),
+                "trained_rel_max": max(result.trained_rel.values(), default=0.0) if steps else None, "parting": place,
                 "from_float64": {name: list(both) for name, both in result.from_float64.items()} if float64 else None,
             }
         )  # fmt: skip
@@ -265,7 +270,14 @@ def verify(
             for name in names:
                 console.print(f"[red]{title}[/] {escape(name)}")
         if result.random_ops:
-            console.print(f"{result.random_ops} random operations (dropout): eager and compiled draw different numbers")
+            console.print(f"{result.random_ops} random operations (dropout): both had the same constants for numbers")
+        for name in result.unknown:
+            console.print(f"[red]drawn[/] {name}: eager and compiled have different random numbers")
+        if steps:
+            most = max(result.trained_rel.values(), default=0.0)
+            console.print(f"after {steps} optimizer steps parameters have moved as eager's, to {most:.3g} of the way")
+        if place:
+            console.print(escape(place))
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
     if not good:
         raise typer.Exit(1)

@@ -45,5 +45,9 @@ class ScheduleError(ProgramError):
     """The schedule is not a valid order of work: incomplete, out of order, or deadlocked."""
 
 
+class DifferenceError(CscError):
+    """A program does not train what eager PyTorch trains. It is not handed out."""
+
+
 class RankLost(CscError):
     """Another rank of the group went away or stopped answering. This rank cannot go on."""

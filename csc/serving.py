@@ -6,7 +6,7 @@ Terms
   settled    the options of one program, with what was decided before it
 
     serving = Serving(compiler, directory)
-    serving.trainer(microbatches, options, progress) -> Trainer          with a program for each of them
+    serving.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
     serving.history(microbatch, options, progress) -> [Program]          serving.finished(...) -> Program
 """
 
@@ -17,7 +17,8 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ import torch.distributed as dist
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
+from csc.check.first import Checked, check
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
-from csc.errors import InputError
+from csc.errors import DifferenceError, InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
 from csc.ir.stored import Unstorable, bound
@@ -40,10 +42,12 @@ from csc.runtime.handing import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
+from csc.runtime.transport import InProcess
 
 log = logging.getLogger("csc")
 
 CACHED = "program, from the cache"
+CHECK = "check against eager PyTorch"
 Microbatch = Mapping[str, Any]
 Key = tuple[Any, int]  # signature, number of microbatches
 
@@ -65,8 +69,12 @@ class Decided:
 class Serving:
     """The programs of one model with one set of options but for the number of microbatches."""
 
-    def __init__(self, compiler: Compiler, directory: Path | None, before: Trainer | None = None) -> None:
-        """directory: where programs are written; before: what trained these parameters until now."""
+    def __init__(
+        self, compiler: Compiler, directory: Path | None, before: Trainer | None = None, checks: bool = True
+    ) -> None:
+        """directory: where programs are written; before: what trained these parameters until now; checks: whether
+        programs are compared with eager PyTorch before they run.
+        """
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
@@ -81,6 +89,10 @@ class Serving:
         self._known = Learned()  # what the programs brought along: the same on every rank
         self._group: dist.ProcessGroup | None = None
         self._before = before
+        self._checks = checks
+        self._packs: dict[int, list[tuple[Packed, dict[str, Any]]]] = {}  # of all ranks, for the check on the first one
+        self._different: DifferenceError | None = None
+        self.checked: Checked | None = None  # the latest check
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 
@@ -192,18 +204,75 @@ class Serving:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def trainer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Trainer:
-        """The runtime with a program for each of these microbatches; missing ones are found or compiled. All ranks call
-        it with the same.
+    def trainer(self, ready: Sequence[Microbatch], options: Options, progress: Progress, batch: Any = None) -> Trainer:
+        """The runtime with a program for each of these microbatches; missing ones are found or compiled, and compared
+        with eager PyTorch if nobody has done so. All ranks call it with the same.
+
+        batch: what the microbatches were made of; None: nothing is compared. DifferenceError if a program does not
+        train what eager PyTorch does.
         """
         with self.compiling:
+            if self._different is not None:
+                raise self._different
+            new = []
             for microbatch in ready:
                 if not self._serves(microbatch, options):
                     self._join_group(options)
                     self._gather_weights()
-                    self._add(microbatch, options, progress)
+                    new.append((microbatch, self._add(microbatch, options, progress)))
+            if self._checks and batch is not None and not all(packed.checked for _, packed in new):
+                progress(CHECK)
+                self.check(ready, options, batch)
+                self._keep_checked(new, options)
             self.last = self._trainers[options.microbatches]
             return self.last
+
+    def check(self, ready: Sequence[Microbatch], options: Options, batch: Any) -> None:
+        """Compare what these microbatches train with eager PyTorch. Of several ranks the first one does, and runs them
+        all; all ranks call it.
+        """
+
+        def compare() -> Files:
+            with self._all_ranks(options) as trainer:
+                self.checked = check(self._compiler, trainer, batch, ready, options)
+            (log.warning if self.checked.skipped else log.info)("%s", self.checked)
+            return {}
+
+        try:
+            if self._group is None:
+                compare()
+            else:
+                first_makes(compare, self._group)
+        except DifferenceError as error:
+            self._different = error
+            raise
+
+    @contextmanager
+    def _all_ranks(self, options: Options) -> Iterator[Trainer]:
+        """All ranks in this process, with the model's weights."""
+        if self._group is None:
+            yield self._trainers[options.microbatches]
+            return
+        weights = dict(self._compiler.model.named_parameters())
+        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+            programs = []
+            for number, (packed, complete) in enumerate(self._packs[options.microbatches]):
+                directory = Path(folder) / str(number)
+                install(packed.files, directory, complete)
+                programs.append(load(directory))
+            trainer = Trainer(programs[0], weights, InProcess(programs[0]))
+            for program in programs[1:]:
+                trainer.add(program)
+            yield trainer
+
+    def _keep_checked(self, new: Sequence[tuple[Microbatch, Packed]], options: Options) -> None:
+        """So that another process need not check them."""
+        if self.checked is None or self.checked.skipped:
+            return
+        for microbatch, packed in new:
+            settled = self._settled[self._key(microbatch, options)]
+            kept = replace(packed, checked=str(self.checked))
+            self._compiler.kept.keep_program(kept, microbatch, settled)
 
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
@@ -229,7 +298,7 @@ class Serving:
     def _signature(self, complete: Microbatch) -> Any:
         return signature(self._known, complete)
 
-    def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
+    def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> Packed:
         start = time.perf_counter()
         count = options.microbatches
         directory = self._program_directory(sum(map(len, self._served.values())))
@@ -246,6 +315,9 @@ class Serving:
         self._places[name] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
+        if self._group is not None and dist.get_rank() == 0:
+            self._packs.setdefault(count, []).append((packed, self.complete(microbatch)))
+        return packed
 
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress

@@ -5,7 +5,8 @@
 
 seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
 from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
-draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it.
+draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves nothing to
+chance, so that a step can be compared with another program's: every uniform number is 0.25, every normal one 0.5.
 
 tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. Numbers
 on a GPU differ from those on the CPU.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 WORD = (1 << 64) - 1
+CONSTANT_UNIFORM, CONSTANT_NORMAL = 0.25, 0.5  # what is drawn if nothing is left to chance
 
 
 def mixed(*words: int) -> int:
@@ -50,7 +52,10 @@ def _dropout(
     if tokens is not None:
         sizes[dim] = whole
     keep = torch.empty(sizes, dtype=torch.bool, device=x.device)
-    keep.bernoulli_(1 - p, generator=_generator(seed, index, x.device))
+    if int(seed) < 0:
+        keep.fill_(1 - p > CONSTANT_UNIFORM)
+    else:
+        keep.bernoulli_(1 - p, generator=_generator(seed, index, x.device))
     if tokens is not None:
         keep = keep.index_select(dim, tokens)
     return torch.mul(x, keep).mul_(1 / (1 - p) if p < 1 else 0.0)
@@ -79,6 +84,8 @@ _dropout.register_autograd(_gradient, setup_context=_remember)
 def _uniform(
     seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    if int(seed) < 0:
+        return torch.full(size, CONSTANT_UNIFORM, dtype=dtype, device=device)
     return torch.empty(size, dtype=dtype, device=device).uniform_(generator=_generator(seed, index, device))
 
 
@@ -86,6 +93,8 @@ def _uniform(
 def _normal(
     seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    if int(seed) < 0:
+        return torch.full(size, CONSTANT_NORMAL, dtype=dtype, device=device)
     return torch.empty(size, dtype=dtype, device=device).normal_(generator=_generator(seed, index, device))
 
 

@@ -32,6 +32,7 @@ from csc.ir.stored import Unstorable
 from csc.placeholders import Places
 
 PREFIX = "program/"
+CHECKED = "checked.txt"
 Files = Mapping[str, bytes]
 
 
@@ -39,13 +40,15 @@ Files = Mapping[str, bytes]
 class Packed:
     """files: text and tensors by path in the program directory; the example batch is the user's data, not in it.
 
-    bound: why it means something in this process alone; "": it does not.
+    bound: why it means something in this process alone; "": it does not. checked: what its comparison with eager
+    PyTorch gave; "": there was none.
     """
 
     files: Files
     places: Places
     learned: Learned
     bound: str = ""
+    checked: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,13 @@ def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
     if packed.bound:
         raise Unstorable(packed.bound)
     files = {PREFIX + name: content for name, content in packed.files.items()}
-    return files | _common(packed.places, packed.learned, model)
+    return files | {CHECKED: packed.checked.encode()} | _common(packed.places, packed.learned, model)
 
 
 def packed_from(files: Files, model: nn.Module) -> Packed:
     """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
     own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
-    return Packed(own, *_common_from(files, model))
+    return Packed(own, *_common_from(files, model), checked=files[CHECKED].decode())
 
 
 def traced_bytes(traced: Traced, model: nn.Module) -> dict[str, bytes]:

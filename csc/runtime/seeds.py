@@ -1,6 +1,7 @@
 """The seeds of a step's random numbers: one for the step, one for each microbatch, one for each region in it.
 
 Terms: the *step's seed* is drawn from torch's default generator by rank 0, once a step, and is the same on every rank.
+It is NO_CHANCE for a step that is compared with another program's (csc.kernels.dropout says what is drawn then).
 
     draw() -> int                                              this process' draw
     attach(rank, microbatches, drawn) -> generator -> microbatches with "random": the seed of each
@@ -24,6 +25,7 @@ from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 
 Batch = Mapping[str, Any]
+NO_CHANCE = -1
 
 
 def draw() -> int:
@@ -40,14 +42,18 @@ def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[s
     yield from wait_sum(rank.endpoint, step, tuple(range(manifest.mesh.size)), "seed of the step's random numbers")
     first = rank.replica * len(microbatches)
     return [
-        {**batch, "random": torch.tensor(mixed(int(step), first + i), dtype=torch.int64)}
+        {**batch, "random": torch.tensor(_of(int(step), first + i), dtype=torch.int64)}
         for i, batch in enumerate(microbatches)
     ]
 
 
 def seed_of(random: torch.Tensor, region: str) -> torch.Tensor:
     """The seed of a region, named as in the model with a dot at its end, in the microbatch whose seed is `random`."""
-    return torch.tensor(mixed(int(random), _word(region)), dtype=torch.int64)
+    return torch.tensor(_of(int(random), _word(region)), dtype=torch.int64)
+
+
+def _of(seed: int, place: int) -> int:
+    return mixed(seed, place) if seed >= 0 else NO_CHANCE
 
 
 @cache

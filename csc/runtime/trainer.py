@@ -104,13 +104,16 @@ class Trainer:
         return self._members[0]
 
     @torch.no_grad()
-    def train_step(self, batch: batches.GlobalBatch, microbatches: int | None = None) -> torch.Tensor:
+    def train_step(
+        self, batch: batches.GlobalBatch, microbatches: int | None = None, chance: bool = True
+    ) -> torch.Tensor:
         """Forward and backward of the global batch (the same one on every rank): sets or adds to `p.grad`, as
         autograd does.
 
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
-        only repeat the number that the program was compiled for. InputError before any data moves; CscError
-        that names the microbatches whose loss is not finite, with every `p.grad` left as it was; RankLost.
+        only repeat the number that the program was compiled for. `chance`: False for a step that is compared with
+        another program's: random numbers are constants. InputError before any data moves; CscError that names the
+        microbatches whose loss is not finite, with every `p.grad` left as it was; RankLost.
         """
         manifest = self.program.manifest
         if microbatches not in (None, manifest.microbatches):
@@ -123,7 +126,7 @@ class Trainer:
         pieces = batches.split(self._manifests, batch)
         self.transport.begin_step()
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in self._specs}
-        drawn = seeds.draw() if manifest.random else 0
+        drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if manifest.random else 0
         runs = {}
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]

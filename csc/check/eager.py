@@ -1,0 +1,173 @@
+"""One training step as eager PyTorch makes it: the reference that programs are held against.
+
+Terms: the *whole batch* goes through the model as it is, once. Only where nobody can put microbatches together (a list
+whose lengths differ), or where the user has said how their losses combine, each goes through alone.
+
+    eager_step(model, batch, trainable, rule) -> Step
+    undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from csc.capture import device_of, training, without_kv_cache
+from csc.check.numbers import WithoutChance
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """loss: of the whole batch. gradients: by the parameters' names; those without one are left out. unknown: random
+    operations that were not made the same for all. sure: False if how microbatches count had to be guessed.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    unknown: Set[str] = field(default_factory=frozenset)
+    sure: bool = True
+
+
+def eager_step(
+    model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto", chance: bool = False
+) -> Step:
+    """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
+
+    trainable: names of the parameters that train. rule: how the losses of listed microbatches combine: "mean", "sum",
+    "tokens" (counted targets of the loss), or "auto", as in a whole batch of them. chance: random numbers are drawn.
+    """
+    with undisturbed(model), training(model), without_kv_cache(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trainable)
+            parameter.grad = None
+        mode = WithoutChance()
+        torch.manual_seed(0)
+        if chance:
+            loss, sure = _loss(model, batch, rule)
+            loss.backward()
+        else:
+            with mode:
+                loss, sure = _loss(model, batch, rule)
+                loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Step(float(loss.detach()), gradients, mode.unknown, sure)
+
+
+def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[torch.Tensor, bool]:
+    """The loss, and whether it is sure that it is that of the whole batch."""
+    if not isinstance(batch, (list, tuple)):
+        return _of_one(model, batch), True  # type: ignore[arg-type]
+    if len(batch) == 1:
+        return _of_one(model, batch[0]), True
+    if rule == "auto":
+        whole = _joined(batch)
+        if whole is not None:
+            return _of_one(model, whole), True
+    losses, counts = [], []
+    for microbatch in batch:
+        with _Counting() as counting:
+            losses.append(_of_one(model, microbatch))
+        counts.append(counting.of(losses[-1]))
+    counted = all(count is not None for count in counts)
+    if rule == "auto":
+        rule = "tokens" if counted else "mean"
+        sure = counted
+    else:
+        sure = True
+    weights = [float(count or 0) for count in counts] if rule == "tokens" else [1.0] * len(batch)
+    whole_weight = 1.0 if rule == "sum" else sum(weights)
+    return torch.stack([loss * (weight / whole_weight) for loss, weight in zip(losses, weights)]).sum(), sure
+
+
+def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
+    device = device_of(model)
+    entries = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    result = model(**{name: value for name, value in entries.items() if value is not None})
+    if isinstance(result, torch.Tensor):
+        return result
+    if isinstance(result, Mapping):
+        return result["loss"]
+    return result.loss if hasattr(result, "loss") else result[0]
+
+
+def _joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
+    """Microbatches as one batch; None if their entries do not fit together."""
+    whole: dict[str, Any] = {}
+    for name, first in microbatches[0].items():
+        values: list[Any] = [microbatch.get(name) for microbatch in microbatches]
+        if isinstance(first, torch.Tensor):
+            if first.dim() == 0 or not all(
+                isinstance(v, torch.Tensor) and v.shape[1:] == first.shape[1:] for v in values
+            ):
+                return None
+            whole[name] = torch.cat(values)
+        elif any(repr(value) != repr(first) for value in values):
+            return None
+        else:
+            whole[name] = first
+    return whole
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the targets that each mean of cross entropies is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._means: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            if isinstance(target, torch.Tensor) and not target.is_floating_point():
+                self._means.append((result, int((target != kwargs.get("ignore_index", -100)).sum())))
+        return result
+
+    def of(self, loss: torch.Tensor) -> int | None:
+        """The number of targets that this loss is a mean over; None if it is no such mean."""
+        for mean, count in reversed(self._means):
+            if count and bool((mean == loss).all()):
+                return count
+            if not count and bool(loss.isnan().all()):
+                return 0
+        return None
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """What a step changes in a model is as it was afterwards; so are torch's generators."""
+    gradients = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    modules = list(model.modules())
+    buffers = [(own, dict(own)) for own in (module._buffers for module in modules)]
+    values = [(b, b._version, b.clone()) for _, own in buffers for b in own.values() if b is not None]
+    attributes = [(own, dict(own)) for own in map(vars, modules)]
+    containers = [(own, copy(own)) for _, all_ in attributes for own in all_.values() if type(own) in (list, dict, set)]
+    devices = [device_of(model)] if device_of(model).type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for parameter, trains, gradient in gradients:
+            parameter.requires_grad_(trains)
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, version, value in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+        for own, before in (*buffers, *attributes):
+            own.clear()
+            own.update(before)
+        for held, before_ in containers:
+            held.clear()
+            held.extend(before_) if isinstance(held, list) else held.update(before_)

@@ -1,0 +1,178 @@
+"""A program beside eager PyTorch before it is handed out, on the batch that it was compiled for.
+
+    check(compiler, trainer, batch, ready, options) -> Checked      DifferenceError if they differ
+
+Costs about two of eager PyTorch's steps: one of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.capture import device_of
+from csc.check.eager import eager_step
+from csc.check.judge import Judgement, judge
+from csc.check.locate import locate
+from csc.check.rounding import moved
+from csc.check.stepping import step_of
+from csc.compiler import Compiler
+from csc.errors import DifferenceError
+from csc.ir.program import Options
+from csc.runtime.trainer import Trainer
+
+log = logging.getLogger("csc")
+
+# What is put down to rounding without asking: in float32 sums in another order, more so over several cp ranks.
+EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
+ROOM = 0.5  # of a device's memory
+
+
+@dataclass(frozen=True)
+class Checked:
+    """gradients: how many were compared; largest: the largest relative difference; loss: that of the loss; seconds:
+    what the check took. skipped: why nothing was compared, or "".
+    """
+
+    gradients: int = 0
+    largest: float = 0.0
+    loss: float = 0.0
+    seconds: float = 0.0
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"not checked against eager PyTorch: {self.skipped}"
+        found = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
+        return f"checked against eager PyTorch: {found}, in {self.seconds:.2f} s"
+
+
+def check(
+    compiler: Compiler, trainer: Trainer, batch: Any, ready: Sequence[Mapping[str, Any]], options: Options
+) -> Checked:
+    """Compare loss and every gradient of one step on a batch.
+
+    trainer: all ranks of the program, in this process, with the model's weights. batch: as the user gives it; ready:
+    its microbatches. DifferenceError that names the region where both part; the model and its gradients are as before
+    in any case.
+    """
+    start = time.perf_counter()
+    model = compiler.model
+    reason = _too_much(model)
+    if reason:
+        return Checked(skipped=reason)
+    manifest = trainer.program.manifest
+    trainable = {parameter.name for parameter in manifest.parameters if parameter.trainable}
+    rule = options.loss_weight
+    given = batch if rule == "auto" else ready
+    try:
+        right = eager_step(model, given, trainable, rule)
+    except torch.OutOfMemoryError:
+        return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
+    except Exception as error:  # the user's model, on the user's batch
+        return Checked(skipped=f"eager PyTorch fails on the whole batch: {type(error).__name__}: {_first_line(error)}")
+    if rule != "auto" and len(ready) > 1:
+        _compare_with_whole(model, batch, trainable, right.loss, rule)
+    if right.unknown:
+        return Checked(skipped=f"the model draws random numbers with {', '.join(sorted(right.unknown))}")
+    found = step_of(trainer, [compiler.complete(microbatch) for microbatch in ready])
+    tolerance, epsilon = _tolerance(model, options)
+    result = judge(
+        right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)
+    )
+    seconds = time.perf_counter() - start
+    if result.good or not right.sure:
+        if not result.good:
+            return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
+        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds)
+    raise _difference(compiler, ready[0], options, result, tolerance)
+
+
+def _compare_with_whole(model: nn.Module, batch: Any, trainable: Set[str], loss: float, rule: str) -> None:
+    """Say so if the user has losses combined into another one than that of the whole batch."""
+    try:
+        whole = eager_step(model, batch, trainable).loss
+    except Exception:  # a batch that the model cannot take at once has no such loss
+        return
+    if abs(whole - loss) > EXACT * abs(whole):
+        log.warning("loss_weight=%r makes a loss of %.7g of this batch; that of the whole is %.7g", rule, loss, whole)
+
+
+def _difference(
+    compiler: Compiler, microbatch: Mapping[str, Any], options: Options, result: Judgement, tolerance: float
+) -> DifferenceError:
+    try:
+        place = locate(compiler, microbatch, options, tolerance)
+        what, where, whole = place.what, place.where, place.whole
+    except Exception as error:  # the difference is what matters
+        log.info("where the program differs from eager PyTorch could not be found: %s", error)
+        what, where, whole = "", "", False
+    name = type(compiler.model).__name__
+    mesh = options.mesh
+    remedy = (
+        "It is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains "
+        "all the same"
+    )
+    if whole and options.microbatches * mesh.dp > 1:
+        what += f", and the {options.microbatches * mesh.dp} microbatches together are not"
+        remedy = (
+            "Do the loss or a layer mix samples (a norm, a mean, a product over them), or is the loss no mean or sum "
+            "over samples? Then use microbatches=1 and dp=1, or say with loss_weight= how losses of microbatches "
+            f"combine. Else {remedy[0].lower()}{remedy[1:]}"
+        )
+    elif whole:
+        what += f", and on this mesh ({mesh}) it is not"
+    told = "; ".join(filter(None, (_told(result), what)))
+    return DifferenceError(f"what csc would train is not what eager PyTorch trains: {told}", where or name, remedy)
+
+
+def _told(result: Judgement) -> str:
+    """What differs, in a clause."""
+    parts = []
+    if result.loss_wrong:
+        parts.append(f"the loss is {result.loss:.7g}, eager's {result.loss_eager:.7g}")
+    if result.missing:
+        parts.append(f"{len(result.missing)} parameters get no gradient, {result.missing[0]!r} for one")
+    if result.unexpected:
+        count, first = len(result.unexpected), result.unexpected[0]
+        parts.append(f"{count} parameters get a gradient where eager gives none, {first!r} for one")
+    if result.wrong:
+        worst = max(result.wrong, key=lambda name: result.grad_rel[name])
+        count, most = len(result.wrong), result.grad_rel[worst]
+        parts.append(f"{count} of {len(result.grad_rel)} gradients differ, that of {worst!r} by {most:.2g} of its norm")
+    return ", ".join(parts)
+
+
+def _tolerance(model: nn.Module, options: Options) -> tuple[float, float]:
+    """(relative difference that passes, relative size of a last bit) in the precision that the program computes in."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    half = options.precision != "model" or dtypes & {torch.bfloat16, torch.float16}
+    if half:
+        return HALF, torch.finfo(torch.bfloat16).eps / 2
+    return (EXACT if options.mesh.cp == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
+
+
+def _too_much(model: nn.Module) -> str:
+    """Why the whole model cannot run here beside the program; "" if it can."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return "the model has no weights here"
+    device = device_of(model)
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if 3 * held > ROOM * room:  # weights, and two sets of gradients
+        return f"weights and two sets of gradients of the whole model are {3 * held / 1e9:.0f} GB"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

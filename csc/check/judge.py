@@ -1,0 +1,78 @@
+"""The judge: a step of a program beside one of eager PyTorch.
+
+judge(right, found, tolerance, rounding) -> Judgement
+tolerance_of(options, model) -> float            what is put down to rounding without asking
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from csc.check.differences import relative
+from csc.check.eager import Step
+from csc.check.rounding import LOSS
+
+# A difference of at most this many times what a changed last bit makes of eager's own gradients is rounding: programs
+# add up in another order everywhere, the probe changes one bit of each weight.
+ROUNDING = 16.0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """loss_rel: relative difference of the loss. grad_rel: per parameter (see csc.check.differences). missing:
+    parameters to which eager alone gives a gradient; unexpected: to which the program alone does.
+    wrong: names of the parameters whose gradients are not eager's; loss_wrong: the loss is not.
+    """
+
+    loss: float
+    loss_eager: float
+    loss_rel: float
+    grad_rel: Mapping[str, float]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+    loss_wrong: bool
+
+    @property
+    def good(self) -> bool:
+        return not (self.missing or self.unexpected or self.wrong or self.loss_wrong)
+
+    @property
+    def largest(self) -> float:
+        """The largest entry of grad_rel; NaN if one is."""
+        values = list(self.grad_rel.values())
+        return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+
+
+def judge(
+    right: Step,
+    loss: float,
+    gradients: Mapping[str, torch.Tensor],
+    tolerance: float,
+    rounding: Callable[[], Mapping[str, float]],
+) -> Judgement:
+    """right: eager's step; loss, gradients: the program's. rounding: how far a last bit moves eager's, asked for only
+    if something differs by more than the tolerance.
+    """
+    differences = relative(right.gradients, gradients)
+    loss_rel = abs(loss - right.loss) / max(abs(right.loss), torch.finfo(torch.float32).tiny)
+    apart = {name: value for name, value in differences.items() if not value <= tolerance}
+    loss_apart = not loss_rel <= tolerance
+    if apart or loss_apart:
+        allowed = rounding()
+        apart = {name: value for name, value in apart.items() if not value <= ROUNDING * allowed[name]}
+        loss_apart = loss_apart and not loss_rel <= ROUNDING * allowed[LOSS]
+    return Judgement(
+        loss=loss,
+        loss_eager=right.loss,
+        loss_rel=loss_rel,
+        grad_rel=dict(sorted(differences.items())),
+        missing=tuple(sorted(right.gradients.keys() - gradients.keys())),
+        unexpected=tuple(sorted(gradients.keys() - right.gradients.keys())),
+        wrong=tuple(sorted(apart)),
+        loss_wrong=loss_apart,
+    )

@@ -1,0 +1,68 @@
+"""Eager PyTorch without chance: every random number is the same one.
+
+Two programs that draw different numbers cannot be compared. Here every uniform number is UNIFORM and every normal one
+NORMAL, as a compiled program has them when its step is run with `chance=False` (csc.kernels.dropout).
+
+    with WithoutChance() as mode: ...         mode.unknown: random operations that were left as they are
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIFORM = 0.25
+NORMAL = 0.5
+
+aten = torch.ops.aten
+
+
+class WithoutChance(TorchDispatchMode):
+    """unknown: names of operations that drew from torch's generator all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet is aten.bernoulli and func is aten.bernoulli.default:
+            return (args[0] > UNIFORM).to(args[0].dtype)
+        if packet is aten.bernoulli:
+            return torch.full_like(args[0], float(args[1] > UNIFORM))
+        if func is aten.bernoulli_.float:
+            return args[0].fill_(float((args[1] if len(args) > 1 else 0.5) > UNIFORM))
+        if func is aten.bernoulli_.Tensor:
+            return args[0].copy_((args[1] > UNIFORM).to(args[0].dtype))
+        if packet is aten.native_dropout:
+            return _dropped(*args)
+        if kwargs.get("generator") is None:
+            named = {name: value for name, value in kwargs.items() if name != "generator"}
+            if packet in (aten.rand, aten.randn):
+                named["dtype"] = named.get("dtype") or torch.get_default_dtype()
+                return torch.full(args[0], UNIFORM if packet is aten.rand else NORMAL, **named)
+            if packet in (aten.rand_like, aten.randn_like):
+                return torch.full_like(args[0], UNIFORM if packet is aten.rand_like else NORMAL, **named)
+        result = func(*args, **kwargs)
+        if not _draws_nothing(func, args, kwargs):
+            self.unknown.add(str(func))
+        return result
+
+
+def _dropped(x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = torch.full_like(x, not train or 1 - p > UNIFORM, dtype=torch.bool)
+    return (x * kept / (1 - p) if train and p < 1 else x * kept), kept
+
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that may draw, as attention may, was called so that it does not."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout", "p"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not given
+    return False
