@@ -219,23 +219,31 @@ class Serving:
                 if not self._serves(microbatch, options):
                     self._join_group(options)
                     self._gather_weights()
-                    new.append((microbatch, self._add(microbatch, options, progress)))
-            if self._checks and batch is not None and not all(packed.checked for _, packed in new):
+                    self._add(microbatch, options, progress)
+                    new.append(microbatch)
+            if self._checks and batch is not None and new:
                 progress(CHECK)
-                self.check(ready, options, batch)
-                self._keep_checked(new, options)
+                self.check(ready, options, batch, new)
             self.last = self._trainers[options.microbatches]
             return self.last
 
-    def check(self, ready: Sequence[Microbatch], options: Options, batch: Any) -> None:
+    def check(
+        self, ready: Sequence[Microbatch], options: Options, batch: Any, new: Sequence[Microbatch] | None = None
+    ) -> None:
         """Compare what these microbatches train with eager PyTorch. Of several ranks the first one does, and runs them
         all; all ranks call it.
+
+        new: those whose programs are new; if the cache knows that they were compared, they are not again. None: all
+        are compared. DifferenceError, on every rank, then and from then on.
         """
 
         def compare() -> Files:
-            with self._all_ranks(options) as trainer:
-                self.checked = check(self._compiler, trainer, batch, ready, options)
-            (log.warning if self.checked.skipped else log.info)("%s", self.checked)
+            if new is None or not all(self._was_checked(microbatch, options) for microbatch in new):
+                with self._all_ranks(options) as trainer:
+                    self.checked = check(self._compiler, trainer, batch, ready, options)
+                (log.warning if self.checked.skipped else log.info)("%s", self.checked)
+                if not self.checked.skipped:
+                    self._keep_checked(new or (), options)
             return {}
 
         try:
@@ -265,14 +273,15 @@ class Serving:
                 trainer.add(program)
             yield trainer
 
-    def _keep_checked(self, new: Sequence[tuple[Microbatch, Packed]], options: Options) -> None:
-        """So that another process need not check them."""
-        if self.checked is None or self.checked.skipped:
-            return
-        for microbatch, packed in new:
+    def _was_checked(self, microbatch: Microbatch, options: Options) -> bool:
+        settled = self._settled[self._key(microbatch, options)]
+        return bool(self._compiler.kept.checked(microbatch, settled, self._compiler.learned))
+
+    def _keep_checked(self, new: Sequence[Microbatch], options: Options) -> None:
+        for microbatch in new:
             settled = self._settled[self._key(microbatch, options)]
-            kept = replace(packed, checked=str(self.checked))
-            self._compiler.kept.keep_program(kept, microbatch, settled)
+            learned = snapshot(self._compiler.learned)
+            self._compiler.kept.keep_checked(str(self.checked), microbatch, settled, learned)
 
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
@@ -298,7 +307,7 @@ class Serving:
     def _signature(self, complete: Microbatch) -> Any:
         return signature(self._known, complete)
 
-    def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> Packed:
+    def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
         count = options.microbatches
         directory = self._program_directory(sum(map(len, self._served.values())))
@@ -317,7 +326,6 @@ class Serving:
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
         if self._group is not None and dist.get_rank() == 0:
             self._packs.setdefault(count, []).append((packed, self.complete(microbatch)))
-        return packed
 
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress

@@ -29,7 +29,7 @@ class Verification:
     """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 / |eager|_2, small ones by
     their module's (csc.check.differences). missing: parameters that eager gives a gradient and the program does not;
     unexpected: the reverse. random_ops: calls that draw random numbers, which were the same constants for both;
-    unknown: of eager PyTorch, that could not be made the same. from_float64: if asked for, how far eager's and the
+    unknown: what draws others. from_float64: if asked for, how far eager's and the
     program's gradient are from eager PyTorch's in float64, in the same measure. trained_rel: if asked for, how far
     parameters are from eager's after several steps of an optimizer, as a share of how far these have moved.
     """
@@ -114,7 +114,7 @@ def verify(compiled: CompiledModel, batch: Any = None, float64: bool = False, st
         trained = relative(
             moved, trained_by_program(compiled.trainer(batch, check=False), compiled.complete(batch), steps)
         )
-    return replace(result, unknown=tuple(sorted(right.unknown)), trained_rel=trained)
+    return replace(result, unknown=tuple(sorted(right.unknown | found.unknown)), trained_rel=trained)
 
 
 def parting(compiled: CompiledModel, tolerance: float) -> str:

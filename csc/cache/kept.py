@@ -2,6 +2,7 @@
 
 kept = Kept(model, store)
 kept.program(microbatch, options, learned) -> Packed | None        kept.keep_program(packed, microbatch, options)
+kept.checked(microbatch, options, learned) -> str                  kept.keep_checked(text, microbatch, options, learned)
 kept.trace(microbatch, options, learned) -> Traced | None          kept.keep_trace(traced, microbatch, options)
 kept.captures(microbatch, learned) -> iterator of Captured         kept.keep_capture(captured, microbatch)
 """
@@ -41,7 +42,8 @@ from csc.ir.stored import Unstorable
 log = logging.getLogger("csc")
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, SafetensorError)
-Found = TypeVar("Found", Packed, Traced)
+CHECKED = "checked.txt"
+Found = TypeVar("Found", Packed, Traced, str)
 
 
 class Kept:
@@ -72,6 +74,23 @@ class Kept:
         self._keep(
             "program", packed.learned, microbatch, options, lambda: packed_bytes(packed, self._model),
             lambda key: program_key(key, options, trainable), {"mesh": mesh, "freeze": freeze},
+        )  # fmt: skip
+
+    def checked(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> str:
+        """What the comparison of a microbatch's program with eager PyTorch gave; "" if none is known."""
+        trainable = self._trainable()
+        found = self._find(
+            "checked", microbatch, options, learned, lambda files, _: files[CHECKED].decode(),
+            lambda key: program_key(key, options, trainable),
+        )  # fmt: skip
+        return found or ""
+
+    def keep_checked(self, text: str, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> None:
+        """Keep that a program was found to train what eager PyTorch does."""
+        trainable = self._trainable()
+        self._keep(
+            "checked", learned, microbatch, options, lambda: {CHECKED: text.encode()},
+            lambda key: program_key(key, options, trainable), {},
         )  # fmt: skip
 
     def keep_trace(self, traced: Traced, microbatch: Mapping[str, Any], options: Options) -> None:

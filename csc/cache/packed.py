@@ -32,7 +32,6 @@ from csc.ir.stored import Unstorable
 from csc.placeholders import Places
 
 PREFIX = "program/"
-CHECKED = "checked.txt"
 Files = Mapping[str, bytes]
 
 
@@ -40,15 +39,13 @@ Files = Mapping[str, bytes]
 class Packed:
     """files: text and tensors by path in the program directory; the example batch is the user's data, not in it.
 
-    bound: why it means something in this process alone; "": it does not. checked: what its comparison with eager
-    PyTorch gave; "": there was none.
+    bound: why it means something in this process alone; "": it does not.
     """
 
     files: Files
     places: Places
     learned: Learned
     bound: str = ""
-    checked: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,13 @@ def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
     if packed.bound:
         raise Unstorable(packed.bound)
     files = {PREFIX + name: content for name, content in packed.files.items()}
-    return files | {CHECKED: packed.checked.encode()} | _common(packed.places, packed.learned, model)
+    return files | _common(packed.places, packed.learned, model)
 
 
 def packed_from(files: Files, model: nn.Module) -> Packed:
     """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
     own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
-    return Packed(own, *_common_from(files, model), checked=files[CHECKED].decode())
+    return Packed(own, *_common_from(files, model))
 
 
 def traced_bytes(traced: Traced, model: nn.Module) -> dict[str, bytes]:

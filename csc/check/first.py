@@ -80,9 +80,10 @@ def check(
         return Checked(skipped=f"eager PyTorch fails on the whole batch: {type(error).__name__}: {_first_line(error)}")
     if rule != "auto" and len(ready) > 1:
         _compare_with_whole(model, batch, trainable, right.loss, rule)
-    if right.unknown:
-        return Checked(skipped=f"the model draws random numbers with {', '.join(sorted(right.unknown))}")
     found = step_of(trainer, [compiler.complete(microbatch) for microbatch in ready])
+    drawn = right.unknown | found.unknown
+    if drawn:
+        return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
     tolerance, epsilon = _tolerance(model, options)
     result = judge(
         right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)

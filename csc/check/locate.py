@@ -69,12 +69,16 @@ def locate(compiler: Compiler, microbatch: Mapping[str, Any], options: Options, 
 def _gradients_part(program: Program, right: Step, found: Step, tolerance: float) -> Place:
     result = judge(right, found.loss, found.gradients, tolerance, lambda: dict.fromkeys(["", *right.gradients], 0.0))
     apart = {*result.wrong, *result.missing, *result.unexpected}
+    if result.loss_wrong:
+        return Place(
+            "each region's graph has the values of its module, and the program that was written has others", ""
+        )
     for region in reversed(program.regions):
         own = sorted(apart & set(region.parameters))
         if own:
             return Place(f"its values are right, and the gradient of {own[0]!r} is not", _line(program, region))
-    if result.loss_wrong or apart:
-        return Place("every region's values are right, and the loss or a gradient is not", "")
+    if apart:
+        return Place(f"no region holds {min(apart)!r}, whose gradient is not right", "")
     return Place("each microbatch alone is right on one rank", "", whole=True)
 
 

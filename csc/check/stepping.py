@@ -11,7 +11,10 @@ from csc.runtime.trainer import Trainer
 
 
 def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> Step:
-    """The loss and gradients of all ranks, which run in this process. microbatches: complete ones."""
+    """The loss and gradients of all ranks, which run in this process. microbatches: complete ones.
+
+    What the program draws from torch's generator all the same (in modules that it calls as they are) is `unknown`.
+    """
     manifest = trainer.program.manifest
     used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
     parameters = dict(trainer.named_parameters())
@@ -19,9 +22,20 @@ def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]
     try:
         trainer.zero_grad()
         given = [{name: value for name, value in one.items() if name in used} for one in microbatches]
-        loss = trainer.train_step(given, chance=False)
+        with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):
+            state = _generator(trainer.device)
+            loss = trainer.train_step(given, chance=False)
+            drawn = not torch.equal(state, _generator(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        return Step(float(loss), gradients)
+        return Step(float(loss), gradients, frozenset({"modules that csc runs as they are"} if drawn else ()))
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
+
+
+def _generator(device: torch.device) -> torch.Tensor:
+    """What it will draw next, on the CPU and on the device."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)

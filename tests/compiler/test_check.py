@@ -1,0 +1,216 @@
+"""The check: a program that is wrong is not handed out, one that is right is, and nothing is left of the comparison."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.check.eager import eager_step
+from csc.check.numbers import WithoutChance
+from csc.compiler import Compiler
+from csc.errors import DifferenceError, InputError
+from csc.verification import parting, verify
+from tests.compiler import small
+
+
+@pytest.fixture
+def tampered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is emitted from now on has these texts replaced."""
+    changes: dict[str, str] = {}
+    emit = Compiler.emit
+
+    def edited(self: Compiler, program: Any, options: Any, directory: Path, *rest: Any) -> Path:
+        written = emit(self, program, options, directory, *rest)
+        found = 0
+        for file in sorted((directory / "layers").glob("*.py")):
+            text = file.read_text()
+            for before, after in changes.items():
+                found += text.count(before)
+                text = text.replace(before, after)
+            file.write_text(text)
+        assert found or not changes
+        return written
+
+    monkeypatch.setattr(Compiler, "emit", edited)
+    return changes
+
+
+def compiled(**options: Any) -> csc.api.CompiledModel:
+    return csc.compile(small.text(2), example=small.text_batch(4), cache=False, **options)
+
+
+def test_a_right_program_is_checked_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(mesh="pp=2", microbatches=2)
+    with caplog.at_level(logging.INFO, "csc"):
+        for _ in range(3):
+            model.train_step(small.text_batch(4))
+    said = [record.message for record in caplog.records if "eager PyTorch" in record.message]
+    assert len(said) == 1 and "15 gradients" in said[0]
+
+
+def test_every_nth_step_is_checked(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(check=2)
+    with caplog.at_level(logging.INFO, "csc"):
+        for _ in range(5):
+            model.train_step(small.text_batch(4))
+    assert sum("checked against eager PyTorch" in record.message for record in caplog.records) == 3  # 0, 2 and 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told", "where"),
+    [
+        ("aten.silu.default(", "aten.relu.default(", "the program that was written has others", "TextModel"),
+        ("aten.silu_backward.", "aten.gelu_backward.", "its values are right", "region layers.1 (small.py"),
+    ],
+)
+def test_a_wrong_program_is_an_error_that_names_the_region(
+    tampered: dict[str, str], before: str, after: str, told: str, where: str
+) -> None:
+    tampered[before] = after
+    model = compiled(mesh="pp=2", microbatches=2)
+    for parameter in model.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):  # it stays an error
+        with pytest.raises(DifferenceError, match=told) as caught:
+            model.train_step(small.text_batch(4))
+    assert caught.value.where.split(":")[0] == where.split(":")[0]
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.model.parameters())
+    unchecked = compiled(mesh="pp=2", microbatches=2, check=False)
+    assert unchecked.train_step(small.text_batch(4)).isfinite()
+
+
+def test_verify_says_where_both_part(tampered: dict[str, str]) -> None:
+    tampered["aten.silu_backward."] = "aten.gelu_backward."
+    model = compiled(mesh="pp=2")
+    result = verify(model, steps=2)
+    assert not result.good(1e-6) and max(result.trained_rel.values()) > 1e-3
+    assert parting(model, 1e-6).startswith("region layers.1 ")
+
+
+def test_several_steps_of_an_optimizer_end_where_eagers_do() -> None:
+    model = compiled(mesh="pp=2", microbatches=2)
+    before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
+    result = verify(model, steps=3)
+    assert result.good(1e-6) and len(result.trained_rel) == 15 and max(result.trained_rel.values()) < 1e-5
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.model.named_parameters())
+
+
+class Averaged(small.TextModel):
+    """Mixes samples: its microbatches are not its batch."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        logits = self.lm_head(self.norm(hidden - hidden.mean(0)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_microbatches_that_are_not_the_batch_are_seen() -> None:
+    """By the check alone: the user says that losses are to be added up, which the check takes for granted."""
+    whole = csc.compile(Averaged(1), example=small.text_batch(4), cache=False)
+    assert whole.train_step(small.text_batch(4)).isfinite()
+    assert not verify(whole.with_options(microbatches=2, loss_weight="mean")).good(1e-4)
+
+
+def test_a_step_that_was_checked_is_the_same_step() -> None:
+    """Buffers, gradients, modes, attributes and random numbers are as if nobody had looked."""
+    steps = []
+    for check in (True, False):
+        torch.manual_seed(0)
+        model = csc.compile(small.dropped(), example=small.text_batch(4), microbatches=2, cache=False, check=check)
+        model.model.eval()
+        torch.manual_seed(5)
+        loss = model.train_step(small.text_batch(4))
+        steps.append((loss, [p.grad for p in model.model.parameters()], torch.rand(3), model.model.training))
+    assert torch.equal(steps[0][0], steps[1][0]) and torch.equal(steps[0][2], steps[1][2])
+    assert all(map(torch.equal, steps[0][1], steps[1][1])) and steps[0][3] is steps[1][3] is False
+
+
+class Counting(nn.Module):
+    """Changes itself: a buffer in place, another by another one, an attribute, a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("inside", torch.zeros(2))
+        self.register_buffer("other", torch.zeros(2))
+        self.calls, self.seen = 0, [1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside += 1
+        self.other = self.other + 1
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.linear(x).mean()
+
+
+def test_eager_steps_leave_the_model_as_it_was() -> None:
+    model, x = Counting(), torch.randn(3, 4)
+    inside, other = model.inside, model.other
+    step = eager_step(model, {"x": x}, {"linear.weight"})
+    assert set(step.gradients) == {"linear.weight"} and model.linear.bias.requires_grad
+    assert model.inside is inside and model.other is other and not inside.any() and not other.any()
+    assert model.calls == 0 and model.seen == [1] and model.linear.weight.grad is None
+
+
+def test_lists_of_microbatches_are_one_batch_where_they_can_be() -> None:
+    model = small.text(1)
+    names = {name for name, _ in model.named_parameters()}
+    one, two = small.text_batch(1), {name: t[1:] for name, t in small.text_batch(4).items()}
+    whole = eager_step(model, small.text_batch(4), names)
+    assert eager_step(model, [one, two], names).loss == pytest.approx(whole.loss, rel=1e-6)
+    longer = small.text_batch(1, 12)
+    apart = eager_step(model, [one, longer], names)
+    losses = [eager_step(model, batch, names).loss for batch in (one, longer)]
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in (one, longer)]
+    expected = sum(n * loss for n, loss in zip(counts, losses)) / sum(counts)
+    assert apart.sure and apart.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_numbers_that_are_no_chance() -> None:
+    x = torch.ones(2, 3)
+    with WithoutChance() as mode:
+        assert torch.equal(F.dropout(x, 0.5), 2 * x) and not F.dropout(x, 0.8).any()
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.25)) and torch.randn_like(x).eq(0.5).all()
+        assert torch.equal(torch.bernoulli(torch.tensor([0.2, 0.3])), torch.tensor([0.0, 1.0]))
+        assert not mode.unknown
+        torch.randint(3, (2,))
+    assert mode.unknown == {"aten.randint.default"}
+
+
+def test_what_cannot_be_checked_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(small.TextModel):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            noise = torch.randint(0, 2, tokens.shape)
+            return F.cross_entropy(self.lm_head(self.embed_tokens(tokens + noise)).flatten(0, 1), labels.flatten())
+
+    batch = {name: t.clamp(0, 5) for name, t in small.text_batch(2).items()}
+    model = csc.compile(Noisy(1), example=batch, cache=False)
+    with caplog.at_level(logging.WARNING, "csc"):
+        model.train_step(batch)
+    assert "not checked against eager PyTorch: random numbers" in caplog.text
+
+
+def test_the_cache_remembers_that_a_program_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.INFO, "csc"):
+        for expected in (1, 1):
+            csc.compile(small.text(1), example=small.text_batch(2)).train_step(small.text_batch(2))
+            assert sum("checked against eager" in record.message for record in caplog.records) == expected
+        csc.compile(small.text(1), example=small.text_batch(2), microbatches=2).train_step(small.text_batch(2))
+    assert sum("checked against eager" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("given", ["often", -1, 1.5])
+def test_check_is_a_choice_or_a_number(given: Any) -> None:
+    with pytest.raises(InputError, match="check is"):
+        compiled(check=given)
