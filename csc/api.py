@@ -11,6 +11,7 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from csc.runtime.trainer import Trainer
 from csc.runtime.weights import Format
 from csc.serving import Serving
 from csc.simulation.timeline import Timeline
+
+log = logging.getLogger("csc")
 
 Factory = Callable[[], nn.Module]
 Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -214,11 +217,11 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         ready = self._ready(self.example if batch is None else batch, options)
-        return self._serving.history(ready[0], options, self.progress)
+        return self._current_programs().history(ready[0], options, self.progress)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
-        self._serving.prepare(self.microbatch, self.options, self.progress)
+        self._current_programs().prepare(self.microbatch, self.options, self.progress)
 
     def _options(self, microbatches: int | None) -> Options:
         return replace(self.options, microbatches=microbatches or self.options.microbatches)
@@ -226,7 +229,7 @@ class CompiledModel:
     @property
     def program(self) -> Program:
         """The finished Program for the example batch."""
-        return self._serving.finished(self.microbatch, self.options, self.progress)
+        return self._current_programs().finished(self.microbatch, self.options, self.progress)
 
     @property
     def microbatch(self) -> dict[str, Any]:
@@ -241,7 +244,7 @@ class CompiledModel:
         """
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
-        return self._serving.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
+        return self._current_programs().write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
@@ -259,7 +262,8 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         batch = self.example if batch is None else batch
-        return self._serving.trainer(self._ready(batch, options), options, self.progress, batch if check else None)
+        ready = self._ready(batch, options)
+        return self._current_programs().trainer(ready, options, self.progress, batch if check else None)
 
     def step_without_chance(self, batch: Any) -> Step:
         """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
@@ -296,15 +300,42 @@ class CompiledModel:
         it depends on values of the batch, is decided there, by raising.
         Returns the loss of the whole batch (0-d tensor, the same on every rank).
         """
+        self._refuse_eval_mode()
         self._check_batch(batch)
         options = self._options(microbatches)
         ready = self._ready(batch, options)
-        trainer = self._serving.trainer(ready, options, self.progress, batch)
+        trainer = self._current_programs().trainer(ready, options, self.progress, batch)
         if self._check is not True and self._check and self._steps and self._steps % self._check == 0:
             self.gather()
             self._serving.check(ready, options, batch)
         self._steps += 1
         return trainer.train_step(self._complete(ready, trainer))
+
+    def _current_programs(self) -> Serving:
+        """The programs of the model as it is: compiled anew where it has changed since, without tracing where only
+        what trains has.
+        """
+        serving = self._serving
+        if serving.state is None or serving.state.holds():
+            return serving
+        changed = serving.state.changed()
+        if changed:
+            log.info("%s has changed since it was compiled: %s", type(self.model).__name__, changed)
+            if changed.structure:
+                self._compiler = Compiler(self.model, store() if self._cache else None)
+            self._before = None if changed.parameters else serving.trained
+            self._made = None
+        else:
+            serving.look()
+        return self._serving
+
+    def _refuse_eval_mode(self) -> None:
+        state = self._serving.state
+        if state is not None and state.was_training and not self.model.training:
+            raise InputError(
+                "the model has been put in eval mode since it was compiled", "train_step",
+                "call model.train() before a training step",
+            )  # fmt: skip
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
+from csc.capture.state import State
 from csc.check.first import Checked, check
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
@@ -93,6 +94,7 @@ class Serving:
         self._packs: dict[int, list[tuple[Packed, dict[str, Any]]]] = {}  # of all ranks, for the check on the first one
         self._different: DifferenceError | None = None
         self.checked: Checked | None = None  # the latest check
+        self.state: State | None = None  # the model as the programs know it
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 
@@ -169,6 +171,8 @@ class Serving:
         placement: tuple[int, ...],
         schedule: Schedule | None,
     ) -> None:
+        if self.state is None:
+            self.look()
         self._settled.setdefault(key, settled)
         if self._decided is None:
             self._decided = Decided(stages, placement)
@@ -224,8 +228,14 @@ class Serving:
             if self._checks and batch is not None and new:
                 progress(CHECK)
                 self.check(ready, options, batch, new)
+            if new:
+                self.look()
             self.last = self._trainers[options.microbatches]
             return self.last
+
+    def look(self) -> None:
+        """Keep how the model is now: its programs are for that."""
+        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written)
 
     def check(
         self, ready: Sequence[Microbatch], options: Options, batch: Any, new: Sequence[Microbatch] | None = None

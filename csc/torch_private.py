@@ -37,6 +37,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "ParameterReads",
+    "TorchDispatchMode",
     "assume_several",
     "assumed_of_sizes",
     "conditions_of_models",

@@ -37,7 +37,7 @@ def signature(learned: Learned, microbatch: Mapping[str, Any]) -> Any:
 
 def snapshot(learned: Learned) -> Learned:
     """As it is now; `learned` itself grows with every capture."""
-    return replace(learned, consulted=set(learned.consulted))
+    return replace(learned, consulted=set(learned.consulted), written=set(learned.written))
 
 
 def extends(more: Learned, less: Learned) -> bool:
@@ -50,7 +50,8 @@ def together(more: Learned, less: Learned) -> Learned:
     """What both know, `more` extending `less`: that has ways which the other never met."""
     met = [way.calls for way in more.ways]
     ways = (*more.ways, *(way for way in less.ways if way.calls not in met))
-    return replace(more, consulted=set(more.consulted), ways=ways, runs=less.runs)
+    written = more.written | less.written
+    return replace(more, consulted=set(more.consulted), ways=ways, written=written, runs=less.runs)
 
 
 def to_tree(learned: Learned, model: nn.Module) -> Any:
@@ -64,6 +65,7 @@ def to_tree(learned: Learned, model: nn.Module) -> Any:
     return {
         "calls": hosted, "tried": tried, "consulted": sorted(learned.consulted), "replayed": learned.replayed,
         "moves": learned.moves, "ways": list(map(_way_tree, learned.ways)),
+        "written": sorted(map(list, learned.written)),
     }  # fmt: skip
 
 
@@ -80,7 +82,8 @@ def from_tree(tree: Any, model: nn.Module) -> Learned:
     )
     tried = tuple(Function(*function) for function in tree["tried"])
     ways = tuple(map(_way_from, tree["ways"]))
-    return Learned(Host(hosted, (), tried), set(tree["consulted"]), ways, tree["replayed"], tree["moves"])
+    written = {(path, name) for path, name in tree["written"]}
+    return Learned(Host(hosted, (), tried), set(tree["consulted"]), ways, tree["replayed"], tree["moves"], written)
 
 
 def _way_tree(way: Way) -> Any:

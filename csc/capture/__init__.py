@@ -18,6 +18,7 @@ from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_o
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import flatten
+from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
 from csc.capture.repeats import CannotRepeat, Layers, NotHidden
 from csc.capture.replay import Replay, Runs, Way, replay
 from csc.capture.weightless import standing_in, weightless, with_weights
@@ -53,7 +54,8 @@ class Learned:
     host: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
     what the graph is; a capture holds for the values it was made with, and for those with which the model's code does
     the same, which ways tell. replayed: whether its code runs without data, which shows what it does; None if nobody
-    has tried. moves: whether it moves rows of tensors by numbers. runs: its latest ones.
+    has tried. moves: whether it moves rows of tensors by numbers. written: attributes and buffers that its forward
+    writes, and does not compute with. runs: its latest ones.
     """
 
     host: Host = field(default_factory=Host)
@@ -61,6 +63,7 @@ class Learned:
     ways: tuple[Way, ...] = ()
     replayed: bool | None = None
     moves: bool = False
+    written: set[Slot] = field(default_factory=set)
     runs: Runs = field(default_factory=Runs, compare=False)
 
     def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
             before = learned.ways, learned.replayed, learned.moves
             try:
                 with conditions_of_models(_holds_for_one):
-                    program = _captured(model, {**doubled, **extra}, learned, whole)
+                    program = _steady(model, {**doubled, **extra}, learned, whole)
                 completed, _ = split_batch(learned.completed(model, example))
                 if serves(program, completed):
                     return with_sizes_of(program, completed)
@@ -131,7 +134,7 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
                 reason = str(error)
             log.info("a batch with one sample or image is traced as it is: %s", reason)
             learned.ways, learned.replayed, learned.moves = before  # nobody has the Programs of its ways
-        return _captured(model, example, learned, whole)
+        return _steady(model, example, learned, whole)
 
 
 def _holds_for_one(condition: Any, sizes: Mapping[Any, int]) -> None:
@@ -144,7 +147,26 @@ class NumberAsked(CscError):
     """Ends the trace of a doubled batch."""
 
 
-def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> Program:
+def _steady(model: nn.Module, example: Any, learned: Learned, whole: bool) -> Program:
+    """A capture that is the same for every step. InputError if the model computes with what it wrote a step before."""
+    program, changes = _captured(model, example, learned, whole)
+    tensors, extra = split_batch(example)
+
+    def run() -> float:
+        with training(model), without_kv_cache(model), torch.random.fork_rng():
+            torch.manual_seed(0)
+            return float(loss_of(model(**placed(tensors, device_of(model)), **extra)))
+
+    def again() -> tuple[Program, Changes]:
+        return _captured(model, example, replace(learned, consulted=set()), whole)
+
+    refuse_if_computed_with(model, run, changes, program, again)
+    learned.written |= changes.keys()
+    return program
+
+
+def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> tuple[Program, Changes]:
+    """The Program, and what the model's forward wrote to it."""
     device = device_of(model)
     with standing_in(model, device):
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
@@ -162,7 +184,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
     if learned.replayed and not fixed.keys() & taken:
         _add_way(learned, model, example, Way(traced.calls, sizes, fixed))
-    return Program(
+    program = Program(
         name=type(model).__name__,
         inputs=_inputs(graph, tensors),
         parameters=parameters,
@@ -175,6 +197,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         sizes=sizes,
         history=history,
     )
+    return program, traced.changes
 
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:

@@ -25,6 +25,7 @@ from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensio
 from csc.capture.failures import untraceable
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
+from csc.capture.own_changes import Changes, Slots, attributes_kept
 from csc.capture.recording import Recording
 from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.capture.rows import PREFIX, Rows
@@ -45,6 +46,7 @@ class LossOnly(nn.Module):
     recording: Recording
     loss: torch.Tensor
     made: Mapping[str, torch.Tensor]
+    changes: Changes  # what the last run wrote to the model
 
     def __init__(
         self,
@@ -83,7 +85,9 @@ class LossOnly(nn.Module):
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            before = Slots(self.model)
             loss = loss_of(self.model(**own, **self._extra))
+            self.changes = before.written()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return loss
 
@@ -136,7 +140,8 @@ class Host:
 @dataclass(frozen=True)
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
-    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known.
+    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
+    changes: what it wrote to itself.
     """
 
     program: torch.export.ExportedProgram
@@ -144,6 +149,7 @@ class Exported:
     host: Host
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
+    changes: Changes
 
 
 class HostFunctionFound(Exception):
@@ -280,7 +286,7 @@ def _exported(
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
     consulted = frozenset(wrapped.watching.consulted)
-    return Exported(exported, consulted, wrapped.host, calls, tuple(asked) if ones else None)
+    return Exported(exported, consulted, wrapped.host, calls, tuple(asked) if ones else None, wrapped.changes)
 
 
 @contextmanager
@@ -296,20 +302,6 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         each_computed(),
     ):
         yield
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Models remember tensors in attributes (Qwen-VL its position offsets); those of a trace must not stay behind."""
-    before = {module: dict(module.__dict__) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for name, value in list(module.__dict__.items()):
-                if isinstance(value, torch.Tensor) and attributes.get(name) is not value:
-                    del module.__dict__[name]
-                    module.__dict__.update({name: attributes[name]} if name in attributes else {})
 
 
 @contextmanager

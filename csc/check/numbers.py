@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from csc.torch_private import TorchDispatchMode
 
 UNIFORM = 0.25
 NORMAL = 0.5

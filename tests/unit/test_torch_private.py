@@ -356,6 +356,24 @@ def test_pytree() -> None:
     assert private.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
 
 
+def test_torch_dispatch_mode() -> None:
+    """It sees what a dropout is made of, also in backward."""
+
+    class Names(private.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    with Names() as names:
+        torch.nn.functional.dropout(x, 0.5).exp().sum().backward()
+    assert "aten::bernoulli_" in names.seen and names.seen.count("aten::mul") >= 2
+
+
 def test_assume_several() -> None:
     """A view of selected rows asks whether there are none; without the assumption the trace ends there."""
 

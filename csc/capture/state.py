@@ -1,0 +1,223 @@
+"""Guards on the model itself: what a capture assumed of it, besides its parameters' values.
+
+Terms
+  slots      where a model holds what its forward may read: attributes of modules and of their configurations,
+             parameters, buffers, submodules, hooks
+  structure  slots as they were: attributes, submodules, buffers with the versions of their values, hooks, modes
+  parameters the parameters' identities, and which of them train
+
+    state = State(model, ignored)
+    state.holds() -> bool                    microseconds: identities and version counters
+    state.changed() -> Changed               what differs, in words; nothing where a value was replaced by an equal one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+CONTAINERS = (list, dict, set, tuple)
+OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
+DEPTH = 3  # of configurations within configurations
+Slot = tuple[str, str]  # the path of what holds it, its name there
+
+
+@dataclass(frozen=True)
+class Changed:
+    """structure: what changed that a capture depends on; parameters: names of those that are others now; trainable: of
+    those whose requires_grad is another. All in words of the model.
+    """
+
+    structure: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.structure or self.parameters or self.trainable)
+
+    def __str__(self) -> str:
+        told = list(self.structure)
+        if self.parameters:
+            told.append(f"{_some(self.parameters)} replaced")
+        if self.trainable:
+            told.append(f"requires_grad of {_some(self.trainable)}")
+        return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+class State:
+    """A model as it is now. `ignored`: slots that the model's own forward writes."""
+
+    def __init__(self, model: nn.Module, ignored: Set[Slot] = frozenset()) -> None:
+        self._model, self._ignored = model, _of_equals(model, ignored)
+        holders = dict(_holders(model))
+        self._before = {path: dict(own) for path, own in holders.items()}
+        self.was_training = model.training
+        self._kinds = _kinds(model)
+        self._all = list(holders.values())
+        self._sizes = list(map(len, self._all))
+        self._filled = [own for own in self._all if own]
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
+        self._contents = {
+            (path, name): (value, _copied(value))
+            for path, own in holders.items()
+            for name, value in own.items()
+            if isinstance(value, (list, dict, set))
+            and not _is_holder(name, value)
+            and (path, name) not in self._ignored
+        }
+        self._held = list(self._contents.values())
+        self._buffers = [b for _, b in model.named_buffers(remove_duplicate=False)]
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._parameters = list(model.parameters())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
+        return (
+            list(map(len, self._all)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            and [parameter.requires_grad for parameter in self._parameters] == self._trainable
+            and [buffer._version for buffer in self._buffers] == self._versions
+            and all(_same(value, before) for value, before in self._held)
+        )
+
+    def changed(self) -> Changed:
+        """What differs. Attributes that the model's forward writes itself, and values equal to those before, do not."""
+        now = dict(_holders(self._model))
+        structure: list[str] = []
+        parameters: list[str] = []
+        for path, after in now.items():
+            before = self._before.get(path)
+            if before is None:
+                continue
+            for name in dict.fromkeys((*before, *after)):
+                old, new = before.get(name), after.get(name)
+                if (path, name) in self._ignored or name == "training" or _is_holder(name, old):
+                    continue
+                if path.endswith("._parameters") and new is not old:
+                    parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
+                elif not _equal(old, self._contents.get((path, name), (old, old))[1], new):
+                    structure.append(_place(path, name))
+        for (name, buffer), version in zip(self._model.named_buffers(remove_duplicate=False), self._versions):
+            if buffer._version != version and _place("._buffers", name) not in structure:
+                structure.append(f"buffer {name}")
+        structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
+        if parameters and _kinds(self._model) != self._kinds:
+            structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
+        structure += self._modes()
+        flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()
+        trainable = tuple(name for (name, parameter), before in flags if parameter.requires_grad != before)
+        return Changed(tuple(dict.fromkeys(structure)), tuple(parameters), trainable)
+
+    def _modes(self) -> list[str]:
+        """Modules whose mode is another, seen from the model's own: a model in eval mode trains as a whole."""
+        found = []
+        for path, module in self._model.named_modules():
+            before = self._before.get(path, {}).get("training")
+            if before is None or not self._model.training:
+                continue
+            if module.training != (before or not self.was_training):
+                found.append(f"{path or 'the model'} is in {'train' if module.training else 'eval'} mode")
+        return found
+
+
+def _kinds(model: nn.Module) -> list[Any]:
+    """Of each parameter its name, shape, dtype and device, and by which name it was met first."""
+    first: dict[int, str] = {}
+    return [
+        (name, first.setdefault(id(p), name), p.shape, p.dtype, p.device)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _of_equals(model: nn.Module, slots: Set[Slot]) -> Set[Slot]:
+    """Slots of modules, and the same ones of all modules of these modules' classes: equal layers are run once only."""
+    modules = dict(model.named_modules())
+    classes = {(type(modules[path]), name) for path, name in slots if path in modules}
+    names = {name for _, name in classes}
+    found = {(path, name) for path, module in modules.items() for name in names if (type(module), name) in classes}
+    return found | set(slots)
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, slots) of modules, their parameters, buffers, submodules and hooks, and of their configurations."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = vars(module)
+        yield path, own
+        for name, value in own.items():
+            if _is_holder(name, value):
+                yield f"{path}.{name}", value
+            elif id(value) not in seen:
+                yield from _configurations(f"{path}.{name}".lstrip("."), value, seen, DEPTH)
+
+
+def _is_holder(name: str, value: Any) -> bool:
+    return name in OWN or (isinstance(value, dict) and "_hooks" in name)
+
+
+def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Slots of plain objects with attributes, and of those in them."""
+    plain = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
+    slots = getattr(value, "__dict__", None)
+    if isinstance(value, plain) or not isinstance(slots, dict) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    yield path, slots
+    for name, inner in list(slots.items()):
+        yield from _configurations(f"{path}.{name}", inner, seen, depth - 1)
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if type(value) in CONTAINERS else value
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether a container has the things that it had: the same ones, or plain ones that are equal."""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(map(_alike, value.values(), before.values()))
+    return all(map(_alike, value, before)) if not isinstance(value, set) else value == before
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # comparing is the user's code
+        return False
+
+
+def _equal(before: Any, contents: Any, now: Any) -> bool:
+    """Whether a slot has what it had; contents: of a container, as they were."""
+    if isinstance(before, CONTAINERS) and isinstance(now, CONTAINERS):
+        return type(before) is type(now) and _same(now, contents)
+    return _alike(before, now)
+
+
+def _place(path: str, name: str) -> str:
+    """A slot in words."""
+    where, _, kind = path.rpartition(".")
+    full = f"{where}.{name}".lstrip(".")
+    if kind == "_buffers":
+        return f"buffer {full}"
+    if kind == "_modules":
+        return f"module {full}"
+    if kind.endswith("hooks"):
+        return f"a hook ({kind}) of {where or 'the model'}"
+    return f"attribute {path}.{name}".replace(" .", " ")

@@ -1,0 +1,111 @@
+"""Models whose forward writes to the model: what it only remembers is harmless, what it computes with is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import csc
+from csc.errors import InputError
+from csc.verification import verify
+from tests.compiler import small
+
+
+class Changing(small.TextModel):
+    """`before(hidden)` is part of the model, `after` runs when all is computed."""
+
+    def __init__(self, start: Any, change: Callable[[Any], Any], use: Callable[[Any], float], buffer: bool) -> None:
+        super().__init__(1)
+        self.change, self.use = change, use
+        if buffer:
+            self.register_buffer("kept", start)
+        else:
+            self.kept = start
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens) * self.use(self.kept)
+        self.kept = self.change(self.kept)
+        return F.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+
+def _longer(one: list) -> list:
+    one.append(1)
+    return one
+
+
+def _raised(one: dict) -> dict:
+    one["n"] += 1
+    return one
+
+
+def _shifted(one: torch.Tensor) -> torch.Tensor:
+    return one * 0.9 + 0.1
+
+
+def _nothing(one: Any) -> float:
+    return 1.0
+
+
+START: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any], bool]] = {
+    "number": (lambda: 1, lambda n: n + 1, lambda n: n, False),
+    "number from the hundredth step on": (lambda: 0, lambda n: n + 1, lambda n: 1.0 + n // 100, False),
+    "fraction": (lambda: 1.0, lambda n: 0.99 * n, lambda n: n, False),
+    "switch": (lambda: True, lambda on: not on, lambda on: 2.0 if on else 1.0, False),
+    "text": (lambda: "warm", lambda _: "hot", lambda text: 2.0 if text == "hot" else 1.0, False),
+    "list": (list, _longer, lambda one: 1.0 + len(one), False),
+    "mapping": (lambda: {"n": 1}, _raised, lambda one: one["n"], False),
+    "buffer": (lambda: torch.ones(()), lambda n: n + 1, lambda n: n, True),
+    "mean in a buffer": (lambda: torch.zeros(()), _shifted, lambda n: 1.0 + n, True),
+    "tensor": (lambda: torch.ones(()), lambda n: n + 1, lambda n: n, False),
+}
+
+
+@pytest.mark.parametrize("case", START)
+def test_what_is_computed_with_is_refused(case: str) -> None:
+    start, change, use, buffer = START[case]
+    with pytest.raises(InputError, match="changes kept and computes with it"):
+        csc.compile(Changing(start(), change, use, buffer), example=small.text_batch(2), cache=False)
+
+
+@pytest.mark.parametrize("case", ["number", "text", "list", "buffer", "tensor"])
+def test_what_is_only_remembered_is_not(case: str) -> None:
+    start, change, _, buffer = START[case]
+    model = Changing(start(), change, _nothing, buffer)
+    compiled = csc.compile(model, example=small.text_batch(2), cache=False)
+    assert verify(compiled).good(1e-6)
+    assert str(model.kept) == str(start()), "no trace of the trace"
+
+
+class Table(small.TextModel):
+    """Makes a table when it is needed first, a larger one when it is too small, as rotary embeddings do."""
+
+    longest = 0
+    table: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if tokens.shape[1] > self.longest:
+            self.longest = tokens.shape[1]
+            self.table = torch.linspace(0.5, 1.5, 16)
+        assert self.table is not None
+        hidden = self.embed_tokens(tokens) * self.table
+        return F.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+
+def test_a_table_that_is_made_on_demand() -> None:
+    compiled = csc.compile(Table(1), example=small.text_batch(2), cache=False)
+    assert verify(compiled).good(1e-6)
+    assert verify(compiled, small.text_batch(2, 12)).good(1e-6)
+
+
+@pytest.mark.parametrize("case", ["number", "number from the hundredth step on", "buffer"])
+def test_without_weights_the_graph_is_asked(case: str) -> None:
+    start, change, use, buffer = START[case]
+    with csc.weightless():
+        computed, remembered = (Changing(start(), change, one, buffer) for one in (use, _nothing))
+    assert csc.compile(remembered, example=small.text_batch(2), cache=False).program.regions
+    with pytest.raises(InputError, match="changes kept and computes with it"):
+        csc.compile(computed, example=small.text_batch(2), cache=False)

@@ -1,0 +1,198 @@
+"""What is changed in a model after it was compiled: taken up before the next step, or refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.api import CompiledModel
+from csc.capture.state import State
+from csc.check.eager import eager_step
+from csc.errors import InputError
+from tests.compiler import small
+
+
+class Settings:
+    """As a configuration of Hugging Face: attributes, some of them objects with attributes."""
+
+    def __init__(self) -> None:
+        self.factor, self.table = 1.0, {"a": [1.0, 2.0]}
+        self.inner = None
+
+
+class Tuned(nn.Module):
+    """Reads all kinds of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(32, 16), nn.BatchNorm1d(16, track_running_stats=False)
+        self.mix, self.head = nn.Linear(16, 16), nn.Linear(16, 32)
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("scale", torch.ones(16))
+        self.config, self.config.inner = Settings(), Settings()
+        self.gain, self.gains = 1.0, [1.0, 1.0]
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) * self.scale * self.gain * self.gains[0]
+        hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def compiled(**options: object) -> CompiledModel:
+    torch.manual_seed(0)
+    options = {"mesh": "pp=2", **options}
+    return csc.compile(Tuned(), example=small.text_batch(2), cache=False, check=False, **options)
+
+
+def is_eagers(model: CompiledModel) -> bool:
+    """Whether the next step has eager's loss and gradients."""
+    own = dict(model.model.named_parameters())
+    frozen = model.options.freeze or ()
+    names = {name for name, p in own.items() if p.requires_grad and name.split(".")[0] not in frozen}
+    right = eager_step(model.model, small.text_batch(2), names)
+    model.zero_grad()
+    model.model.zero_grad()
+    loss = float(model.train_step(small.text_batch(2)))
+    found = {name: p.grad for name, p in own.items() if p.grad is not None}
+    assert found.keys() == right.gradients.keys()
+    return loss == pytest.approx(right.loss, rel=1e-6) and all(
+        torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-7) for name, gradient in right.gradients.items()
+    )
+
+
+def _loaded(model: Tuned, assign: bool) -> None:
+    torch.manual_seed(1)
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=assign)
+
+
+def _hooked(model: Tuned) -> None:
+    model.mix.register_forward_hook(lambda module, given, result: 2 * result)
+
+
+def _replaced(model: Tuned) -> None:
+    model.mix = nn.Linear(16, 16)
+
+
+def _patched(model: Tuned) -> None:
+    forward = model.mix.forward
+    model.mix.forward = lambda x: forward(x) * 2
+
+
+CHANGES: dict[str, Callable[[Tuned], object]] = {
+    "buffer filled": lambda m: m.scale.fill_(3.0),
+    "buffer replaced": lambda m: setattr(m, "scale", torch.full((16,), 2.0)),
+    "buffer's data": lambda m: m._buffers.update(scale=torch.full((16,), 2.0)),
+    "weights in place": lambda m: nn.init.ones_(m.mix.weight),
+    "loaded": lambda m: _loaded(m, assign=False),
+    "loaded, assigned": lambda m: _loaded(m, assign=True),
+    "parameter replaced": lambda m: setattr(m.mix, "weight", nn.Parameter(torch.eye(16))),
+    "frozen": lambda m: m.mix.weight.requires_grad_(False),
+    "all but the head frozen": lambda m: [
+        p.requires_grad_(False) for p in (*m.embed.parameters(), *m.mix.parameters())
+    ],
+    "attribute": lambda m: setattr(m, "gain", 0.5),
+    "list": lambda m: m.gains.__setitem__(0, 0.5),
+    "configuration": lambda m: setattr(m.config.inner, "factor", 0.5),
+    "mapping in a configuration": lambda m: m.config.table.update(a=[0.5, 2.0]),
+    "forward hook": _hooked,
+    "module replaced": _replaced,
+    "forward of an object": _patched,
+    "tied": lambda m: setattr(m.head, "weight", m.embed.weight),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_taken_up_by_the_next_step(change: str) -> None:
+    model = compiled()
+    assert is_eagers(model)
+    CHANGES[change](model.model)
+    assert is_eagers(model) and is_eagers(model)
+
+
+def test_a_parameter_that_trains_again() -> None:
+    model = compiled()
+    model.model.mix.weight.requires_grad_(False)
+    assert is_eagers(model)
+    model.model.mix.weight.requires_grad_(True)
+    assert is_eagers(model)
+
+
+def test_dropout_that_is_switched_off_by_its_mode() -> None:
+    model = compiled()
+    model.model.drop.p = 0.5
+    torch.manual_seed(1)
+    one = float(model.train_step(small.text_batch(2)))
+    model.model.drop.eval()
+    assert is_eagers(model)
+    model.model.drop.train()
+    torch.manual_seed(1)
+    assert float(model.train_step(small.text_batch(2))) == one
+
+
+def test_eval_mode_is_no_mode_to_train_in() -> None:
+    model = compiled()
+    model.train_step(small.text_batch(2))
+    model.model.eval()
+    with pytest.raises(InputError, match=r"call model\.train\(\)"):
+        model.train_step(small.text_batch(2))
+    model.model.train()
+    assert is_eagers(model)
+
+
+def test_a_model_that_was_compiled_in_eval_mode_trains_all_the_same() -> None:
+    model = compiled()
+    model.model.eval()
+    assert is_eagers(model)
+    model.model.train()
+    assert is_eagers(model)
+
+
+def test_nothing_is_compiled_again_where_nothing_changed(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled()
+    model.train_step(small.text_batch(2))
+    programs, own = model._serving, model.model
+    own.load_state_dict({name: value.clone() for name, value in own.state_dict().items() if "scale" not in name}, False)
+    own.gain, own.gains, own.config.table = 1.0, [1.0, 1.0], {"a": own.config.table["a"]}
+    own.eval()
+    with torch.no_grad():
+        own(**small.text_batch(2))
+    own.train()
+    with caplog.at_level(logging.INFO, "csc"):
+        assert is_eagers(model)
+    assert model._serving is programs and "has changed" not in caplog.text
+
+
+def test_a_changed_model_of_the_cache_is_not_taken_for_the_old_one(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = csc.compile(Tuned(), mesh="pp=2", example=small.text_batch(2), check=False)
+    assert is_eagers(model)
+    for factor in (0.5, 1.0, 0.5):
+        model.model.config.inner.factor = factor
+        with caplog.at_level(logging.INFO, "csc"):
+            caplog.clear()
+            assert is_eagers(model)
+    assert "from the cache" in caplog.text
+
+
+def test_state_of_a_model_says_what_changed() -> None:
+    model = Tuned()
+    state = State(model)
+    assert state.holds() and not state.changed()
+    model.config.inner.factor = 2.0
+    model.scale.add_(1)
+    assert not state.holds()
+    assert str(state.changed()) == "attribute config.inner.factor; buffer scale"
+    assert State(model, {("", "gain")}).holds()
+    state = State(model, {("", "gain")})
+    model.gain = 7.0
+    assert not state.changed()
