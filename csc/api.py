@@ -24,6 +24,7 @@ from torch import nn
 from csc.cache.store import store
 from csc.capture import pieces, split_batch
 from csc.check.eager import Step
+from csc.check.first import Checked
 from csc.check.stepping import step_of
 from csc.check.when import checks
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
@@ -197,15 +198,19 @@ class CompiledModel:
             )
         return self._example
 
-    def with_options(self, directory: str | Path | None = None, **changes: Any) -> CompiledModel:
+    def with_options(
+        self, directory: str | Path | None = None, check: bool | int | None = None, **changes: Any
+    ) -> CompiledModel:
         """The same model and traces with other options: mesh, freeze, cuts, stages, schedule, microbatches, and so on.
 
         A new frozen set is compiled without tracing again: `phase2 = phase1.with_options(freeze=["vision_tower"])`.
-        directory: where the new program is written; None: a temporary directory.
+        directory: where the new program is written; None: a temporary directory. check: as for `csc.compile`; None: as
+        for this one.
         """
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
-        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, self._check)
+        checked = self._check if check is None else check
+        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, checked)
         other.progress = self.progress
         other._before = self._serving.trained
         return other
@@ -264,6 +269,21 @@ class CompiledModel:
         batch = self.example if batch is None else batch
         ready = self._ready(batch, options)
         return self._current_programs().trainer(ready, options, self.progress, batch if check else None)
+
+    @property
+    def checks(self) -> bool:
+        """Whether new programs are compared with eager PyTorch."""
+        return bool(self._check)
+
+    def check(self) -> str:
+        """Compare the example's program with eager PyTorch, unless that was done; what it gave, in a sentence.
+
+        DifferenceError if it does not train what eager PyTorch trains.
+        """
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            return str(Checked(skipped="the model has no weights here"))
+        self.trainer()
+        return str(self._serving.checked or Checked(skipped="that was done before, as the cache knows"))
 
     def step_without_chance(self, batch: Any) -> Step:
         """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For

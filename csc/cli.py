@@ -69,6 +69,7 @@ def compile_command(
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
     with opening as compiled:
+        checked = compiled.check() if compiled.checks and not rank else ""
         directory = compiled.write(output, weights, rank or None)
         program, ranks = compiled.program, compiled.options.mesh.size
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
@@ -83,6 +84,7 @@ def compile_command(
                 "templates": sorted(program.variants),
                 "passes": [row for row in passes if row["name"] not in tracing],
                 "timings": spent,
+                "check": checked,
             }
         )
         return
@@ -91,6 +93,8 @@ def compile_command(
     held = f"{len(program.stages)} stages on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     console.print(f"{program.name}: {held}, {len(program.variants)} layer files, in {spent['total']:.1f} s")
     alone = f", of {ranks} ranks only {', '.join(map(str, sorted(set(rank))))}" if rank else ""
+    if checked:
+        console.print(escape(checked))
     console.print(f"wrote {escape(str(directory))}{alone}", soft_wrap=True)
     console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
 

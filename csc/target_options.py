@@ -60,6 +60,10 @@ def _options(
     keep_fp32: Annotated[
         list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
     ] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
+    ] = None,
     example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
     fake: Annotated[
         bool, typer.Option("--fake", help="make the model without weights: a mesh and a model of any size")
@@ -106,7 +110,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["context"] = _context(given["context"])
-        compiled = overridden(compiled, changes)
+        compiled = overridden(compiled, {**changes, "check": given["check"]})
         compiled.progress = lambda name: progress.update(task, description=name)
         yield compiled
 

@@ -93,8 +93,8 @@ def default_tolerance(options: Options) -> float:
 def verify(compiled: CompiledModel, batch: Any = None, float64: bool = False, steps: int = 0) -> Verification:
     """Run eager and compiled on the example (or a given) batch, in this process. Parameters and `.grad` stay.
 
-    Eager PyTorch takes the whole batch at once, whatever `loss_weight` says; listed microbatches as one batch, if they
-    can be one.
+    Eager PyTorch takes the whole batch at once, whatever `loss_weight` says; of a list each microbatch, which counts as
+    it does in one batch of all.
     float64: also eager in float64, on a copy of the model: it tells what is rounding. steps: also train both for so
     many steps of SGD with momentum, and compare the parameters.
     """

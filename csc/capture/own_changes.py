@@ -15,6 +15,7 @@ Terms: a *slot* is (path of a module, name of an attribute), of a buffer (path o
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -30,6 +31,7 @@ from csc.ir.program import Program
 log = logging.getLogger("csc")
 
 BUFFERS = "._buffers"
+CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 INTERNAL = ("_parameters", "_buffers", "_modules", "training")
 FURTHER = 1009  # steps on, for what counts
 SAME = 1e-6  # the relative difference of two losses that are the same
@@ -186,7 +188,7 @@ def put(model: nn.Module, values: Mapping[Slot, Any]) -> Iterator[None]:
 def _slots(model: nn.Module) -> Iterator[tuple[Slot, Any]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in INTERNAL and "_hooks" not in name:
+            if name not in INTERNAL:
                 yield (path, name), value
         for name, value in module._buffers.items():
             yield (f"{path}{BUFFERS}", name), value
@@ -194,7 +196,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[Slot, Any]]:
 
 def _content(value: Any) -> Any:
     """A container as it is now; else the value itself."""
-    return type(value)(value) if type(value) in (list, dict, set) else value
+    return type(value)(value) if type(value) in CONTAINERS else value
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -208,7 +210,7 @@ def _equal(one: Any, other: Any) -> bool:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Models remember things in attributes (Qwen-VL its position offsets); what a trace wrote must not stay behind."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    contents = [(one, copy(one)) for _, own in before for one in own.values() if type(one) in (list, dict, set)]
+    contents = [(one, copy(one)) for _, own in before for one in own.values() if type(one) in CONTAINERS]
     try:
         yield
     finally:

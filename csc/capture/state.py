@@ -103,7 +103,7 @@ class State:
                 continue
             for name in dict.fromkeys((*before, *after)):
                 old, new = before.get(name), after.get(name)
-                if (path, name) in self._ignored or name == "training" or _is_holder(name, old):
+                if self._is_ignored(path, name) or name == "training" or _is_holder(name, old):
                     continue
                 if path.endswith("._parameters") and new is not old:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
@@ -119,6 +119,10 @@ class State:
         flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()
         trainable = tuple(name for (name, parameter), before in flags if parameter.requires_grad != before)
         return Changed(tuple(dict.fromkeys(structure)), tuple(parameters), trainable)
+
+    def _is_ignored(self, path: str, name: str) -> bool:
+        module, _, kind = path.rpartition(".")
+        return (path, name) in self._ignored or ("_hooks" in kind and (module, kind) in self._ignored)
 
     def _modes(self) -> list[str]:
         """Modules whose mode is another, seen from the model's own: a model in eval mode trains as a whole."""

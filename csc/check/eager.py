@@ -1,7 +1,7 @@
 """One training step as eager PyTorch makes it: the reference that programs are held against.
 
-Terms: the *whole batch* goes through the model as it is, once. Only where nobody can put microbatches together (a list
-whose lengths differ), or where the user has said how their losses combine, each goes through alone.
+Terms: a batch goes through the model *whole*, as it is, once. Listed microbatches go through it one by one; how they
+count is seen by the targets that the loss is a mean over, and by the loss of all of them as one batch where they fit.
 
     eager_step(model, batch, trainable, rule) -> Step
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
@@ -9,6 +9,7 @@ whose lengths differ), or where the user has said how their losses combine, each
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy
@@ -24,6 +25,8 @@ from csc.capture import device_of, training, without_kv_cache
 from csc.check.numbers import WithoutChance
 
 Batch = Mapping[str, Any]
+ALIKE = 1e-4  # the relative difference of two losses that are the same
+CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def eager_step(
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
     trainable: names of the parameters that train. rule: how the losses of listed microbatches combine: "mean", "sum",
-    "tokens" (counted targets of the loss), or "auto", as in a whole batch of them. chance: random numbers are drawn.
+    "tokens" (counted targets of the loss), or "auto", as in one batch of all of them. chance: random numbers are drawn.
     """
     with undisturbed(model), training(model), without_kv_cache(model):
         for name, parameter in model.named_parameters():
@@ -64,29 +67,53 @@ def eager_step(
 
 
 def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[torch.Tensor, bool]:
-    """The loss, and whether it is sure that it is that of the whole batch."""
+    """The loss, and whether it is sure how microbatches count in it."""
     if not isinstance(batch, (list, tuple)):
         return _of_one(model, batch), True  # type: ignore[arg-type]
     if len(batch) == 1:
         return _of_one(model, batch[0]), True
-    if rule == "auto":
-        whole = _joined(batch)
-        if whole is not None:
-            return _of_one(model, whole), True
     losses, counts = [], []
     for microbatch in batch:
         with _Counting() as counting:
             losses.append(_of_one(model, microbatch))
         counts.append(counting.of(losses[-1]))
-    counted = all(count is not None for count in counts)
-    if rule == "auto":
-        rule = "tokens" if counted else "mean"
-        sure = counted
-    else:
-        sure = True
-    weights = [float(count or 0) for count in counts] if rule == "tokens" else [1.0] * len(batch)
-    whole_weight = 1.0 if rule == "sum" else sum(weights)
-    return torch.stack([loss * (weight / whole_weight) for loss, weight in zip(losses, weights)]).sum(), sure
+    weights = {"mean": [1 / len(batch)] * len(batch), "sum": [1.0] * len(batch)}
+    if all(count is not None for count in counts):
+        weights["tokens"] = _shares([count or 0 for count in counts])
+    if rule != "auto":
+        return _weighted(losses, weights[rule]), True
+    weights["samples"] = _shares([_samples(microbatch) for microbatch in batch])
+    whole = _of_all(model, batch)
+    for found in ("tokens", "samples", "sum"):
+        if found in weights:
+            loss = _weighted(losses, weights[found])
+            if whole is not None and abs(float(loss.detach()) - whole) <= ALIKE * abs(whole):
+                return loss, True
+    return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    return [count / max(sum(counts), 1) for count in counts]
+
+
+def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    return torch.stack([loss * weight for loss, weight in zip(losses, weights) if weight]).sum()
+
+
+def _samples(microbatch: Batch) -> int:
+    tensors = [value for value in microbatch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    known = [microbatch[name] for name in ("labels", "input_ids") if isinstance(microbatch.get(name), torch.Tensor)]
+    return len((known or tensors)[0])
+
+
+@torch.no_grad()
+def _of_all(model: nn.Module, batch: Sequence[Batch]) -> float | None:
+    """The loss of microbatches as one batch, to see by it how they count; None if they cannot be one."""
+    whole = _joined(batch)
+    try:
+        return None if whole is None else float(_of_one(model, whole))
+    except Exception:  # models that are written for batches of a kind
+        return None
 
 
 def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -152,7 +179,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     buffers = [(own, dict(own)) for own in (module._buffers for module in modules)]
     values = [(b, b._version, b.clone()) for _, own in buffers for b in own.values() if b is not None]
     attributes = [(own, dict(own)) for own in map(vars, modules)]
-    containers = [(own, copy(own)) for _, all_ in attributes for own in all_.values() if type(own) in (list, dict, set)]
+    containers = [(own, copy(own)) for _, all_ in attributes for own in all_.values() if type(own) in CONTAINERS]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):

@@ -63,6 +63,7 @@ class CompiledTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
+        model.train()  # evaluation may have been between
         self.compiled.zero_grad()
         options = self.compiled.options
         if len(batches) == 1:
