@@ -23,6 +23,7 @@ from torch import nn
 
 from csc.cache.store import store
 from csc.capture import pieces, split_batch
+from csc.capture.state import State
 from csc.check.eager import Step
 from csc.check.first import Checked
 from csc.check.stepping import step_of
@@ -153,6 +154,7 @@ class CompiledModel:
         self._check = checks(check)
         self._steps = 0
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
+        self._state: State | None = None  # of the model when the compiler captured it, for other options
         self._made: Serving | None = None
         self._nothing = nn.Parameter(torch.empty(0))
         self.options = options
@@ -177,7 +179,7 @@ class CompiledModel:
     @property
     def _serving(self) -> Serving:
         if self._made is None:
-            self._made = Serving(self.compiler, self._directory, self._before, bool(self._check))
+            self._made = Serving(self.compiler, self._directory, self._before, self.checks, self._state)
         return self._made
 
     @property
@@ -213,6 +215,7 @@ class CompiledModel:
         other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, checked)
         other.progress = self.progress
         other._before = self._serving.trained
+        other._state = self._serving.state
         return other
 
     def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
@@ -344,7 +347,7 @@ class CompiledModel:
             if changed.structure:
                 self._compiler = Compiler(self.model, store() if self._cache else None)
             self._before = None if changed.parameters else serving.trained
-            self._made = None
+            self._made = self._state = None
         else:
             serving.look()
         return self._serving

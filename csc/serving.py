@@ -71,10 +71,15 @@ class Serving:
     """The programs of one model with one set of options but for the number of microbatches."""
 
     def __init__(
-        self, compiler: Compiler, directory: Path | None, before: Trainer | None = None, checks: bool = True
+        self,
+        compiler: Compiler,
+        directory: Path | None,
+        before: Trainer | None = None,
+        checks: bool = True,
+        state: State | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
-        programs are compared with eager PyTorch before they run.
+        programs are compared with eager PyTorch before they run; state: of the model when the compiler captured it.
         """
         self._compiler = compiler
         self._directory = directory
@@ -94,7 +99,7 @@ class Serving:
         self._packs: dict[int, list[tuple[Packed, dict[str, Any]]]] = {}  # of all ranks, for the check on the first one
         self._different: DifferenceError | None = None
         self.checked: Checked | None = None  # the latest check
-        self.state: State | None = None  # the model as the programs know it
+        self.state = state  # the model as the programs know it
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 

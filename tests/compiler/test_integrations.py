@@ -39,6 +39,7 @@ def fresh(base: csc.CompiledModel) -> Callable[[], csc.CompiledModel]:
     def make() -> csc.CompiledModel:
         base.model.load_state_dict(first)
         base.zero_grad()
+        base.model.train()  # an evaluation may have been its last use
         return base
 
     return make

@@ -115,6 +115,13 @@ def test_a_change_is_taken_up_by_the_next_step(change: str) -> None:
     assert is_eagers(model) and is_eagers(model)
 
 
+def test_other_options_of_a_model_that_has_changed() -> None:
+    model = compiled()
+    other = model.with_options(mesh="pp=1")
+    model.model.gain = 0.5
+    assert is_eagers(other) and is_eagers(model.with_options(freeze=["embed"])) and is_eagers(model)
+
+
 def test_a_parameter_that_trains_again() -> None:
     model = compiled()
     model.model.mix.weight.requires_grad_(False)
