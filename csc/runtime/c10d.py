@@ -29,7 +29,7 @@ import torch.distributed as dist
 from csc.errors import InputError, RankLost
 from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
-from csc.runtime.agreement import agree, agree_on_weights
+from csc.runtime.agreement import Shared, agree, agree_on_values
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import Manifest, MessageSpec
 from csc.runtime.spread import Recent
@@ -279,9 +279,9 @@ class Distributed:
     def compare_programs(self, program: LoadedProgram) -> None:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        compare = partial(agree_on_weights, self._manifest, weights, self.rank, self._wire)
-        self._guard(compare, "the comparison of weights before the first step")
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        compare = partial(agree_on_values, self._manifest.mesh, shared, values, self.rank, self._wire)
+        self._guard(compare, "the comparison of weights and constants")
 
     # peers
 

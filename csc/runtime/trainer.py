@@ -26,6 +26,7 @@ from torch import nn
 
 from csc.errors import InputError
 from csc.runtime import batches, context, seeds, weights
+from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.family import check_member
@@ -64,7 +65,7 @@ class Trainer:
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._weights, self._empty = _parameters(program, self._specs, weights, self.device)
-        self.transport.compare_weights({n: p for n, p in self._weights.items() if n not in self._empty})
+        self._compare_weights()
         self._manifests = [program.manifest]
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -85,6 +86,13 @@ class Trainer:
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         constants = {position: program.constants(position, self.device) for position in sorted(held)}
+        stages = program.manifest.stages
+        shared = [
+            Shared("constant", one.name, tuple(dict.fromkeys(stages[stage].rank for stage in one.stages)))
+            for one in program.manifest.constants
+        ]
+        own = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
+        self.transport.compare_values(shared, own)
         return [
             Rank(
                 program,
@@ -97,6 +105,11 @@ class Trainer:
             )
             for rank in self.transport.ranks
         ]
+
+    def _compare_weights(self) -> None:
+        """InputError unless all ranks that hold a parameter, frozen or not, hold the same values."""
+        shared = [Shared("parameter", spec.name, spec.ranks) for spec in self.program.manifest.parameters]
+        self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
 
     @property
     def _ranks(self) -> list[Rank]:
@@ -239,14 +252,17 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
-        """Read this process' parameters from a safetensors file or a directory of them. InputError if one is missing or
-        of another shape or dtype; then nothing was changed.
+        """Read this process' parameters from a safetensors file or a directory of them. All ranks call it.
+
+        InputError if one is missing or of another shape or dtype, then nothing was changed; or if ranks that hold the
+        same parameter have read other values.
         """
         for name, tensor in weights.each(path, self._specs, self.device, format, into=self._weights):
             if tensor is not self._weights[name]:
                 self._weights[name].copy_(tensor)
         self._filled = True
         self._empty = set()
+        self._compare_weights()
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:

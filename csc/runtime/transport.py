@@ -22,6 +22,7 @@ import torch
 from csc.errors import ProgramError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
+from csc.runtime.agreement import Shared
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
 from csc.runtime.spread import Recent
@@ -92,8 +93,8 @@ class Transport(Protocol):
     def compare_programs(self, program: LoadedProgram) -> None:
         """ProgramError unless all processes have this program."""
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """InputError unless all processes that hold a parameter hold the same values."""
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        """InputError unless all processes that hold one of `shared` hold the same values. `values` may lack some."""
 
 
 def laid_out(message: MessageSpec, values: Mapping[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -201,8 +202,8 @@ class InProcess:
     def compare_programs(self, program: LoadedProgram) -> None:
         """Nothing to do: the ranks share it."""
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: the ranks share their weights."""
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: the ranks share them."""
 
 
 class _Local:

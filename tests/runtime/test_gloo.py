@@ -11,6 +11,7 @@ from pathlib import Path
 import handmade
 import pytest
 import worker
+from safetensors.torch import save_file
 
 from tests.launching import ranks, torchrun
 
@@ -34,6 +35,15 @@ def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
     one = handmade.write(tmp_path / "one", placement=(0, 0, 0), dp=2)
     handmade.write(tmp_path / "one_3")
     ranks(worker.run, 2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
+
+
+def test_ranks_of_one_axis_that_start_from_other_values(tmp_path: Path) -> None:
+    one, other, edited = (
+        handmade.write(tmp_path / name, placement=(0, 0, 0), cp=2, frozen="middle") for name in ("a", "b", "c")
+    )
+    save_file({"scale": handmade.scale() + 1}, other / "constants.safetensors")
+    (edited / "layers/stage_1.py").write_text((edited / "layers/stage_1.py").read_text() + "# edited on one node\n")
+    ranks(worker.run, 2, "starts", one, other, edited)
 
 
 def test_ranks_that_run_several_stages(tmp_path: Path) -> None:

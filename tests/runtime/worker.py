@@ -10,6 +10,7 @@ from pathlib import Path
 
 import handmade
 import torch
+from safetensors.torch import save_file
 
 from csc.errors import CscError, InputError, ProgramError
 from csc.runtime.launch import setup_distributed
@@ -122,9 +123,38 @@ def disagree(one: Path, other: Path) -> None:
         assert "is for 3 ranks (pp=3), the process group has 2" in str(error), error
 
 
+def starts(directory: Path, *others: Path) -> None:
+    """Two ranks of a cp axis start from other values, or from other files: both say so."""
+    rank = torch.distributed.get_rank()
+    program = load(directory)
+    for name in handmade.SHAPES:  # "w1" and "b1" are frozen
+        given = handmade.weights()
+        given[name] += rank
+        refused(lambda given=given: Trainer(program, given), f"parameter {name!r} starts with other values on rank 1")
+    trainer = Trainer(program)
+    save_file(given, directory.parent / f"read_by_{rank}.safetensors")
+    refused(lambda: trainer.load(directory.parent / f"read_by_{rank}.safetensors"), "'b1' starts with other values")
+    for other, part in zip(others, ("constant 'scale' starts with", "files of layers differ"), strict=True):
+        refused(lambda other=other: Trainer(load(other if rank else directory)), part)
+
+
+def refused(call: Callable[[], object], part: str) -> None:
+    try:
+        call()
+    except CscError as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(f"nobody said {part!r}")
+
+
 def run(case: str, *directories: Path) -> None:
     setup_distributed(timeout=30)
     torch.set_num_threads(1)
-    cases: dict[str, Callable[..., None]] = {"stages": stages, "replicas": replicas, "disagree": disagree}
+    cases: dict[str, Callable[..., None]] = {
+        "stages": stages,
+        "replicas": replicas,
+        "disagree": disagree,
+        "starts": starts,
+    }
     cases[case](*directories)
     torch.distributed.destroy_process_group()
