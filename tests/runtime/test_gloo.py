@@ -112,3 +112,20 @@ def test_a_silent_rank_counts_as_lost_after_the_timeout(tmp_path: Path) -> None:
     # ranks 0 and 1 give up at about the same time: one of them speaks, and names the peer that it waited for
     assert len(said) == 1, done.stderr
     assert ") did not answer in time (or waits itself) while this rank was at 'RECV" in said[0]
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_find_no_keys_of_those_before(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p", placement=(0, 1, 0))
+    rank = directory / "rank_1.py"
+    rank.write_text(
+        rank.read_text()
+        + "import os, signal\n_forward = forward\ndef forward(*args):\n"
+        + "    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '2':\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        + "    return _forward(*args)\n"
+    )
+    done = torchrun(2, "-m", "csc.run", directory, "--steps", 2, "--timeout", 20, "--json", restarts=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [1, 2]
+    said = [line for line in done.stderr.splitlines() if "rank 1 (stage 1) went away" in line]
+    assert len(said) == 2, "once in each attempt that failed"
