@@ -30,9 +30,11 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.options import changed
 from csc.runtime.ahead import ahead
+from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
+from csc.runtime.meeting import NOTHING, Said
 from csc.runtime.recording import gathered, timeline
-from csc.runtime.trainer import Trainer
+from csc.runtime.trainer import Pieces, Trainer
 from csc.runtime.weights import Format
 from csc.serving import Serving
 from csc.simulation.timeline import Timeline
@@ -62,6 +64,7 @@ def compile(
     context: Mapping[str, int] | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
+    timeout: float = 600.0,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
@@ -87,6 +90,7 @@ def compile(
     that are not named run whole on every rank; the language model is spread over all of cp.
     directory: where the program is written; None: a temporary directory, removed at exit.
     cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
+    timeout: seconds without an answer until another process counts as lost.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
     compiles for all of them, on first use. Raises InputError for bad arguments.
@@ -112,7 +116,7 @@ def compile(
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(target, options, example, home, cache=cache)
+        return CompiledModel(target, options, example, home, cache=cache, timeout=timeout)
 
     if model is None:
         return build
@@ -133,12 +137,14 @@ class CompiledModel:
         directory: Path | None = None,
         compiler: Compiler | None = None,
         cache: bool = True,
+        timeout: float = 600.0,
     ) -> None:
         self._model = model
         self._example = example
         self._directory = directory
         self._compiler = compiler
         self._cache = cache
+        self._timeout = timeout
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._made: Serving | None = None
         self._nothing = nn.Parameter(torch.empty(0))
@@ -164,7 +170,7 @@ class CompiledModel:
     @property
     def _serving(self) -> Serving:
         if self._made is None:
-            self._made = Serving(self.compiler, self._directory, self._before)
+            self._made = Serving(self.compiler, self._directory, self._before, self._timeout)
         return self._made
 
     @property
@@ -193,7 +199,7 @@ class CompiledModel:
         """
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
-        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache)
+        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, self._timeout)
         other.progress = self.progress
         other._before = self._serving.trained
         return other
@@ -267,13 +273,30 @@ class CompiledModel:
         are an InputError.
         If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
         it depends on values of the batch, is decided there, by raising.
-        Returns the loss of the whole batch (0-d tensor, the same on every rank).
+        Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
+        raise, no gradient is touched on any of them, and the next step is in order.
         """
-        self._check_batch(batch)
         options = self._options(microbatches)
-        ready = self._ready(batch, options)
-        trainer = self._serving.trainer(ready, options, self.progress)
-        return trainer.train_step(self._complete(ready, trainer))
+        serving = self._serving
+        meeting = serving.meeting(options)
+
+        def prepare() -> tuple[Said, tuple[list[dict[str, Any]], Trainer | None, Pieces]]:
+            self._check_batch(batch)
+            ready = self._ready(batch, options)
+            with serving.compiling:
+                trainer = serving.serves(ready, options)
+                if trainer is None:
+                    return Said((*sizes(ready), "no program yet")), (ready, None, [])
+                said, pieces = trainer.ready(self._complete(ready, trainer))
+                return replace(said, signature=sizes(ready)), (ready, trainer, pieces)
+
+        with meeting.turn("train_step"):
+            ready, trainer, pieces = meeting.hold("train_step", prepare)
+            if trainer is None:
+                made = serving.trainer(ready, options, self.progress)
+                pieces = meeting.hold("the first step of its size", lambda: made.ready(self._complete(ready, made)))
+            serving.last = trainer or made
+            return serving.last.run(pieces)
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
@@ -397,7 +420,11 @@ class CompiledModel:
         """
         trainer = self._current()
         form = self._format(trainer)
-        found = read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
+
+        def rest() -> tuple[Said, dict[str, torch.Tensor]]:
+            return NOTHING, read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
+
+        found = trainer.transport.meeting.hold("load", rest)
         trainer.load(path, form)
         put_rest(self.model, form, found)
 
@@ -408,9 +435,14 @@ class CompiledModel:
         transformers model it is one that `from_pretrained` reads; else names are the model's own.
         """
         trainer = self._current()
+
+        def config() -> tuple[Said, None]:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                write_config(self.model, directory)
+            return NOTHING, None
+
         trainer.save(directory, self._format(trainer))
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_config(self.model, directory)
+        trainer.transport.meeting.hold("the configuration of what is saved", config)
 
     def _format(self, trainer: Trainer) -> Format:
         trainers = [trainer]

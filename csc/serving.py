@@ -38,7 +38,8 @@ from csc.ir.stored import Unstorable, bound
 from csc.placeholders import Places
 from csc.runtime.handing import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
-from csc.runtime.program import load
+from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
@@ -65,8 +66,14 @@ class Decided:
 class Serving:
     """The programs of one model with one set of options but for the number of microbatches."""
 
-    def __init__(self, compiler: Compiler, directory: Path | None, before: Trainer | None = None) -> None:
-        """directory: where programs are written; before: what trained these parameters until now."""
+    def __init__(
+        self, compiler: Compiler, directory: Path | None, before: Trainer | None = None, timeout: float = 600.0
+    ) -> None:
+        """directory: where programs are written; before: what trained these parameters until now; timeout: seconds
+        without an answer until another process counts as lost.
+        """
+        self._timeout = timeout
+        self._meeting: Meeting | None = None
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
@@ -199,7 +206,7 @@ class Serving:
         with self.compiling:
             for microbatch in ready:
                 if not self._serves(microbatch, options):
-                    self._join_group(options)
+                    self.meeting(options)
                     self._gather_weights()
                     self._add(microbatch, options, progress)
             self.last = self._trainers[options.microbatches]
@@ -233,12 +240,18 @@ class Serving:
         start = time.perf_counter()
         count = options.microbatches
         directory = self._program_directory(sum(map(len, self._served.values())))
-        packed, how = self._shared(microbatch, options, directory, progress)
-        loaded = load(directory, _own_rank())
+        meeting = self.meeting(options)
+
+        def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
+            packed, how = self._shared(microbatch, options, directory, progress)
+            return NOTHING, (packed, how, load(directory, _own_rank()))
+
+        packed, how, loaded = meeting.hold("compile", make)
         if count in self._trainers:
             self._trainers[count].add(loaded)
         else:
-            self._trainers[count] = Trainer(loaded, weights=dict(self._compiler.model.named_parameters()))
+            own = dict(self._compiler.model.named_parameters())
+            self._trainers[count] = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
         if extends(packed.learned, self._known):
             self._known = together(packed.learned, self._known)
         name = self._signature(self.complete(microbatch))
@@ -300,9 +313,17 @@ class Serving:
         rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
         return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
 
+    def meeting(self, options: Options) -> Meeting:
+        """Where ranks agree on what they do. All ranks call it; it joins the group of processes, if there is one."""
+        self._join_group(options)
+        if self._meeting is None:
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
+        return self._meeting
+
     def _join_group(self, options: Options) -> None:
         if under_torchrun() and not dist.is_initialized():
-            setup_distributed(device_of(self._compiler.model).type)
+            setup_distributed(device_of(self._compiler.model).type, self._timeout)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1 and world != options.mesh.size:
             raise InputError(

@@ -23,6 +23,7 @@ from csc.errors import ProgramError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 from csc.runtime.agreement import Shared
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
 from csc.runtime.spread import Recent
@@ -84,8 +85,15 @@ class Transport(Protocol):
     def endpoint(self, rank: int) -> Endpoint:
         """The side of one of `ranks`."""
 
+    @property
+    def meeting(self) -> Meeting:
+        """Where the processes agree on what they do next."""
+
     def begin_step(self) -> None:
         """Forget what a step that failed may have left behind."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """A step failed before its end: bring the processes together again. Returns what this one is to raise."""
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Sum a tensor over all processes, in place."""
@@ -176,11 +184,16 @@ class InProcess:
 
     def __init__(self, program: LoadedProgram) -> None:
         self._mesh = program.manifest.mesh
+        self.meeting = Meeting()
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
         if self._mesh.cp > 1:
             self._hub.turns = Turns()
         self._endpoints = [_Local(self._hub, rank, self._mesh) for rank in self.ranks]
+
+    def failed(self, error: BaseException) -> BaseException:
+        """There is nobody to tell."""
+        return error
 
     @property
     def turns(self) -> Turns | None:

@@ -46,6 +46,35 @@ def test_ranks_of_one_axis_that_start_from_other_values(tmp_path: Path) -> None:
     ranks(worker.run, 2, "starts", one, other, edited)
 
 
+STOPS = """
+def stopping(name, call):
+    def wrapped(*arguments):
+        if os.environ.get("TEST_STOPS") == name:
+            del os.environ["TEST_STOPS"]
+            raise KeyboardInterrupt("stopped")
+        return call(*arguments)
+
+    return wrapped
+
+
+import os
+
+for name in ("forward", "backward_input", "backward_weight", "loss_tokens"):
+    if name in globals():
+        globals()[name] = stopping(name, globals()[name])
+"""
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_the_next_is_in_order(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p", schedule="zb-h1")
+    for rank in range(3):
+        file = directory / f"rank_{rank}.py"
+        file.write_text(file.read_text() + STOPS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").write_text("no directory")
+    ranks(worker.run, 3, "fails", directory, tmp_path / "out")
+
+
 def test_ranks_that_run_several_stages(tmp_path: Path) -> None:
     ranks(
         worker.run, 2, "replicas", handmade.write(tmp_path / "v", placement=(0, 1, 0), microbatches=4, schedule="auto")
