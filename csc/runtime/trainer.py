@@ -17,6 +17,7 @@ Any torch optimizer over `.parameters()` makes the step; the same one on every r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError
-from csc.runtime import batches, context, seeds, weights
+from csc.runtime import batches, context, saving, seeds, weights
 from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
@@ -282,7 +283,7 @@ class Trainer:
             count, first = len(self._empty), min(self._empty)
             raise InputError(
                 f"{count} parameters of {self.program.manifest.name} have no values yet, {first!r} for one: they were "
-                "given on the meta device",
+                "given on the meta device, or a load failed halfway",
                 where,
                 "Load weights with compiled.load(...) first",
             )
@@ -296,7 +297,9 @@ class Trainer:
         """
 
         def read() -> tuple[Said, None]:
-            for name, tensor in weights.each(path, self._specs, self.device, format, into=self._weights):
+            coming = weights.each(path, self._specs, self.device, format, into=self._weights)
+            for name, tensor in coming:
+                self._empty = set(self._weights)  # until all have come
                 if tensor is not self._weights[name]:
                     self._weights[name].copy_(tensor)
             return NOTHING, None
@@ -341,22 +344,31 @@ class Trainer:
         manifest, meeting = self.program.manifest, self.transport.meeting
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
             self._check_values("save")
-            weights.write(directory, manifest, None, self.state_dict(), format)
+            saving.write(directory, manifest, None, self.state_dict(), format)
             return
 
-        def shards() -> tuple[Said, None]:
+        def name() -> float:
             self._check_values("save")
-            for rank in self._ranks:
-                if rank.replica == rank.piece == 0:
-                    weights.write(directory, manifest, rank.position, self.state_dict(), format)
+            return float(secrets.randbits(32)) if self._ranks[0].rank == 0 else 0.0
+
+        def shards() -> tuple[Said, None]:
+            for position in own:
+                saving.write(directory, manifest, position, self.state_dict(), format, save)
             return NOTHING, None
 
         def index() -> tuple[Said, None]:
             if self._ranks[0].rank == 0:
-                weights.write_index(directory, manifest, format)
+                saving.write_index(directory, manifest, format, save)
             return NOTHING, None
 
-        meeting.hold("save", shards)
+        own = [rank.position for rank in self._ranks if rank.replica == rank.piece == 0]
+        save = f"{int(meeting.total('save', name)):08x}"
+        try:
+            meeting.hold("the shards of what is saved", shards)
+        except BaseException:
+            for position in own:
+                saving.discard(directory, manifest, position, save)
+            raise
         meeting.hold("the index of what is saved", index)
 
 

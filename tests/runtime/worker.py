@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from csc.errors import CscError, InputError, ProgramError, StepFailed
 from csc.runtime.launch import setup_distributed
+from csc.runtime.meeting import NOTHING
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
@@ -192,6 +193,12 @@ def fails(directory: Path, out: Path) -> None:
     refused(lambda: trainer.train_step(handmade.batch(4, 9 if rank == 2 else 3)), other)
     for call in (lambda: trainer.clip_grad_norm_(1.0), lambda: trainer.save(out)):
         refused(lambda call=call: call() if rank == 1 else trainer.train_step(handmade.batch(4)), "rank 0 is at 'train")
+    trainer.save(out)
+    saved = sorted(out.iterdir())
+    part = "it cannot be written" if rank == 1 else "rank 1 failed at 'the shards of what is saved' after step"
+    refused(lambda: trainer.save(out / "file" if rank == 1 else out), part)
+    trainer.transport.meeting.hold("a look", lambda: (NOTHING, None))  # all have removed what they had written
+    assert sorted(out.iterdir()) == saved
     same(4)
 
     with ThreadPoolExecutor(1) as pool, trainer.transport.meeting.turn("train_step"):
