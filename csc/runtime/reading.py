@@ -3,7 +3,7 @@
 Terms: *fail* makes the error to raise out of a sentence that says what is wrong.
 
     read_text(file, fail) -> str          a regular file of UTF-8, of at most LONGEST bytes
-    read_json(file, fail) -> value        with no key twice, no NaN, and no deeper than Python reads
+    read_json(file, fail) -> value        with no key twice, and no deeper than Python reads
     checked_file(file, fail) -> file      nothing that would block whoever opens it: a pipe, a device, a directory
     within(directory, name, fail) -> file of a name that stands in a list: it does not lead out of the directory
 """
@@ -59,12 +59,9 @@ def read_json(file: Path, fail: Fail) -> Any:
             raise ValueError(f"key {twice[:60]!r} stands there twice")
         return table
 
-    def constant(name: str) -> Any:
-        raise ValueError(f"{name} is not a number")
-
     text = read_text(file, fail)
     try:
-        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=pairs)
     except ValueError as error:
         raise fail(f"it is not JSON: {error}") from None
     except RecursionError:

@@ -188,7 +188,6 @@ def write(
         "csc": "0.1.0",
         "torch": torch.__version__,
         "name": "Handmade",
-        "fingerprint": hashlib.sha256(repr((placement, dp, microbatches, frozen)).encode()).hexdigest(),
         "mesh": {"dp": dp, "pp": pp, "cp": cp, "tp": 1},
         "device": device,
         "microbatches": microbatches,
@@ -223,13 +222,19 @@ def write(
         "plan": {},
         "files": {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()},
     }
-    (directory / "program.json").write_text(json.dumps(table, indent=1))
+    (directory / "program.json").write_text(json.dumps(sealed(table), indent=1))
     kind = getattr(torch, dtype)
     save_file({"scale": scale(kind)}, directory / "constants.safetensors")
     save_file(batch(1), directory / "example.safetensors")
     if with_weights:
         save_file(weights(kind), directory / "weights.safetensors")
     return directory
+
+
+def sealed(table: dict[str, Any]) -> dict[str, Any]:
+    """program.json's content with the fingerprint that it should have."""
+    rest = {key: value for key, value in table.items() if key not in ("fingerprint", "timings")}
+    return {**table, "fingerprint": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def scale(dtype: torch.dtype = torch.float32) -> torch.Tensor:
