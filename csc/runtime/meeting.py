@@ -230,7 +230,7 @@ class Meeting:
                 )
             if word.signature != first.signature:
                 return StepFailed(
-                    f"rank 0 and rank {rank} were given different batches: {_difference(first, word)}",
+                    f"rank 0 and rank {rank} were given different batches: {_difference(first, word, rank)}",
                     operation,
                     "Give every rank the same global batch. No gradient was touched",
                 )
@@ -279,10 +279,10 @@ def _agree(rows: Sequence[Sequence[int]]) -> bool:
     return same and not rows[0][2]
 
 
-def _difference(one: _Word, other: _Word) -> str:
-    ours = [line for line in one.signature if line not in other.signature]
-    theirs = [line for line in other.signature if line not in one.signature]
-    return f"{ours[0] if ours else 'fewer entries'} there, {theirs[0] if theirs else 'fewer entries'} here"
+def _difference(one: _Word, other: _Word, rank: int) -> str:
+    ours = [line for line in one.signature if line not in other.signature] or ["fewer entries"]
+    theirs = [line for line in other.signature if line not in one.signature] or ["fewer entries"]
+    return f"{ours[0]} on rank 0, {theirs[0]} on rank {rank}"
 
 
 def _cause(error: BaseException | None) -> str:

@@ -155,9 +155,12 @@ class Trainer:
     @torch.no_grad()
     def run(self, pieces: Pieces) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`."""
+        drawn = torch.get_rng_state() if self.program.manifest.random else None
         try:
             results = self._results(pieces)
         except BaseException as error:
+            if drawn is not None:  # the step after it draws what it would have drawn
+                torch.set_rng_state(drawn)
             found = self.transport.failed(error)
             if found is error:
                 raise
