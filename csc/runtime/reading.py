@@ -17,11 +17,9 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from csc.errors import CscError
-
 LONGEST = 2**28  # bytes; the program.json of 1,024 ranks has some 10**7
 
-Fail = Callable[[str], CscError]
+Fail = Callable[[str], Exception]
 
 
 def checked_file(file: Path, fail: Fail) -> Path:

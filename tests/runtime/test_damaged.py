@@ -1,8 +1,7 @@
 """Files of a program and of weights with random damage: each is what it was, or a sentence of csc.
 
-Terms: *bytes* are changed, removed, doubled or put in; in a *tree* one value is replaced or removed. A changed
-program.json is tried with its old fingerprint, which gives it away, and with the right one, as of a change that is
-meant.
+Terms: see tests.damage. A changed program.json is tried with its old fingerprint, which gives it away, and with the
+right one, as of a change that is meant.
 """
 
 from __future__ import annotations
@@ -23,45 +22,7 @@ from csc.errors import CscError, InputError, ProgramError
 from csc.runtime import saving, weights
 from csc.runtime.program import functions, load
 from csc.runtime.trainer import Trainer
-
-FAST, SLOW = 20, 250  # mutations of each kind of file
-
-
-def changed_bytes(draw: random.Random, content: bytes) -> bytes:
-    start = draw.randrange(len(content))
-    end = min(len(content), start + draw.choice([0, 1, 1, 2, 8, 40]))
-    put = draw.choice(
-        [b"", b"\xff\xfe", b"\0", b"9" * 5000, b"[" * 100_000, b"NaN", b"-1", content[start:end] * 2, draw.randbytes(3)]
-    )
-    return content[:start] + put + content[end:] if draw.random() < 0.9 else content[:start]
-
-
-def nested(depth: int) -> Any:
-    value: Any = 0
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-NASTY: list[Any] = [
-    None, -1, 0, 1, 10**9, 10**30, 2**63, 1.5, float("nan"), float("inf"), "", "x", "\0",
-    "../../etc/passwd", "/dev/zero", [], {}, True, nested(200), nested(900), [0] * 1000, [1, 2, 3], {"x": 1},
-    "float32", "cuda:99", "\ud800",
-]  # fmt: skip
-
-
-def changed_tree(draw: random.Random, tree: Any) -> Any:
-    """With one value, anywhere in it, replaced or removed."""
-    tree = json.loads(json.dumps(tree))
-    holder, key = [tree], 0
-    while isinstance(holder[key], (dict, list)) and holder[key] and (holder[key] is tree or draw.random() < 0.8):
-        holder = holder[key]
-        key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-    if draw.random() < 0.2:
-        del holder[key]
-    else:
-        holder[key] = draw.choice(NASTY)
-    return tree
+from tests.damage import FAST, SLOW, changed_bytes, changed_tree
 
 
 def tokens(draw: random.Random, text: str) -> str:
