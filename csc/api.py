@@ -32,7 +32,7 @@ from csc.options import changed
 from csc.runtime.ahead import ahead
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
-from csc.runtime.meeting import NOTHING, Said
+from csc.runtime.meeting import FIRST_STEP, NOTHING, Said
 from csc.runtime.recording import gathered, timeline
 from csc.runtime.trainer import Pieces, Trainer
 from csc.runtime.weights import Format
@@ -294,7 +294,7 @@ class CompiledModel:
             ready, trainer, pieces = meeting.hold("train_step", prepare)
             if trainer is None:
                 made = serving.trainer(ready, options, self.progress)
-                pieces = meeting.hold("the first step of its size", lambda: made.ready(self._complete(ready, made)))
+                pieces = meeting.hold(FIRST_STEP, lambda: made.ready(self._complete(ready, made)))
             serving.last = trainer or made
             return serving.last.run(pieces)
 

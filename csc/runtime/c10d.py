@@ -96,6 +96,7 @@ class Distributed:
         self.compare_programs(program)
         self.meeting = meeting or Meeting.of_all(timeout)
         self._groups = Groups(manifest, self.rank, timeout)
+        self.meeting.closing(self._close)
         self._at = manifest.mesh.coordinates(self.rank)
         self._meet_first()
         self.recent = Recent()
@@ -111,14 +112,22 @@ class Distributed:
         self._left: list[_Exchanging] = []
 
     def failed(self, error: BaseException) -> BaseException:
-        self.begin_step()
         let_go(error)
-        self._groups.close()
-        found = self.meeting.failed(error)
-        if not self.meeting.broken:
-            self._groups.open()
-            self._meet_first()
+        self._close()
+        try:
+            found = self.meeting.failed(error)
+            if not self.meeting.broken:
+                self._groups.open()
+                self._meet_first()
+        except BaseException as stopped:
+            self.meeting.give_up(f"rank {self.rank} was stopped before the ranks had come together again")
+            return stopped
         return found
+
+    def _close(self) -> None:
+        """Free those who wait for this rank."""
+        self.begin_step()
+        self._groups.close()
 
     # messages
 

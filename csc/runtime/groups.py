@@ -70,5 +70,7 @@ class Groups:
         own += [self.context] if self.context is not None else []
         self.messages, self.sums, self.context = {}, {}, None
         while own:
+            if dist.get_backend(own[-1]) == dist.Backend.NCCL:
+                own[-1].abort()  # what runs on the GPU would be waited for
             dist.destroy_process_group(own.pop())
         gc.collect()

@@ -37,7 +37,7 @@ from csc.errors import CscError, InputError, RankLost, StepFailed
 from csc.runtime.texts import first_line, gathered_texts
 
 MIDDLE = "the middle of a step"
-STEP = "train_step"
+STEP, FIRST_STEP = "train_step", "the first step of its size"
 Result = TypeVar("Result")
 
 
@@ -75,6 +75,8 @@ class Meeting:
         self._group = group
         self._alone = group is None
         self._lock = threading.RLock()
+        self._closing: list[Callable[[], None]] = []
+        self._agreed = False  # on a step that has not begun
         self.step = 0
         self.broken = ""
 
@@ -94,8 +96,20 @@ class Meeting:
             )
         try:
             yield
+        except BaseException:
+            if self._agreed:  # stopped between the agreement and what was agreed on: the others have begun
+                self.give_up(f"rank {dist.get_rank()} was stopped at its beginning")
+            raise
         finally:
             self._lock.release()
+
+    def began(self) -> None:
+        """A step that was agreed on begins: what goes wrong from now on is for `failed`."""
+        self._agreed = False
+
+    def closing(self, close: Callable[[], None]) -> None:
+        """What to call when the group breaks, so that nobody waits for this rank any more."""
+        self._closing.append(close)
 
     def hold(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> Result:
         """Run `make` on every rank, and return its result if all are about to do the same.
@@ -119,6 +133,7 @@ class Meeting:
         with self.turn(operation):
             self._refuse(operation)
             self.step += operation == STEP
+            self._agreed = False
             if self._alone:
                 return make()[1], ()
             try:
@@ -131,6 +146,7 @@ class Meeting:
             rows, words = self._round(operation, said, None)
             if words:
                 raise self._amiss(operation, words)
+            self._agreed = operation in (STEP, FIRST_STEP)
             return result, rows
 
     def failed(self, error: BaseException) -> BaseException:
@@ -153,8 +169,10 @@ class Meeting:
         return self._of_others(STEP, words, failed)
 
     def give_up(self, why: str) -> None:
-        """Break the group: this rank's place in it is lost. The others see it at their next meeting."""
-        self.broken = self.broken or f"in step {self.step}: {why}"
+        """Break the group: this rank's place in it is lost. The others see it when they wait for this rank."""
+        self.broken, self._agreed = self.broken or f"in step {self.step}: {why}", False
+        for close in self._closing:
+            close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

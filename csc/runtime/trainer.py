@@ -157,6 +157,7 @@ class Trainer:
         """A step that all ranks have agreed on in a meeting; see `train_step`."""
         drawn = torch.get_rng_state() if self.program.manifest.random else None
         try:
+            self.transport.meeting.began()
             results = self._results(pieces)
         except BaseException as error:
             if drawn is not None:  # the step after it draws what it would have drawn
