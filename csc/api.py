@@ -32,10 +32,11 @@ from csc.options import changed
 from csc.runtime.ahead import ahead
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
-from csc.runtime.meeting import FIRST_STEP, NOTHING, Said
+from csc.runtime.meeting import FIRST_STEP
 from csc.runtime.recording import gathered, timeline
 from csc.runtime.trainer import Pieces, Trainer
 from csc.runtime.weights import Format
+from csc.runtime.words import NOTHING, Said
 from csc.serving import Serving
 from csc.simulation.timeline import Timeline
 

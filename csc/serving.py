@@ -38,9 +38,10 @@ from csc.ir.stored import Unstorable, bound
 from csc.placeholders import Places
 from csc.runtime.handing import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
-from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
+from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 

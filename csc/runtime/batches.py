@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from csc.errors import InputError
-from csc.runtime.meeting import Said
 from csc.runtime.program import LoadedProgram, read_tensors
 from csc.runtime.specs import InputSpec, Manifest
+from csc.runtime.words import Said
 
 SAMPLED = 2**10  # numbers of a tensor: enough to tell batches apart, in well under a millisecond
 GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]

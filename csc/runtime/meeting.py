@@ -3,8 +3,7 @@
 Terms
   meeting     every rank says in a few numbers what it is about to do and whether it can; nobody goes on before all have
   operation   what that is: "train_step", "save", ...
-  signature   lines of text that must be the same on every rank, such as the sizes of a batch
-  content     a number that ranks of one replica must have in common: a digest of the tokens of their share
+  said        with what: see csc.runtime.words
   broken      some rank may have done what others have not: nothing is done together any more
 
     meeting = Meeting.of_all(timeout)                   every rank makes it; Meeting() where there is one process
@@ -20,13 +19,10 @@ of its own; only if something is amiss, texts travel as well. Nothing is unpickl
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,34 +31,11 @@ import torch.distributed as dist
 
 from csc.errors import CscError, InputError, RankLost, StepFailed
 from csc.runtime.texts import first_line, gathered_texts
+from csc.runtime.words import NOTHING, Said, Word, agree, as_float, as_int, cause, digest, disagreement
 
 MIDDLE = "the middle of a step"
 STEP, FIRST_STEP = "train_step", "the first step of its size"
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis."""
-
-    signature: tuple[str, ...] = ()
-    replica: int = 0
-    content: int = 0
-    value: float = 0.0
-
-
-NOTHING = Said()
-
-
-@dataclass(frozen=True)
-class _Word:
-    """What a rank says when something is amiss. cause: why it failed; "": it did not, or only saw another one go."""
-
-    operation: str
-    cause: str
-    signature: tuple[str, ...]
-    content: int
-    replica: int
 
 
 class Meeting:
@@ -127,7 +100,7 @@ class Meeting:
             return Said(value=value), value
 
         own, rows = self._held(operation, said)
-        return sum(_as_float(row[-1]) for row in rows) if rows else own
+        return sum(as_float(row[-1]) for row in rows) if rows else own
 
     def _held(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         with self.turn(operation):
@@ -190,23 +163,23 @@ class Meeting:
 
     def _round(
         self, operation: str, said: Said, error: BaseException | None
-    ) -> tuple[Sequence[Sequence[int]], list[_Word]]:
+    ) -> tuple[Sequence[Sequence[int]], list[Word]]:
         """What all said, and the words of all if they do not agree."""
         row = [
-            _digest(operation), self.step, int(error is not None), _digest("\n".join(said.signature)),
-            said.replica, said.content, _as_int(said.value),
+            digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
+            said.replica, said.content, as_int(said.value),
         ]  # fmt: skip
         rows = self._guard(lambda: self._gathered(row), operation)
-        if _agree(rows):
+        if agree(rows):
             return rows, []
         self.step = max(row[1] for row in rows)  # a rank that was at something else has not counted this step
         own = {
-            "operation": operation, "cause": _cause(error), "signature": list(said.signature),
+            "operation": operation, "cause": cause(error), "signature": list(said.signature),
             "content": said.content, "replica": said.replica,
         }  # fmt: skip
         texts = self._guard(lambda: gathered_texts(json.dumps(own), self._group), operation)
         words = [json.loads(text) for text in texts]
-        return rows, [_Word(**{**word, "signature": tuple(word["signature"])}) for word in words]
+        return rows, [Word(**{**word, "signature": tuple(word["signature"])}) for word in words]
 
     def _gathered(self, row: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(row, dtype=torch.int64)
@@ -232,40 +205,18 @@ class Meeting:
 
     # what is amiss
 
-    def _amiss(self, operation: str, words: Sequence[_Word]) -> CscError:
+    def _amiss(self, operation: str, words: Sequence[Word]) -> CscError:
         self._check_middle(words)
         failed = [rank for rank, word in enumerate(words) if word.cause]
         if failed:
             return self._of_others(operation, words, failed)
-        first = words[0]
-        for rank, word in enumerate(words):
-            if word.operation != first.operation:
-                return StepFailed(
-                    f"rank 0 is at '{first.operation}', and rank {rank} at '{word.operation}'",
-                    operation,
-                    "Every rank calls the same things in the same order, as often as the others: look for a rank whose "
-                    "data ended earlier, or for a call that only some ranks make",
-                )
-            if word.signature != first.signature:
-                return StepFailed(
-                    f"rank 0 and rank {rank} were given different batches: {_difference(first, word, rank)}",
-                    operation,
-                    "Give every rank the same global batch. No gradient was touched",
-                )
-        for replica in sorted({word.replica for word in words}):
-            ranks = [rank for rank, word in enumerate(words) if word.replica == replica]
-            other = next((rank for rank in ranks if words[rank].content != words[ranks[0]].content), None)
-            if other is not None:
-                return StepFailed(
-                    f"rank {ranks[0]} and rank {other} were given batches of the same sizes with other tokens",
-                    operation,
-                    "Give every rank the same global batch: shuffle with the same seed everywhere, and skip a batch on "
-                    "all ranks or on none. No gradient was touched",
-                )
-        self.give_up("the ranks do not agree how many steps there were")
-        return RankLost("the ranks do not agree how many steps there were", operation, "Start again")
+        found = disagreement(operation, words)
+        if found is None:
+            self.give_up("the ranks do not agree how many steps there were")
+            return RankLost("the ranks do not agree how many steps there were", operation, "Start again")
+        return found
 
-    def _check_middle(self, words: Sequence[_Word]) -> None:
+    def _check_middle(self, words: Sequence[Word]) -> None:
         """RankLost if a rank is still in a step that this one has finished."""
         inside = [rank for rank, word in enumerate(words) if word.operation == MIDDLE]
         if inside:
@@ -273,7 +224,7 @@ class Meeting:
             self.give_up(what)
             raise RankLost(what, f"rank {dist.get_rank()}", "Start again from saved weights")
 
-    def _of_others(self, operation: str, words: Sequence[_Word], failed: Sequence[int]) -> StepFailed:
+    def _of_others(self, operation: str, words: Sequence[Word], failed: Sequence[int]) -> StepFailed:
         several = f" (and rank{'s' * (len(failed) > 2)} {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         return StepFailed(
             f"rank {failed[0]}{several} failed {self._place(operation)}: {words[failed[0]].cause}",
@@ -288,36 +239,3 @@ class Meeting:
 
     def _place(self, operation: str) -> str:
         return f"in step {self.step}" if operation == STEP else f"at '{operation}' after step {self.step}"
-
-
-def _agree(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether nobody failed, and operation, step and signature are the same; the content within each replica."""
-    contents = {(row[4], row[5]) for row in rows}
-    same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})
-    return same and not rows[0][2]
-
-
-def _difference(one: _Word, other: _Word, rank: int) -> str:
-    ours = [line for line in one.signature if line not in other.signature] or ["fewer entries"]
-    theirs = [line for line in other.signature if line not in one.signature] or ["fewer entries"]
-    return f"{ours[0]} on rank 0, {theirs[0]} on rank {rank}"
-
-
-def _cause(error: BaseException | None) -> str:
-    if error is None or isinstance(error, RankLost):
-        return ""
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in rank")]
-    said = str(error) if isinstance(error, CscError) else f"{type(error).__name__}: {first_line(error)}"
-    return " ".join([said, *(f"({note})" for note in notes)])
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _as_int(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _as_float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

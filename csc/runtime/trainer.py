@@ -32,12 +32,13 @@ from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.family import check_member
-from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
+from csc.runtime.words import NOTHING, Said
 
 Weights = Mapping[str, torch.Tensor]
 Pieces = list[list[batches.Piece]]

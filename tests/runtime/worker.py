@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from csc.errors import CscError, InputError, ProgramError, StepFailed
 from csc.runtime.launch import setup_distributed
-from csc.runtime.meeting import NOTHING
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.runtime.words import NOTHING
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
