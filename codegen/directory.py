@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from csc.errors import InputError, ProgramError
 
 MANIFEST = "program.json"
+CONSTANTS = "constants.safetensors"
 EXAMPLE, WEIGHTS = "example.safetensors", "weights.safetensors"
 SUFFIXES = (".py", ".txt", ".json", ".safetensors")
 

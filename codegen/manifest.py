@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
 FORMAT = 3
 
 
-def manifest(program: Program, options: Options, files: Mapping[str, str]) -> dict[str, Any]:
-    """The content of program.json. files: text by path, of everything emitted beside it.
+def manifest(
+    program: Program, options: Options, files: Mapping[str, str], tensors: Mapping[str, bytes] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The content of program.json. files: text by path, of everything emitted beside it; it may be edited. tensors: the
+    same of what may not.
 
     The fingerprint is a hash of all the rest: two ranks with the same one run the same program.
     """
@@ -89,6 +93,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
             **_expected(program),
         },
         "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
+        "tensors": {path: hashlib.sha256(content).hexdigest() for path, content in sorted(tensors.items())},
     }  # fmt: skip
     content["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return content

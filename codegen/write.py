@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from csc.codegen.directory import EXAMPLE, MANIFEST, WEIGHTS, building, plain
+from csc.codegen.directory import CONSTANTS, EXAMPLE, MANIFEST, WEIGHTS, building, plain
 from csc.codegen.index import index
 from csc.codegen.layer_file import layer_source
 from csc.codegen.manifest import manifest
 from csc.codegen.rank_file import position_path, rank_path, rank_sources
 from csc.codegen.tables_file import tables_source
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -64,15 +64,13 @@ def write(
     directory = Path(directory).resolve()
     with building(directory) as folder:
         files = sources(program, options)
-        content = manifest(program, options, files)
+        needed = {name for stage in program.stages for name in stage.constants}
+        constants = save(plain({n: t for n, t in program.constants.items() if n in needed}))
+        content = manifest(program, options, files, {CONSTANTS: constants})
         (folder / "layers").mkdir()
         for path, text in (files if wanted is None else of_ranks(files, options.mesh, wanted)).items():
             (folder / path).write_text(text)
-        needed = {name for stage in program.stages for name in stage.constants}
-        save_file(
-            plain({n: t for n, t in program.constants.items() if n in needed}),
-            folder / "constants.safetensors",
-        )
+        (folder / CONSTANTS).write_bytes(constants)
         save_file(plain({i.name: example[i.name] for i in program.inputs}), folder / EXAMPLE)
         if weights is not None:
             save_file(plain(weights), folder / WEIGHTS)

@@ -36,10 +36,13 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.options import changed
 from csc.runtime.ahead import ahead
+from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
+from csc.runtime.meeting import FIRST_STEP
 from csc.runtime.recording import gathered, timeline
-from csc.runtime.trainer import Trainer
+from csc.runtime.trainer import Pieces, Trainer
 from csc.runtime.weights import Format
+from csc.runtime.words import NOTHING, Said
 from csc.serving import Serving
 from csc.simulation.timeline import Timeline
 
@@ -71,6 +74,7 @@ def compile(
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
+    timeout: float = 600.0,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
@@ -98,6 +102,7 @@ def compile(
     cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
     check: compare a program with eager PyTorch before its first step, on that step's batch (about two eager steps); a
     number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0; see docs/check.md.
+    timeout: seconds without an answer until another process counts as lost.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
     compiles for all of them, on first use. Raises InputError for bad arguments.
@@ -123,7 +128,7 @@ def compile(
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(target, options, example, home, cache=cache, check=check)
+        return CompiledModel(target, options, example, home, cache=cache, check=check, timeout=timeout)
 
     if model is None:
         return build
@@ -145,6 +150,7 @@ class CompiledModel:
         compiler: Compiler | None = None,
         cache: bool = True,
         check: bool | int | None = None,
+        timeout: float = 600.0,
     ) -> None:
         self._model = model
         self._example = example
@@ -153,6 +159,7 @@ class CompiledModel:
         self._cache = cache
         self._check = checks(check)
         self._steps = 0
+        self._timeout = timeout
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._state: State | None = None  # of the model when the compiler captured it, for other options
         self._made: Serving | None = None
@@ -179,7 +186,7 @@ class CompiledModel:
     @property
     def _serving(self) -> Serving:
         if self._made is None:
-            self._made = Serving(self.compiler, self._directory, self._before, self.checks, self._state)
+            self._made = Serving(self.compiler, self._directory, self._before, self.checks, self._state, self._timeout)
         return self._made
 
     @property
@@ -212,7 +219,9 @@ class CompiledModel:
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
         checked = self._check if check is None else check
-        other = CompiledModel(self._model, options, self._example, home, self.compiler, self._cache, checked)
+        other = CompiledModel(
+            self._model, options, self._example, home, self.compiler, self._cache, checked, self._timeout
+        )
         other.progress = self.progress
         other._before = self._serving.trained
         other._state = self._serving.state
@@ -321,18 +330,44 @@ class CompiledModel:
         are an InputError.
         If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
         it depends on values of the batch, is decided there, by raising.
-        Returns the loss of the whole batch (0-d tensor, the same on every rank).
+        Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
+        raise, no gradient is touched on any of them, and the next step is in order.
         """
-        self._refuse_eval_mode()
-        self._check_batch(batch)
         options = self._options(microbatches)
-        ready = self._ready(batch, options)
-        trainer = self._current_programs().trainer(ready, options, self.progress, batch)
-        if self._check is not True and self._check and self._steps and self._steps % self._check == 0:
-            self.gather()
-            self._serving.check(ready, options, batch)
-        self._steps += 1
-        return trainer.train_step(self._complete(ready, trainer))
+        serving = self._serving
+        meeting = serving.meeting(options)
+
+        def prepare() -> tuple[Said, tuple[list[dict[str, Any]], Trainer | None, Pieces]]:
+            self._refuse_eval_mode()
+            self._check_batch(batch)
+            ready = self._ready(batch, options)
+            if self._has_changed():
+                return Said((*sizes(ready), "the model has changed")), (ready, None, [])
+            with serving.compiling:
+                trainer = serving.serves(ready, options)
+                if trainer is None:
+                    return Said((*sizes(ready), "no program yet")), (ready, None, [])
+                said, pieces = trainer.ready(self._complete(ready, trainer))
+                return replace(said, signature=sizes(ready)), (ready, trainer, pieces)
+
+        with meeting.turn("train_step"):
+            ready, trainer, pieces = meeting.hold("train_step", prepare)
+            if trainer is None:
+                serving = self._current_programs()
+                made = trainer = serving.trainer(ready, options, self.progress, batch)
+                pieces = meeting.hold(FIRST_STEP, lambda: made.ready(self._complete(ready, made)))
+            elif self._check is not True and self._check and self._steps % self._check == 0:
+                self.gather()
+                serving.check(ready, options, batch, self.progress)
+                pieces = meeting.hold(FIRST_STEP, lambda: trainer.ready(self._complete(ready, trainer)))
+            self._steps += 1
+            serving.last = trainer
+            return trainer.run(pieces)
+
+    def _has_changed(self) -> bool:
+        """Whether programs are for the model as it was."""
+        state = self._serving.state
+        return state is not None and not state.holds() and bool(state.changed())
 
     def _current_programs(self) -> Serving:
         """The programs of the model as it is: compiled anew where it has changed since, without tracing where only
@@ -347,7 +382,10 @@ class CompiledModel:
             if changed.structure:
                 self._compiler = Compiler(self.model, store() if self._cache else None)
             self._before = None if changed.parameters else serving.trained
-            self._made = self._state = None
+            self._state = None
+            self._made = Serving(
+                self.compiler, self._directory, self._before, self.checks, None, self._timeout, serving.met
+            )
         else:
             serving.look()
         return self._serving
@@ -482,7 +520,11 @@ class CompiledModel:
         """
         trainer = self._current()
         form = self._format(trainer)
-        found = read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
+
+        def rest() -> tuple[Said, dict[str, torch.Tensor]]:
+            return NOTHING, read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
+
+        found = trainer.transport.meeting.hold("load", rest)
         trainer.load(path, form)
         put_rest(self.model, form, found)
 
@@ -493,9 +535,14 @@ class CompiledModel:
         transformers model it is one that `from_pretrained` reads; else names are the model's own.
         """
         trainer = self._current()
+
+        def config() -> tuple[Said, None]:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                write_config(self.model, directory)
+            return NOTHING, None
+
         trainer.save(directory, self._format(trainer))
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_config(self.model, directory)
+        trainer.transport.meeting.hold("the configuration of what is saved", config)
 
     def _format(self, trainer: Trainer) -> Format:
         trainers = [trainer]

@@ -8,14 +8,17 @@ no table here. The *rest* of a model is what no program reads: unused layers, bu
     format_of(model, names) -> Format              names: the parameters of the program
     read_rest(path, format) -> {name: tensor}      the rest of the model, as far as the files have it
     put_rest(model, format, found)                 puts it into the model
-    write_config(model, directory)                 config.json and generation_config.json beside the weights
+    write_config(model, directory)                 config.json and generation_config.json beside the weights, each whole
 """
 
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 
 from csc.runtime import weights
+from csc.runtime.saving import published
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.weights import Format, Piece
 
@@ -125,6 +129,9 @@ def write_config(model: Any, directory: str | Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
-    config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)
+    with tempfile.TemporaryDirectory(prefix="csc-") as folder:
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        for made in sorted(Path(folder).iterdir()):
+            published(Path(directory) / made.name, partial(shutil.copyfile, made))

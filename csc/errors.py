@@ -51,3 +51,9 @@ class DifferenceError(CscError):
 
 class RankLost(CscError):
     """Another rank of the group went away or stopped answering. This rank cannot go on."""
+
+
+class StepFailed(CscError):
+    """Another rank failed, or was about to do something else: no rank has done the step. Gradients are as they were,
+    the ranks are in step, and the next one can be made.
+    """

@@ -41,9 +41,11 @@ from csc.ir.stored import Unstorable, bound
 from csc.placeholders import Places
 from csc.runtime.handing import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
-from csc.runtime.program import load
+from csc.runtime.meeting import Meeting
+from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
@@ -77,10 +79,15 @@ class Serving:
         before: Trainer | None = None,
         checks: bool = True,
         state: State | None = None,
+        timeout: float = 600.0,
+        meeting: Meeting | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
-        programs are compared with eager PyTorch before they run; state: of the model when the compiler captured it.
+        programs are compared with eager PyTorch before they run; state: of the model when the compiler captured it;
+        timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one.
         """
+        self._timeout = timeout
+        self._meeting = meeting
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
@@ -226,13 +233,12 @@ class Serving:
             new = []
             for microbatch in ready:
                 if not self._serves(microbatch, options):
-                    self._join_group(options)
+                    self.meeting(options)
                     self._gather_weights()
                     self._add(microbatch, options, progress)
                     new.append(microbatch)
             if self._checks and batch is not None and new:
-                progress(CHECK)
-                self.check(ready, options, batch, new)
+                self.check(ready, options, batch, progress, new)
             if new:
                 self.look()
             self.last = self._trainers[options.microbatches]
@@ -243,7 +249,12 @@ class Serving:
         self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written)
 
     def check(
-        self, ready: Sequence[Microbatch], options: Options, batch: Any, new: Sequence[Microbatch] | None = None
+        self,
+        ready: Sequence[Microbatch],
+        options: Options,
+        batch: Any,
+        progress: Progress,
+        new: Sequence[Microbatch] | None = None,
     ) -> None:
         """Compare what these microbatches train with eager PyTorch. Of several ranks the first one does, and runs them
         all; all ranks call it.
@@ -254,6 +265,7 @@ class Serving:
 
         def compare() -> Files:
             if new is None or not all(self._was_checked(microbatch, options) for microbatch in new):
+                progress(CHECK)
                 with self._all_ranks(options) as trainer:
                     self.checked = check(self._compiler, trainer, batch, ready, options)
                 (log.warning if self.checked.skipped else log.info)("%s", self.checked)
@@ -261,11 +273,15 @@ class Serving:
                     self._keep_checked(new or (), options)
             return {}
 
-        try:
+        def make() -> tuple[Said, None]:
             if self._group is None:
                 compare()
             else:
                 first_makes(compare, self._group)
+            return NOTHING, None
+
+        try:
+            self.meeting(options).hold("check", make)
         except DifferenceError as error:
             self._different = error
             raise
@@ -299,7 +315,9 @@ class Serving:
             self._compiler.kept.keep_checked(str(self.checked), microbatch, settled, learned)
 
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
-        """The trainer, if it has a program for each of these."""
+        """The trainer, if it has a program for each of these. DifferenceError if one was found to be wrong."""
+        if self._different is not None:
+            raise self._different
         served = all(self._serves(microbatch, options) for microbatch in ready)
         return self._trainers.get(options.microbatches) if served else None
 
@@ -326,12 +344,18 @@ class Serving:
         start = time.perf_counter()
         count = options.microbatches
         directory = self._program_directory(sum(map(len, self._served.values())))
-        packed, how = self._shared(microbatch, options, directory, progress)
-        loaded = load(directory, _own_rank())
+        meeting = self.meeting(options)
+
+        def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
+            packed, how = self._shared(microbatch, options, directory, progress)
+            return NOTHING, (packed, how, load(directory, _own_rank()))
+
+        packed, how, loaded = meeting.hold("compile", make)
         if count in self._trainers:
             self._trainers[count].add(loaded)
         else:
-            self._trainers[count] = Trainer(loaded, weights=dict(self._compiler.model.named_parameters()))
+            own = dict(self._compiler.model.named_parameters())
+            self._trainers[count] = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
         if extends(packed.learned, self._known):
             self._known = together(packed.learned, self._known)
         name = self._signature(self.complete(microbatch))
@@ -395,9 +419,22 @@ class Serving:
         rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
         return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
 
+    @property
+    def met(self) -> Meeting | None:
+        """The meeting of all ranks, for programs that follow these."""
+        return self._meeting
+
+    def meeting(self, options: Options) -> Meeting:
+        """Where ranks agree on what they do. All ranks call it; it joins the group of processes, if there is one."""
+        self._join_group(options)
+        if self._meeting is None:
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
+        return self._meeting
+
     def _join_group(self, options: Options) -> None:
         if under_torchrun() and not dist.is_initialized():
-            setup_distributed(device_of(self._compiler.model).type)
+            setup_distributed(device_of(self._compiler.model).type, self._timeout)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1 and world != options.mesh.size:
             raise InputError(

@@ -29,9 +29,14 @@ PATIENCE = 240.0  # seconds
 IMPORTED = ["csc", "csc.compiler", "csc.integrations.hf", "csc.runtime.trainer", "peft", "tests.compiler.gloo_models"]
 
 
-def torchrun(processes: int, *command: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    """The command under torchrun, from the root of the repository, with one thread a process."""
+def torchrun(
+    processes: int, *command: object, timeout: float = PATIENCE, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The command under torchrun, from the root of the repository, with one thread a process. restarts: how often
+    torchrun starts all anew when one ends.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher.append(f"--max-restarts={restarts}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT

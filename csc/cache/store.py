@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from csc.errors import InputError
+from csc.runtime.reading import checked_file, read_json, within
 
 log = logging.getLogger("csc")
 
@@ -87,10 +88,13 @@ class Store:
         """The files of an entry; None if there is none, or it is damaged. Never an error."""
         place = self._place(kind, key)
         try:
-            listed = json.loads((place / "entry.json").read_text())
+            listed = read_json(place / "entry.json", ValueError)
             if listed["format"] != FORMAT or listed["key"] != key:
                 raise ValueError("it is another entry's")
-            files = {name: (place / name).read_bytes() for name in listed["files"]}
+            if _sum(listed) != listed["sum"]:
+                raise ValueError("entry.json has changed")
+            found = {name: within(place, name, ValueError) for name in listed["files"]}
+            files = {name: checked_file(file, ValueError).read_bytes() for name, file in found.items()}
             for name, content in files.items():
                 if hashlib.sha256(content).hexdigest() != listed["files"][name]["sha256"]:
                     raise ValueError(f"{name} has changed")
@@ -137,10 +141,11 @@ class Store:
             for name, content in files.items():
                 (building / name).parent.mkdir(parents=True, exist_ok=True)
                 (building / name).write_bytes(content)
-            listed = {
+            listed: dict[str, Any] = {
                 "format": FORMAT, "kind": kind, "key": key, "about": dict(about),
                 "files": {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()},
             }  # fmt: skip
+            listed["sum"] = _sum(listed)
             (building / "entry.json").write_text(json.dumps(listed))
             os.rename(building, place)
         except OSError:
@@ -187,10 +192,10 @@ class Store:
     def _entry(self, kind: str, key: str) -> Entry | None:
         place = self._place(kind, key)
         try:
-            listed = json.loads((place / "entry.json").read_text())
+            listed = read_json(place / "entry.json", ValueError)
             used = (place / "entry.json").stat().st_mtime
             size = sum(one["size"] for one in listed["files"].values())
-            return Entry(kind, key, used, _size(place / "hits"), size, listed["about"])
+            return Entry(kind, key, used, _size(place / "hits"), size, dict(listed["about"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             size = sum(map(_size, _files(place)))
             return Entry(kind, key, 0.0, 0, size, {"name": "(damaged)"}) if place.exists() else None
@@ -202,6 +207,12 @@ class Store:
 
     def _place(self, kind: str, key: str) -> Path:
         return self.folder / f"{kind}-{key}"
+
+
+def _sum(listed: Mapping[str, Any]) -> str:
+    """Of what an entry lists: a file that is no longer listed would not be missed."""
+    rest = {key: value for key, value in listed.items() if key != "sum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _files(place: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ dp_index * pp + stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -73,7 +73,11 @@ class Mesh:
 
     def sharing(self, pp: int) -> tuple[int, ...]:
         """The ranks that hold the same parameters as any rank at index pp of the pipeline: all replicas and pieces."""
-        return tuple(self.rank_of(dp=d, pp=pp, cp=c) for d in range(self.dp) for c in range(self.cp))
+        return self.holders((pp,))
+
+    def holders(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that hold what all these indices of the pipeline hold, those of the first index first."""
+        return tuple(self.rank_of(dp=d, pp=p, cp=c) for p in positions for d in range(self.dp) for c in range(self.cp))
 
     def to_dict(self) -> dict[str, int]:
         """The form that program.json holds."""

@@ -122,9 +122,10 @@ class Schedule:
         return "\n".join(lines) + "\n"
 
 
-_RANK = re.compile(r"rank\s+(\d+)\s*:(.*)", re.DOTALL)
-_COMPUTE = re.compile(r"(F|BW|B|W)\s+(\d+)\s+(\d+)")
-_MOVE = re.compile(r"(SEND|RECV)\s+([FB])\s+(\d+)\s*>\s*(\d+)\s+(\d+)")
+_NUMBER = r"([0-9]{1,9})"
+_RANK = re.compile(rf"rank\s+{_NUMBER}\s*:(.*)", re.DOTALL)
+_COMPUTE = re.compile(rf"(F|BW|B|W)\s+{_NUMBER}\s+{_NUMBER}")
+_MOVE = re.compile(rf"(SEND|RECV)\s+([FB])\s+{_NUMBER}\s*>\s*{_NUMBER}\s+{_NUMBER}")
 _FORMS = "Actions are: F s mb, B s mb, W s mb, BW s mb, SEND K a>b mb, RECV K a>b mb, REDUCE"
 
 
@@ -137,7 +138,7 @@ def _action(text: str, where: str) -> Action:
         channel = (found[2], int(found[3]), int(found[4]))
         make = Action.send if found[1] == "SEND" else Action.recv
         return make(channel, int(found[5]))
-    raise ScheduleError(f"{text!r} is not an action", where, _FORMS)
+    raise ScheduleError(f"{text[:40]!r} is not an action", where, _FORMS)
 
 
 def parse(text: str) -> Schedule:

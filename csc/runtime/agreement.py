@@ -4,8 +4,8 @@ Terms: a *digest* is the SHA-256 of something that must be the same everywhere. 
 wrong dtype in silence and aborts the process on one of a wrong size, so a disagreement must be found first.
 
     digests(program) -> {what: 32 bytes}
-    agree(program, device)                              ProgramError, on every rank, naming those that differ
-    agree_on_weights(manifest, weights, rank, device)   the same for the values of shared parameters
+    agree(program, device)                               ProgramError, on every rank, naming those that differ
+    agree_on_values(mesh, shared, values, rank, device)  the same for the values of parameters and constants
 
 Digests travel as uint8 tensors: nothing is unpickled.
 """
@@ -13,14 +13,27 @@ Digests travel as uint8 tensors: nothing is unpickled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from csc.errors import InputError, ProgramError
-from csc.runtime.program import LoadedProgram
-from csc.runtime.specs import Manifest
+from csc.ir.mesh import Mesh
+from csc.runtime.program import LoadedProgram, own_files
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor that is the same on every rank of some positions of the pp axis. what: the word for it in errors."""
+
+    what: str
+    name: str
+    positions: tuple[int, ...]
+
+
+OF_POSITION = "files of pipeline positions"
 
 
 def digests(program: LoadedProgram) -> dict[str, bytes]:
@@ -43,58 +56,77 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
         ),
         "parameters and the stages that use them": repr(holders),
         "schedules": str(program.schedule),
+        "files of layers": _files(program, [name for name in sorted(manifest.files) if name.startswith("layers/")]),
     }
     return {what: hashlib.sha256(text.encode()).digest() for what, text in parts.items()}
 
 
+def of_position(program: LoadedProgram, rank: int) -> bytes:
+    """Digest of the file that a rank shares with the others of its position."""
+    name = own_files(program.manifest.mesh, rank)[1]
+    return hashlib.sha256(_files(program, [name] if name in program.manifest.files else []).encode()).digest()
+
+
+def _files(program: LoadedProgram, names: Iterable[str]) -> str:
+    """What these files hold now: they may have been edited, on every node the same way."""
+    return repr([(name, hashlib.sha256((program.directory / name).read_bytes()).hexdigest()) for name in names])
+
+
 def agree(program: LoadedProgram, device: torch.device) -> None:
-    """Compare digests over the default process group. Rank 0's are what the others are held against."""
-    mine = digests(program)
+    """Compare digests over the default process group. Rank 0's are what the others are held against, and for the file
+    of a position those of its first rank.
+    """
+    mesh, rank = program.manifest.mesh, dist.get_rank()
+    mine = digests(program) | {OF_POSITION: of_position(program, rank)}
     own = torch.frombuffer(bytearray(b"".join(mine.values())), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     rows = torch.stack(gathered).cpu().view(len(gathered), len(mine), 32)
-    differing = {}
+    differing: dict[str, tuple[int, list[int]]] = {}
     for i, what in enumerate(mine):
-        ranks = [rank for rank in range(len(rows)) if not torch.equal(rows[rank, i], rows[0, i])]
-        if ranks:
-            differing[what] = ranks
+        alike = [mesh.sharing(at) for at in range(mesh.pp)] if what == OF_POSITION else [tuple(range(len(rows)))]
+        for first, *rest in alike:
+            others = [one for one in rest if not torch.equal(rows[one, i], rows[first, i])]
+            if others:
+                differing.setdefault(what, (first, others))
     if differing:
-        ranks = next(iter(differing.values()))
+        first, others = next(iter(differing.values()))
         raise ProgramError(
-            f"the ranks do not run the same program: {' and '.join(differing)} differ between rank 0 and "
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}",
+            f"the ranks do not run the same program: {' and '.join(differing)} differ between rank {first} and "
+            f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}",
             program.manifest.name,
             "Give every node the same program directory",
         )
 
 
-def agree_on_weights(manifest: Manifest, weights: Mapping[str, torch.Tensor], rank: int, device: torch.device) -> None:
-    """Compare checksums of the parameters that several ranks hold. InputError, on every rank, that names one
-    that differs. `weights` may lack those that have no values yet.
+def agree_on_values(
+    mesh: Mesh, shared: Sequence[Shared], values: Mapping[str, torch.Tensor], rank: int, device: torch.device
+) -> None:
+    """Compare checksums of tensors that several ranks hold. InputError, on every rank, that names one that differs.
+    `values` may lack those that have no values yet.
 
-    Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed.
+    Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed, and so
+    would a node whose program directory has other constants.
     """
-    mesh = manifest.mesh
-    shared = [p for p in manifest.parameters if len(p.ranks) * mesh.dp > 1]
-    position = mesh.coordinates(rank).pp
-    none = torch.zeros((), dtype=torch.int64)
-    sums = [_checksum(weights[p.name]) if position in p.ranks and p.name in weights else none for p in shared]
-    if not sums:
+    several = [(one, mesh.holders(one.positions)) for one in shared]
+    several = [(one, holders) for one, holders in several if len(holders) > 1]
+    if not several:
         return
+    none = torch.zeros((), dtype=torch.int64)
+    sums = [_checksum(values[s.name]) if rank in holders and s.name in values else none for s, holders in several]
     own = torch.stack([s.cpu() for s in sums]).to(device)
     gathered = [torch.empty_like(own) for _ in range(mesh.size)]
     dist.all_gather(gathered, own)
     rows = torch.stack(gathered).cpu()
-    for i, spec in enumerate(shared):
-        holders = [mesh.rank_of(dp=d, pp=r) for r in spec.ranks for d in range(mesh.dp)]
-        held = rows[holders, i].tolist()
+    for i, (one, holders) in enumerate(several):
+        held = rows[list(holders), i].tolist()
         differing = sorted(rank for rank, value in zip(holders, held, strict=True) if value != held[0])
         if differing:
             raise InputError(
-                f"parameter {spec.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
-                manifest.name,
-                "Give all ranks the same weights: a file, or the same seed before the model is built",
+                f"{one.what} {one.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
+                "weights and constants",
+                "Give all ranks the same weights and the same program: a file, or the same seed before the model is "
+                "built",
             )
 
 

@@ -6,13 +6,16 @@ b rows. Or it comes as a list of m * dp ready microbatches in that order (needed
 samples, as with packed image patches, and when microbatches differ in length).
 
     split(manifests, batch) -> [replica][microbatch] -> Piece           InputError before anything happens
+    said(pieces, replica) -> Said                                       what ranks compare of a batch before its step
+    sizes(microbatches) -> lines of text                                what of them must be the same on all ranks
     from_file(program, file) -> global batch                            None: the program's example, repeated
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ import torch
 from csc.errors import InputError
 from csc.runtime.program import LoadedProgram, read_tensors
 from csc.runtime.specs import InputSpec, Manifest
+from csc.runtime.words import Said
 
+SAMPLED = 2**10  # numbers of a tensor: enough to tell batches apart, in well under a millisecond
 GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -65,6 +70,32 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]
         )
     placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
     return [placed[d * count : (d + 1) * count] for d in range(replicas)]
+
+
+def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A line for every entry of every microbatch: dtype and shape of a tensor, another value as it is."""
+    return tuple(
+        f"microbatch {i}: {name} {_text(one.dtype, tuple(one.shape))}"
+        if isinstance(one, torch.Tensor)
+        else f"microbatch {i}: {name}={one!r:.100}"
+        for i, microbatch in enumerate(microbatches)
+        for name, one in sorted(microbatch.items())
+    )
+
+
+def said(pieces: Sequence[Sequence[Piece]], replica: int) -> Said:
+    """The sizes of all microbatches, and a digest of the whole numbers (tokens, labels, masks) of this replica's share.
+
+    Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces[replica]:
+        for _, tensor in sorted(piece.tensors.items()):
+            if tensor.device.type == "cpu" and not tensor.is_floating_point() and not tensor.is_complex():
+                flat = tensor.detach().reshape(-1)
+                digest.update(flat[:: 1 + flat.numel() // SAMPLED].contiguous().numpy().tobytes())
+    content = int.from_bytes(digest.digest(), "little", signed=True)
+    return Said(sizes(piece.tensors for row in pieces for piece in row), replica, content)
 
 
 def _placed(manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, pieces: int) -> Piece:

@@ -1,26 +1,24 @@
 """The c10d transport: one process per rank, torch.distributed moves the tensors (gloo or NCCL).
 
 Terms: see csc.runtime.transport. Values travel as the bytes of their memory, in memory order, without being
-made contiguous: the receiver's tensor has the same strides. One process group carries F messages, another one
-B messages, so that the two directions between a pair of ranks never share a queue. With gloo, CUDA tensors
-pass through CPU memory.
+made contiguous: the receiver's tensor has the same strides. With gloo, CUDA tensors pass through CPU memory.
 
-    Distributed(program, device, timeout)   the Transport; every rank creates the same groups in the same
-    order
-    rank_sets(manifest)                     the sets of ranks that sum something together
+    Distributed(program, device, timeout, meeting)   the Transport; all ranks make it
 
 gloo cannot tell whether a send is done without waiting for it. So its buffers are freed when an answer proves
 that the receiver had them (B of a microbatch comes after its F), and the rest at the end of the step.
+
+A rank that fails in the middle of a step lets go of its groups: whoever waits for it gets an error and does the same.
+So all meet, say what happened, and make the groups anew (`failed`). Nothing of the step is left under way.
 """
 
 from __future__ import annotations
 
-import re
+import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -29,26 +27,16 @@ import torch.distributed as dist
 from csc.errors import InputError, RankLost
 from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
-from csc.runtime.agreement import agree, agree_on_weights
+from csc.runtime.agreement import Shared, agree, agree_on_values
+from csc.runtime.groups import Groups
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
-from csc.runtime.specs import Manifest, MessageSpec
+from csc.runtime.specs import MessageSpec
 from csc.runtime.spread import Recent
+from csc.runtime.texts import first_line
 from csc.runtime.transport import in_layout, laid_out, summed
 
 UNDER_WAY = 2  # exchanges whose sends need not be done yet
-
-
-def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Sets of two or more ranks, each ascending: those that share a position's parameters, holders of a tied parameter,
-    all. No set twice.
-    """
-    mesh = manifest.mesh
-    sets = [mesh.sharing(s) for s in range(mesh.pp)]
-    tied = sorted({tuple(sorted(p.ranks)) for p in manifest.parameters if p.trainable})
-    pieces = [(d, c) for d in range(mesh.dp) for c in range(mesh.cp)]
-    sets += [tuple(mesh.rank_of(dp=d, pp=r, cp=c) for r in holders) for holders in tied for d, c in pieces]
-    sets.append(tuple(range(mesh.size)))
-    return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
 
 @dataclass
@@ -83,11 +71,13 @@ class _Exchanging:
 class Distributed:
     """This process' rank in the default process group.
 
-    timeout: seconds without an answer until a peer counts as lost; new groups do not inherit the default
-    group's. InputError if the size of the group is not that of the mesh.
+    timeout: seconds without an answer until a peer counts as lost. meeting: where ranks agree on what they do; None:
+    one of its own. InputError if the size of the group is not that of the mesh.
     """
 
-    def __init__(self, program: LoadedProgram, device: torch.device, timeout: float = 600.0) -> None:
+    def __init__(
+        self, program: LoadedProgram, device: torch.device, timeout: float = 600.0, meeting: Meeting | None = None
+    ) -> None:
         manifest = program.manifest
         world, size = dist.get_world_size(), manifest.mesh.size
         if world != size:
@@ -104,12 +94,11 @@ class Distributed:
         self._wire = device if direct else torch.device("cpu")
         self._pollable = self._wire.type == "cuda"
         self.compare_programs(program)
-        everyone = list(range(size))
-        wait = timedelta(seconds=timeout)
-        self._groups = {kind: dist.new_group(everyone, timeout=wait) for kind in ("F", "B")}
-        self._sets = {ranks: dist.new_group(list(ranks), timeout=wait) for ranks in rank_sets(manifest)}
+        self.meeting = meeting or Meeting.of_all(timeout)
+        self._groups = Groups(manifest, self.rank, timeout)
+        self.meeting.closing(self._close)
         self._at = manifest.mesh.coordinates(self.rank)
-        self._context = self._context_group(wait)
+        self._meet_first()
         self.recent = Recent()
         self.begin_step()
 
@@ -122,6 +111,24 @@ class Distributed:
         self._sending: dict[Message, list[_Sending]] = {}
         self._left: list[_Exchanging] = []
 
+    def failed(self, error: BaseException) -> BaseException:
+        let_go(error)
+        self._close()
+        try:
+            found = self.meeting.failed(error)
+            if not self.meeting.broken:
+                self._groups.open()
+                self._meet_first()
+        except BaseException as stopped:
+            self.meeting.give_up(f"rank {self.rank} was stopped before the ranks had come together again")
+            return stopped
+        return found
+
+    def _close(self) -> None:
+        """Free those who wait for this rank."""
+        self.begin_step()
+        self._groups.close()
+
     # messages
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
@@ -132,7 +139,7 @@ class Distributed:
             if tensor.numel() == 0:
                 continue
             data = _bytes(tensor if dense(spec.shape, spec.stride) else tensor.contiguous()).to(self._wire)
-            work = self._guard(partial(dist.isend, data, peer, self._groups[message.kind]), what, peer)
+            work = self._guard(partial(dist.isend, data, peer, self._groups.messages[message.kind]), what, peer)
             sending.works.append(work)
             sending.buffers.append(data)
         queue = self._sending.setdefault(message.channel, [])
@@ -152,7 +159,7 @@ class Distributed:
                 continue
             own = _bytes(tensor)
             data = own if own.device == self._wire else torch.empty_like(own, device=self._wire)
-            work = self._guard(partial(dist.irecv, data, peer, self._groups[message.kind]), what, peer)
+            work = self._guard(partial(dist.irecv, data, peer, self._groups.messages[message.kind]), what, peer)
             receipts.append((work, data, tensor))
         self._posted[message.channel, microbatch] = receipts
 
@@ -190,19 +197,11 @@ class Distributed:
 
     # exchanges
 
-    def _context_group(self, wait: timedelta) -> dist.ProcessGroup | None:
-        """The group of the ranks that share a sequence with this one; all ranks make all groups."""
-        mesh, own = self._manifest.mesh, None
-        if not self._manifest.contexts:
-            return None
-        for d, p in product(range(mesh.dp), range(mesh.pp)):
-            ranks = [mesh.rank_of(dp=d, pp=p, cp=c) for c in range(mesh.cp)]
-            group = dist.new_group(ranks, timeout=wait)
-            own = group if self.rank in ranks else own
-        if self._pollable:  # NCCL: a first exchange among some members only would not be defined
-            met = torch.zeros(1, device=self._wire)
-            self._guard(lambda: dist.all_reduce(met, group=own), "the first meeting of a context-parallel group")
-        return own
+    def _meet_first(self) -> None:
+        """NCCL: a first exchange among some members only would not be defined."""
+        if self._pollable and self._groups.context is not None:
+            met, group = torch.zeros(1, device=self._wire), self._groups.context
+            self._guard(lambda: dist.all_reduce(met, group=group), "the first meeting of a context-parallel group")
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -218,7 +217,7 @@ class Distributed:
         leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
         arriving = [(peer, one) for peer, tensors in coming.items() for one in tensors]
         departing = [(peer, one) for peer, tensors in leaving.items() for one in tensors]
-        group, exchange = self._context, _Exchanging(coming, leaving, why)
+        group, exchange = self._groups.context, _Exchanging(coming, leaving, why)
         if self._pollable and arriving + departing:
             batch = [dist.P2POp(dist.irecv, one, peer, group) for peer, one in arriving]
             batch += [dist.P2POp(dist.isend, one, peer, group) for peer, one in departing]
@@ -255,7 +254,7 @@ class Distributed:
     ) -> _Summing | None:
         if len(ranks) == 1:
             return None
-        group = self._sets[tuple(sorted(ranks))]
+        group = self._groups.sums[tuple(sorted(ranks))]
         buffer = tensor.detach().to(self._wire)
         parts: dict[int, torch.Tensor] = {}
         if ordered and len(ranks) > 2:  # two numbers have one sum; more depend on the order
@@ -279,9 +278,9 @@ class Distributed:
     def compare_programs(self, program: LoadedProgram) -> None:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        compare = partial(agree_on_weights, self._manifest, weights, self.rank, self._wire)
-        self._guard(compare, "the comparison of weights before the first step")
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        compare = partial(agree_on_values, self._manifest.mesh, shared, values, self.rank, self._wire)
+        self._guard(compare, "the comparison of weights and constants")
 
     # peers
 
@@ -294,7 +293,7 @@ class Distributed:
             return call()
         except RuntimeError as error:
             lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
-            reason = _reason(error)
+            reason = first_line(error)
             silent = "timed out" in reason.lower() or "timeout" in reason.lower()
             happened = "did not answer in time (or waits itself)" if silent else "went away"
             raise RankLost(
@@ -310,10 +309,15 @@ class Distributed:
         return f"({named}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"({named})"
 
 
-def _reason(error: RuntimeError) -> str:
-    """The first line of what the backend said, without source locations and advice."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\]]*\]\s*|\s*This is typically caused by.*$", "", line).rstrip(". ")[:200]
+def let_go(error: BaseException) -> None:
+    """Clear the frames of this room that an error went through: they refer to operations that are under way."""
+    found: BaseException | None = error
+    while found is not None:
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if str(frame.f_globals.get("__name__", "")).startswith("csc.runtime."):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        found = found.__cause__ or found.__context__
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> d
         return _received(group)
     try:
         made = make()
-    except Exception as error:
+    except BaseException as error:  # from the keyboard, too: the others would wait for a day
         _send({"error": _told(error)}, {}, group)
         raise
     listed = None if made is None else [[name, len(content)] for name, content in made.items()]
@@ -49,7 +49,7 @@ def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> d
     return None if made is None else dict(made)
 
 
-def _told(error: Exception) -> list[str]:
+def _told(error: BaseException) -> list[str]:
     if isinstance(error, CscError):
         return [type(error).__name__, error.what, error.where, error.remedy]
     said = (str(error).strip().splitlines() or [""])[0]

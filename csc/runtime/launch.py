@@ -1,7 +1,8 @@
 """Joining the process group that torchrun starts, and leaving it with one sentence.
 
 Terms: torchrun gives every process RANK, WORLD_SIZE and LOCAL_RANK (its number on its node). The *store* is
-torchrun's own key-value server; it outlives any rank.
+torchrun's own key-value server; it outlives any rank, and all of them: `torchrun --max-restarts` starts ranks anew
+beside the keys of those that ended. So each *attempt* has keys of its own.
 
     setup_distributed(device="cpu", timeout=600.0) -> Launch      joins the default process group
     several_processes() -> bool                                   whether this process is one of several ranks
@@ -44,18 +45,18 @@ def several_processes() -> bool:
 
 
 def open_store(timeout: float = 600.0) -> dist.Store:
-    """Connect to the store. RankLost if it does not answer within `timeout` seconds."""
+    """Connect to the store, to the keys of this attempt. RankLost if it does not answer within `timeout` seconds."""
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     except RuntimeError as error:
         raise _apart(error) from error
-    return store
+    return dist.PrefixStore(f"csc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def first_to_speak(store: dist.Store) -> bool:
     """When a rank dies, the others fail one by one, each for the one before: only the first knows why."""
     try:
-        return store.add("csc/spoken", 1) == 1
+        return store.add("spoken", 1) == 1
     except RuntimeError:  # the store is gone as well: nobody else can say it
         return True
 
@@ -91,7 +92,7 @@ def setup_distributed(device: str = "cpu", timeout: float = 600.0, store: dist.S
             backend = "nccl"
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
-        group_store = dist.PrefixStore("csc", store or open_store(timeout))
+        group_store = dist.PrefixStore("group", store or open_store(timeout))
         wait = timedelta(seconds=timeout)
         try:
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=wait)

@@ -82,6 +82,7 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         frozen=(),
         plan={},
         files={},
+        tensors={},
     )
     return Paced(LoadedProgram(Path(), manifest, schedule, (), ""), pipeline)
 

@@ -2,8 +2,8 @@
 
 Terms: a *program directory* is what the compiler wrote (program.json, schedule.txt, constants, one rank_R.py
 per rank, position_P.py for what the ranks of a pipeline position share). It may lack the files of some ranks. A
-file whose hash is no longer the one that program.json lists is *edited*: allowed, since the files are there to be
-read and changed.
+file of text whose hash is no longer the one that program.json lists is *edited*: allowed, since they are there to be
+read and changed. program.json itself and constants are what was compiled, or an error.
 
     load(directory, ranks) -> LoadedProgram      ProgramError with a sentence for everything that does not fit
     own_files(mesh, rank)                        the files that a rank does not share with other positions
@@ -33,6 +33,7 @@ from csc.errors import ProgramError, ScheduleError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule, parse
 from csc.ir.schedule_verifier import verify
+from csc.runtime.reading import checked_file, read_json, read_text, within
 from csc.runtime.specs import Manifest, manifest
 
 
@@ -74,15 +75,42 @@ def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedPro
     if not path.is_dir():
         raise ProgramError("there is no such directory", str(path), "Compile a model with output= this path")
     file = path / "program.json"
-    try:
-        table = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ProgramError("there is no program.json", str(path), "Point to a directory that csc compiled") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ProgramError(f"it is not JSON: {error}", str(file), "Compile the program again") from None
+    if not file.exists():
+        raise ProgramError("there is no program.json", str(path), "Point to a directory that csc compiled")
+    table = read_json(file, _failing(file))
     checked = manifest(table, str(file))
+    _check_fingerprint(table, checked, file)
     edited = _edited(path, checked, range(checked.mesh.size) if ranks is None else ranks)
     return LoadedProgram(path, checked, _schedule(path, checked), edited, f"_csc_program_{uuid.uuid4().hex}")
+
+
+def _failing(file: Path, remedy: str = "Compile the program again") -> Callable[[str], ProgramError]:
+    return lambda what: ProgramError(what, str(file), remedy)
+
+
+def _check_fingerprint(table: Mapping[str, Any], checked: Manifest, file: Path) -> None:
+    """ProgramError if program.json is not what the compiler wrote, but for the times that compiling took."""
+    rest = {key: value for key, value in table.items() if key not in ("fingerprint", "timings")}
+    try:
+        found = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    except RecursionError:
+        raise _failing(file)("it is nested too deeply") from None
+    if found != checked.fingerprint:
+        raise ProgramError(
+            "it has changed since it was compiled: its fingerprint is another one",
+            str(file),
+            f"Compile the program again; or, if you mean the change, make its fingerprint {found!r}",
+        )
+    for name, expected in checked.tensors.items():
+        found = _hash(within(file.parent, name, _failing(file)))
+        if found != expected:
+            what = f"{name} is not the one that was compiled"
+            raise ProgramError(what, str(file.parent), "Compile the program again, or copy its directory again")
+
+
+def _hash(file: Path) -> str:
+    with checked_file(file, _failing(file)).open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def own_files(mesh: Mesh, rank: int) -> tuple[str, str]:
@@ -100,19 +128,20 @@ def _edited(path: Path, checked: Manifest, ranks: Iterable[int]) -> tuple[str, .
     for name in [*checked.files, *sorted(needed - set(checked.files))]:
         if name in of_rank and name not in own:
             continue
-        file = path / name
+        file = within(path, name, _failing(path / "program.json"))
         if not file.is_file():
             remedy = f", with --rank {own[name]} or for all ranks" if name in own else ""
             raise ProgramError(f"its file {name} is missing", str(path), f"Compile the program again{remedy}")
-        if name in checked.files and hashlib.sha256(file.read_bytes()).hexdigest() != checked.files[name]:
+        if name in checked.files and _hash(file) != checked.files[name]:
             edited.append(name)
     return tuple(edited)
 
 
 def _schedule(path: Path, checked: Manifest) -> Schedule:
     file = path / "schedule.txt"
+    text = read_text(file, _failing(file))
     try:
-        schedule = parse(file.read_text())
+        schedule = parse(text)
         verify(
             schedule,
             [message.channel for message in checked.messages],
@@ -120,15 +149,30 @@ def _schedule(path: Path, checked: Manifest) -> Schedule:
             [stage.backward_weight for stage in checked.stages],
             checked.microbatches,
         )
+        _check_placement(schedule, checked)
     except ScheduleError as error:
         raise ScheduleError(error.what, f"{file}, {error.where}", error.remedy) from None
     return schedule
+
+
+def _check_placement(schedule: Schedule, checked: Manifest) -> None:
+    """ScheduleError unless it is for the ranks that program.json gives the stages to."""
+    if len(schedule.ranks) != checked.mesh.pp:
+        what = f"it has {len(schedule.ranks)} ranks, the program has pp={checked.mesh.pp}"
+        raise ScheduleError(what, "schedule", "List every rank of the pipeline once")
+    for stage in checked.stages:
+        if schedule.placement[stage.stage] != stage.rank:
+            what = (
+                f"stage {stage.stage} is on rank {schedule.placement[stage.stage]}, program.json has it on {stage.rank}"
+            )
+            raise ScheduleError(what, "schedule", f"Move it to rank {stage.rank}, or compile with placement=")
 
 
 def read_tensors(
     file: Path, names: list[str] | None = None, remedy: str = "Compile the program again"
 ) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file, or those named, on the CPU. ProgramError if it has none such."""
+    checked_file(file, _failing(file, remedy))
     try:
         with safe_open(file, framework="pt") as opened:
             there = set(opened.keys())
@@ -137,9 +181,7 @@ def read_tensors(
             if missing:
                 raise ProgramError(f"{missing[0]!r} is not in it", str(file), remedy)
             return {name: opened.get_tensor(name) for name in wanted}
-    except FileNotFoundError:
-        raise ProgramError("there is no such file", str(file), remedy) from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ProgramError(f"it is not safetensors: {error}", str(file), remedy) from None
 
 

@@ -14,12 +14,12 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 
 from csc.ir.schedule import parse
 from csc.runtime.executor import Timed
 from csc.runtime.specs import Manifest
+from csc.runtime.texts import gathered_texts
 from csc.simulation.timeline import Event, Timeline, Transfer
 
 Traces = Mapping[int, Sequence[Timed]]
@@ -35,7 +35,7 @@ def gathered(traces: Traces) -> dict[int, list[Timed]]:
         "barrier": time.perf_counter(),
         "ranks": {rank: [[str(t.action), t.start, t.end] for t in trace] for rank, trace in traces.items()},
     }
-    parts = [json.loads(text) for text in _all_gather(json.dumps(mine))]
+    parts = [json.loads(text) for text in gathered_texts(json.dumps(mine))]
     several = len({part["host"] for part in parts}) > 1
     found: dict[int, list[Timed]] = {}
     for part in parts:
@@ -46,20 +46,6 @@ def gathered(traces: Traces) -> dict[int, list[Timed]]:
                 Timed(action, start - zero, end - zero) for action, (_, start, end) in zip(actions, rows, strict=True)
             ]
     return dict(sorted(found.items()))
-
-
-def _all_gather(text: str) -> list[str]:
-    backend = str(dist.get_backend_config())
-    device = torch.device("cuda", torch.cuda.current_device()) if "gloo" not in backend else torch.device("cpu")
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded)
-    return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
 
 
 def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Timeline:

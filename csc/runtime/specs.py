@@ -10,7 +10,8 @@ those of ONE microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +163,8 @@ class Manifest:
     random: bool  # its microbatches take a seed
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # hashes of what may be edited
+    tensors: Mapping[str, str]  # and of what may not
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a position on the pp axis runs, in order."""
@@ -188,7 +190,9 @@ class _Table:
             raise ProgramError(f"field {key!r} is missing", self.where, _REMEDY)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ProgramError(f"field {key!r} should be {names}, it is {value!r:.60}", self.where, _REMEDY)
+            raise ProgramError(f"field {key!r} should be {names}, it is {_short(value)}", self.where, _REMEDY)
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise ProgramError(f"field {key!r} is {_short(value)}, which nothing is", self.where, _REMEDY)
         return value
 
     def rows(self, key: str) -> list[_Table]:
@@ -196,9 +200,29 @@ class _Table:
 
     def sizes(self, key: str) -> tuple[int, ...]:
         sizes = self.get(key, list)
-        if not all(isinstance(n, int) and n >= 0 for n in sizes):
-            raise ProgramError(f"field {key!r} should list sizes, it is {sizes!r:.60}", self.where, _REMEDY)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < LARGEST for n in sizes):
+            raise ProgramError(f"field {key!r} should list sizes, it is {_short(sizes)}", self.where, _REMEDY)
+        if len(sizes) > DIMENSIONS or (key == "shape" and math.prod(sizes) >= LARGEST):
+            raise ProgramError(f"field {key!r} is {_short(sizes)}: no tensor is that large", self.where, _REMEDY)
         return tuple(sizes)
+
+    def names(self, key: str, default: Any = ...) -> tuple[str, ...]:
+        names = self.get(key, list, default)
+        if not all(isinstance(name, str) for name in names):
+            raise ProgramError(f"field {key!r} should list names, it is {_short(names)}", self.where, _REMEDY)
+        return tuple(names)
+
+    def hashes(self, key: str, default: Any = ...) -> dict[str, str]:
+        table: dict[str, str] = self.get(key, dict, default)
+        if not all(isinstance(value, str) for value in table.values()):
+            raise ProgramError(f"field {key!r} should hold the hash of each file", self.where, _REMEDY)
+        return table
+
+    def number(self, key: str) -> float:
+        value = self.get(key, (int, float))
+        if isinstance(value, bool) or not 0 <= value < LARGEST:
+            raise ProgramError(f"field {key!r} should be a number, it is {_short(value)}", self.where, _REMEDY)
+        return float(value)
 
     def stages(self, key: str, count: int) -> tuple[int, ...]:
         stages = self.sizes(key)
@@ -213,6 +237,19 @@ class _Table:
         if not isinstance(dtype, torch.dtype):
             raise ProgramError(f"{self.table[key]!r} is not a torch dtype", self.where, _REMEDY)
         return dtype
+
+
+LARGEST = 2**53
+DIMENSIONS = 64  # torch has no tensors of more
+
+
+def _short(value: Any) -> str:
+    """A value as an error shows it: one may be nested deeply, or have many digits."""
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, list) and all(isinstance(one, (int, str)) for one in value[:8]):
+        return f"[{', '.join(_short(one) for one in value[:8])}{', ...' if len(value) > 8 else ''}]"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
 
 
 _REMEDY = "Compile the program again, or mend program.json"
@@ -233,6 +270,10 @@ def manifest(table: Any, where: str) -> Manifest:
     if mesh.tp != 1:
         raise ProgramError(f"mesh {mesh} has tp above 1", where, "This runtime runs dp, pp and cp only")
     stages = tuple(_stage(row, mesh.pp) for row in top.rows("stages"))
+    files = top.hashes("files")
+    if mesh.pp > len(stages) or mesh.size > len(files):
+        what = f"mesh {mesh} has {_short(mesh.size)} ranks, and it lists {len(stages)} stages and {len(files)} files"
+        raise ProgramError(what, where, _REMEDY)
     if [s.stage for s in stages] != list(range(len(stages))):
         raise ProgramError(f"it lists stages {[s.stage for s in stages]}, not in order from 0", where, _REMEDY)
     idle = set(range(mesh.pp)) - {s.rank for s in stages}
@@ -245,27 +286,54 @@ def manifest(table: Any, where: str) -> Manifest:
     microbatches = top.get("microbatches", int)
     if microbatches < 1:
         raise ProgramError(f"it has {microbatches} microbatches", where, _REMEDY)
+    inputs = tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs"))
+    parameters = tuple(_parameter(row, stages) for row in top.rows("parameters"))
+    constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
+    messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
+    _once("inputs", [one.name for one in inputs], where)
+    _once("parameters", [one.name for one in parameters], where)
+    _once("constants", [one.name for one in constants], where)
+    _once("messages", [one.channel for one in messages], where)
+    known = {one.name for one in inputs} | top.get("fixed", dict, {}).keys()
+    for stage in stages:
+        unknown = set(stage.inputs) - known
+        if unknown:
+            raise ProgramError(f"stage {stage.stage} reads {min(unknown)!r}, which is no input", where, _REMEDY)
     return Manifest(
         name=top.get("name", str),
         fingerprint=top.get("fingerprint", str),
         mesh=mesh,
-        device=top.get("device", str),
+        device=_device(top),
         microbatches=microbatches,
-        inputs=tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs")),
+        inputs=inputs,
         fixed=top.get("fixed", dict, {}),
-        parameters=tuple(_parameter(row, stages) for row in top.rows("parameters")),
-        constants=tuple(
-            ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants")
-        ),
-        messages=tuple(_message(row, len(stages)) for row in top.rows("messages")),
+        parameters=parameters,
+        constants=constants,
+        messages=messages,
         stages=stages,
         loss=LossSpec(_end(loss, "stage", len(stages)), weight),
         contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
-        frozen=tuple(top.get("frozen", list, [])),
+        frozen=top.names("frozen", []),
         plan=top.get("plan", dict, {}),
-        files=top.get("files", dict),
+        files=files,
+        tensors=top.hashes("tensors", {}),
     )
+
+
+def _once(what: str, names: Sequence[Any], where: str) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ProgramError(f"it lists {twice!r} twice among its {what}", where, _REMEDY)
+
+
+def _device(top: _Table) -> str:
+    device = top.get("device", str)
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ProgramError(f"field 'device' is {_short(device)}, which is none", top.where, _REMEDY) from None
+    return str(device)
 
 
 def _contexts(top: _Table, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[ContextSpec, ...]:
@@ -288,10 +356,10 @@ def _context(row: _Table, mesh: Mesh) -> ContextSpec:
     if min(sizes.values()) < 1 or sizes["share"] * ranks < sizes["tokens"]:
         raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of cp={mesh.cp}", row.where, _REMEDY)
     masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
-    tile, block = (float(row.get(name, (int, float))) for name in ("tile_seconds", "block_seconds"))
+    tile, block = row.number("tile_seconds"), row.number("block_seconds")
     return ContextSpec(
         row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
-        inputs=tuple(row.get("inputs", list)),
+        inputs=row.names("inputs"),
     )  # fmt: skip
 
 
@@ -312,12 +380,12 @@ def _stage(row: _Table, ranks: int) -> StageSpec:
     return StageSpec(
         row.get("stage", int),
         _end(row, "rank", ranks),
-        tuple(row.get("regions", list, [])),
-        tuple(row.get("inputs", list)),
+        row.names("regions", []),
+        row.names("inputs"),
         row.get("forward", bool),
         row.get("backward_input", bool),
         row.get("backward_weight", bool),
-        tuple(row.get("context", list, [])),
+        row.names("context", []),
     )
 
 

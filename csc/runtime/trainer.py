@@ -7,6 +7,7 @@ several of them hold.
     Trainer(program, weights=None, transport=None, device=None, trace=False)
     .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
+    .ready(batch), .run(pieces)     the two halves of `train_step`: what may fail on one rank, and what all do
     .prepare(batch)                 what `train_step` of that batch will need, ahead of it
     .named_parameters()             .parameters()                           .state_dict()
     .load(path)                     .save(directory)                        .collect(into)
@@ -16,6 +17,7 @@ Any torch optimizer over `.parameters()` makes the step; the same one on every r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,17 +27,21 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError
-from csc.runtime import batches, context, seeds, weights
+from csc.runtime import batches, context, saving, seeds, weights
+from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.family import check_member
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
+from csc.runtime.words import NOTHING, Said
 
 Weights = Mapping[str, torch.Tensor]
+Pieces = list[list[batches.Piece]]
 
 
 class Trainer:
@@ -43,10 +49,11 @@ class Trainer:
 
     weights: tensors or nn.Parameters by name (more names than needed are fine; Parameters are shared with the
     caller, not copied; meta tensors make parameters without values, see `load`); a path to safetensors; or None for
-    DIR/weights.safetensors. transport: None takes the
-    default process group if there is one of the program's size, else all ranks run in this process. trace:
-    keep when each action ran, in `timeline`. InputError or ProgramError, before any step, for whatever does
-    not fit; RankLost if a peer goes away.
+    DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
+    all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
+    until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
+
+    InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
 
     def __init__(
@@ -56,15 +63,17 @@ class Trainer:
         transport: Transport | None = None,
         device: torch.device | str | None = None,
         trace: bool = False,
+        timeout: float = 600.0,
+        meeting: Meeting | None = None,
     ) -> None:
         self.program = program
         self.device = _device(program, device)
-        self.transport = transport or _transport(program, self.device)
+        self.transport = transport or _transport(program, self.device, timeout, meeting)
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._weights, self._empty = _parameters(program, self._specs, weights, self.device)
-        self.transport.compare_weights({n: p for n, p in self._weights.items() if n not in self._empty})
+        self._compare_weights()
         self._manifests = [program.manifest]
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -85,6 +94,13 @@ class Trainer:
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         constants = {position: program.constants(position, self.device) for position in sorted(held)}
+        stages = program.manifest.stages
+        shared = [
+            Shared("constant", one.name, tuple(dict.fromkeys(stages[stage].rank for stage in one.stages)))
+            for one in program.manifest.constants
+        ]
+        own = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
+        self.transport.compare_values(shared, own)
         return [
             Rank(
                 program,
@@ -98,12 +114,16 @@ class Trainer:
             for rank in self.transport.ranks
         ]
 
+    def _compare_weights(self) -> None:
+        """InputError unless all ranks that hold a parameter, frozen or not, hold the same values."""
+        shared = [Shared("parameter", spec.name, spec.ranks) for spec in self.program.manifest.parameters]
+        self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
+
     @property
     def _ranks(self) -> list[Rank]:
         """For what is the same in every program."""
         return self._members[0]
 
-    @torch.no_grad()
     def train_step(
         self, batch: batches.GlobalBatch, microbatches: int | None = None, chance: bool = True
     ) -> torch.Tensor:
@@ -113,7 +133,16 @@ class Trainer:
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
         only repeat the number that the program was compiled for. `chance`: False for a step that is compared with
         another program's: random numbers are constants. InputError before any data moves; CscError that names the
-        microbatches whose loss is not finite, with every `p.grad` left as it was; RankLost.
+        microbatches whose loss is not finite; StepFailed if another rank could not do the step. With all of these every
+        `p.grad` is left as it was, on every rank, and the next step is in order. RankLost.
+        """
+        meeting = self.transport.meeting
+        with meeting.turn("train_step"):
+            return self.run(meeting.hold("train_step", lambda: self.ready(batch, microbatches)), chance)
+
+    def ready(self, batch: batches.GlobalBatch, microbatches: int | None = None) -> tuple[Said, Pieces]:
+        """The microbatches of every replica, for `run`, and what ranks compare of them. InputError for a batch that
+        does not fit. Nothing moves.
         """
         manifest = self.program.manifest
         if microbatches not in (None, manifest.microbatches):
@@ -124,9 +153,37 @@ class Trainer:
             )
         self._check_values("train_step")
         pieces = batches.split(self._manifests, batch)
+        alone = isinstance(self.transport, InProcess)
+        return NOTHING if alone else batches.said(pieces, self._ranks[0].replica), pieces
+
+    @torch.no_grad()
+    def run(self, pieces: Pieces, chance: bool = True) -> torch.Tensor:
+        """A step that all ranks have agreed on in a meeting; see `train_step`."""
+        drawn = torch.get_rng_state() if self.program.manifest.random else None
+        try:
+            self.transport.meeting.began()
+            results = self._results(pieces, chance)
+        except BaseException as error:
+            if drawn is not None:  # the step after it draws what it would have drawn
+                torch.set_rng_state(drawn)
+            found = self.transport.failed(error)
+            if found is error:
+                raise
+            raise found from None
+        if self.trace:
+            self.timeline = {rank: result.trace for rank, result in results.items()}
+        loss = results[self._ranks[0].rank].losses.total(self.program.manifest.microbatches)
+        try:
+            self._set_gradients(results)
+        except BaseException as error:
+            self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
+            raise
+        return loss
+
+    def _results(self, pieces: Pieces, chance: bool) -> dict[int, StepResult]:
         self.transport.begin_step()
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in self._specs}
-        drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if manifest.random else 0
+        drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
         runs = {}
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
@@ -134,12 +191,7 @@ class Trainer:
             held = {p.name: working[p.name] for p in self._specs if rank.position in p.ranks}
             runs[rank.rank] = step(ranks, own, held, self.trace, drawn)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
-        results = interleave(runs) if turns is None else together(runs, turns)
-        if self.trace:
-            self.timeline = {rank: result.trace for rank, result in results.items()}
-        loss = results[self._ranks[0].rank].losses.total(manifest.microbatches)
-        self._set_gradients(results)
-        return loss
+        return interleave(runs) if turns is None else together(runs, turns)
 
     @torch.no_grad()
     def prepare(self, batch: batches.GlobalBatch, steps: int = 1) -> None:
@@ -207,19 +259,23 @@ class Trainer:
         The norm is over all ranks, each parameter once: tied ones count at their owner, replicas not at all.
         All ranks call it.
         """
+        square = self.transport.meeting.total("clip_grad_norm_", self._square)
+        norm = torch.tensor(square, dtype=torch.float64).sqrt().float()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.device)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+    def _square(self) -> float:
+        """The square of the norm of the gradients that count here."""
         square = torch.zeros(1, dtype=torch.float64, device=self.device)
         for spec in self._specs:
             gradient = self._weights[spec.name].grad
             if gradient is not None and spec.trainable and self._counts(spec):
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
-        self.transport.sum_over_processes(square, "norm of the gradients over all ranks")
-        norm = square.sqrt().float().cpu().reshape(())
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.device)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return norm
+        return float(square)
 
     def _counts(self, spec: ParameterSpec) -> bool:
         mesh = self.program.manifest.mesh
@@ -235,21 +291,31 @@ class Trainer:
             count, first = len(self._empty), min(self._empty)
             raise InputError(
                 f"{count} parameters of {self.program.manifest.name} have no values yet, {first!r} for one: they were "
-                "given on the meta device",
+                "given on the meta device, or a load failed halfway",
                 where,
                 "Load weights with compiled.load(...) first",
             )
 
     @torch.no_grad()
     def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
-        """Read this process' parameters from a safetensors file or a directory of them. InputError if one is missing or
-        of another shape or dtype; then nothing was changed.
+        """Read this process' parameters from a safetensors file or a directory of them. All ranks call it.
+
+        InputError if one is missing or of another shape or dtype, then nothing was changed; or if ranks that hold the
+        same parameter have read other values.
         """
-        for name, tensor in weights.each(path, self._specs, self.device, format, into=self._weights):
-            if tensor is not self._weights[name]:
-                self._weights[name].copy_(tensor)
+
+        def read() -> tuple[Said, None]:
+            coming = weights.each(path, self._specs, self.device, format, into=self._weights)
+            for name, tensor in coming:
+                self._empty = set(self._weights)  # until all have come
+                if tensor is not self._weights[name]:
+                    self._weights[name].copy_(tensor)
+            return NOTHING, None
+
+        self.transport.meeting.hold("load", read)
         self._filled = True
         self._empty = set()
+        self._compare_weights()
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -258,15 +324,21 @@ class Trainer:
         All ranks call it; `into` has every parameter of the program by name, on any device.
         """
         manifest = self.program.manifest
-        self._check_values("collect")
-        for spec in manifest.parameters:
-            if not spec.trainable and not self._filled:
-                continue
-            if into[spec.name].is_meta:
-                raise InputError(
-                    f"parameter {spec.name!r} of the model is on the meta device, which holds no values", "collect",
-                    "save with compiled.save(directory), or give the model memory first: model.to_empty(device='cpu')",
-                )  # fmt: skip
+        wanted = [spec for spec in manifest.parameters if spec.trainable or self._filled]
+
+        def check() -> tuple[Said, None]:
+            self._check_values("collect")
+            for spec in wanted:
+                if into[spec.name].is_meta:
+                    raise InputError(
+                        f"parameter {spec.name!r} of the model is on the meta device, which holds no values", "collect",
+                        "save with compiled.save(directory), or give the model memory first: "
+                        "model.to_empty(device='cpu')",
+                    )  # fmt: skip
+            return NOTHING, None
+
+        self.transport.meeting.hold("collect", check)
+        for spec in wanted:
             value = self._weights.get(spec.name, into[spec.name]).detach()
             if isinstance(self.transport, Distributed):
                 value = value.to(self.device).contiguous()
@@ -274,20 +346,38 @@ class Trainer:
             into[spec.name].copy_(value)
 
     def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
-        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call."""
-        manifest = self.program.manifest
-        self._check_values("save")
+        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one
+        of them cannot write, all raise, and what was saved there before is what is read there.
+        """
+        manifest, meeting = self.program.manifest, self.transport.meeting
         if set(self.transport.ranks) == set(range(manifest.mesh.size)):
-            weights.write(directory, manifest, None, self.state_dict(), format)
+            self._check_values("save")
+            saving.write(directory, manifest, None, self.state_dict(), format)
             return
-        done = torch.zeros(1, device=self.device)
-        for rank in self._ranks:
-            if rank.replica == rank.piece == 0:
-                weights.write(directory, manifest, rank.position, self.state_dict(), format)
-        self.transport.sum_over_processes(done, "saving: all shards are written")
-        if self._ranks[0].rank == 0:
-            weights.write_index(directory, manifest, format)
-        self.transport.sum_over_processes(done, "saving: the index is written")
+
+        def name() -> float:
+            self._check_values("save")
+            return float(secrets.randbits(32)) if self._ranks[0].rank == 0 else 0.0
+
+        def shards() -> tuple[Said, None]:
+            for position in own:
+                saving.write(directory, manifest, position, self.state_dict(), format, save)
+            return NOTHING, None
+
+        def index() -> tuple[Said, None]:
+            if self._ranks[0].rank == 0:
+                saving.write_index(directory, manifest, format, save)
+            return NOTHING, None
+
+        own = [rank.position for rank in self._ranks if rank.replica == rank.piece == 0]
+        save = f"{int(meeting.total('save', name)):08x}"
+        try:
+            meeting.hold("the shards of what is saved", shards)
+        except BaseException:
+            for position in own:
+                saving.discard(directory, manifest, position, save)
+            raise
+        meeting.hold("the index of what is saved", index)
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:
@@ -303,9 +393,9 @@ def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.
     return found
 
 
-def _transport(program: LoadedProgram, device: torch.device) -> Transport:
+def _transport(program: LoadedProgram, device: torch.device, timeout: float, meeting: Meeting | None) -> Transport:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return Distributed(program, device)
+        return Distributed(program, device, timeout, meeting)
     return InProcess(program)
 
 

@@ -22,6 +22,8 @@ import torch
 from csc.errors import ProgramError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
+from csc.runtime.agreement import Shared
+from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
 from csc.runtime.spread import Recent
@@ -83,8 +85,15 @@ class Transport(Protocol):
     def endpoint(self, rank: int) -> Endpoint:
         """The side of one of `ranks`."""
 
+    @property
+    def meeting(self) -> Meeting:
+        """Where the processes agree on what they do next."""
+
     def begin_step(self) -> None:
         """Forget what a step that failed may have left behind."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """A step failed before its end: bring the processes together again. Returns what this one is to raise."""
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Sum a tensor over all processes, in place."""
@@ -92,8 +101,8 @@ class Transport(Protocol):
     def compare_programs(self, program: LoadedProgram) -> None:
         """ProgramError unless all processes have this program."""
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """InputError unless all processes that hold a parameter hold the same values."""
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        """InputError unless all processes that hold one of `shared` hold the same values. `values` may lack some."""
 
 
 def laid_out(message: MessageSpec, values: Mapping[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
@@ -175,11 +184,16 @@ class InProcess:
 
     def __init__(self, program: LoadedProgram) -> None:
         self._mesh = program.manifest.mesh
+        self.meeting = Meeting()
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
         if self._mesh.cp > 1:
             self._hub.turns = Turns()
         self._endpoints = [_Local(self._hub, rank, self._mesh) for rank in self.ranks]
+
+    def failed(self, error: BaseException) -> BaseException:
+        """There is nobody to tell."""
+        return error
 
     @property
     def turns(self) -> Turns | None:
@@ -201,8 +215,8 @@ class InProcess:
     def compare_programs(self, program: LoadedProgram) -> None:
         """Nothing to do: the ranks share it."""
 
-    def compare_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: the ranks share their weights."""
+    def compare_values(self, shared: Sequence[Shared], values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: the ranks share them."""
 
 
 class _Local:

@@ -1,8 +1,7 @@
-"""Weights on disk: safetensors under the model's own names, as HF stores them.
+"""Weights from disk: safetensors under the model's own names, as HF stores them.
 
 Terms: a *shard* is one file of several; its *index* (model.safetensors.index.json) says which parameter is in
-which shard. The first dp replica of a rank writes what it *owns*: a tied parameter is written by its owner
-alone.
+which shard. Files that csc wrote (csc.runtime.saving) hold a digest of each tensor, which is checked.
 
 A *format* says how files name and lay out the parameters where they do not do so as the program does (see
 csc.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the model has
@@ -10,19 +9,16 @@ and the program does not use: nothing trains it, a whole model has it, and it go
 
     each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
     read(path, parameters, device, format) -> {name: tensor}     all of them
-    write(directory, manifest, position, tensors, format)        a rank's shard, or (None) all in one file
-    write_index(directory, manifest, format)                     once all shards are there
     check(parameters, tensors)                                   tensors in memory against what the program needs
 
-Reading takes the memory of what is read, and no second copy of it: see `_Files`. Files appear whole or not at all:
-written under another name, then renamed.
+Reading takes the memory of what is read, and no second copy of it: see `_Files`.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,13 +27,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from csc.errors import InputError
-from csc.runtime.specs import Manifest, ParameterSpec
+from csc.runtime.reading import checked_file, read_json, within
+from csc.runtime.specs import ParameterSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "weights.safetensors")
+DIGESTS = "csc.sha256"  # key of a file's metadata: the digest of each tensor, as JSON
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,7 @@ class _Files:
         self.stack = ExitStack()
         self.opened: dict[Path, Any] = {}
         self.headers: dict[str, torch.Tensor] = {}
+        self.digests: dict[Path, dict[str, str]] = {}
         self.mapped = 0
 
     def __enter__(self) -> _Files:
@@ -176,24 +174,45 @@ class _Files:
             target = torch.empty(header.shape, dtype=header.dtype, device=device)
         rows = header.shape[0] if header.dim() else 1
         count = max(1, PORTION // max(1, header.nbytes // max(1, rows)))
+        expected, found = self._digest(key), hashlib.sha256()
         for start in range(0, rows, count):
             if self.mapped >= PORTION:
                 self._close()
             file = self._file(key)
-            if count >= rows:
-                target.copy_(file.get_tensor(key))
-            else:
-                target[start : start + count].copy_(file.get_slice(key)[start : start + count])
+            portion = file.get_tensor(key) if count >= rows else file.get_slice(key)[start : start + count]
+            if expected is not None:
+                found.update(bytes_of(portion))
+            (target if count >= rows else target[start : start + count]).copy_(portion)
             self.mapped += min(count, rows - start) * (header.nbytes // max(1, rows))
+        if expected is not None and found.hexdigest() != expected:
+            what = f"{key!r} is not what was saved there: its bytes have changed"
+            raise InputError(what, str(self.table[key]), "Take another copy of it, or an older checkpoint")
         return target
+
+    def _digest(self, key: str) -> str | None:
+        """What the file says that the tensor's bytes are; None if another program wrote it."""
+        file = self.table[key]
+        if file not in self.digests:
+            try:
+                listed = json.loads((self._file(key).metadata() or {}).get(DIGESTS, "{}"))
+                self.digests[file] = {name: str(one) for name, one in listed.items()}
+            except (ValueError, AttributeError, RecursionError):
+                what = "its header has changed since it was saved"
+                raise InputError(what, str(file), "Take another copy of it, or an older checkpoint") from None
+        listed = self.digests[file]
+        return listed.get(key, "none") if listed else None
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The bytes of a dense tensor on the CPU, without a copy."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def _opened(file: Path) -> Any:
+    checked_file(file, lambda what: InputError(what, str(file), "Give a safetensors file or directory"))
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise InputError("there is no such file", str(file), "Give a safetensors file or directory") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"it is not safetensors: {error}", str(file), "Save the weights again") from None
 
 
@@ -203,11 +222,8 @@ def _table(path: Path) -> dict[str, Path]:
         with _opened(path) as opened:
             return dict.fromkeys(opened.keys(), path)
     index = path / INDEX
-    if index.is_file():
-        try:
-            return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"it is not an index of shards: {error}", str(index), "Save the weights again") from None
+    if index.exists():
+        return _indexed(path, index)
     for single in SINGLE:
         if (path / single).is_file():
             return _table(path / single)
@@ -217,6 +233,18 @@ def _table(path: Path) -> dict[str, Path]:
         str(path),
         "Give a directory that holds weights." + adapter * (path / "adapter_config.json").is_file(),
     )
+
+
+def _indexed(path: Path, index: Path) -> dict[str, Path]:
+    def fail(what: str) -> InputError:
+        return InputError(what, str(index), "Save the weights again")
+
+    table = read_json(index, fail)
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise fail("it is not an index of shards: it has no weight_map with the file of each tensor")
+    places = {file: within(path, file, fail) for file in dict.fromkeys(files.values())}
+    return {name: places[file] for name, file in files.items()}
 
 
 def _unknown(name: str, there: Iterable[str], where: str) -> InputError:
@@ -257,75 +285,3 @@ _DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-
-
-def shard_name(manifest: Manifest, position: int) -> str:
-    """File of what a position on the pp axis owns: model.safetensors if there is one, else
-    model-0000R-of-0000P.safetensors, R from 1.
-    """
-    count = manifest.mesh.pp
-    return SINGLE[0] if count == 1 else f"model-{position + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _parameters_of(manifest: Manifest, position: int | None) -> list[ParameterSpec]:
-    return [p for p in manifest.parameters if position is None or p.owner == position]
-
-
-def write(
-    directory: str | Path,
-    manifest: Manifest,
-    position: int | None,
-    tensors: Mapping[str, torch.Tensor],
-    format: Format = OWN,
-) -> None:
-    """Write what `position` owns into its shard; None: everything into model.safetensors."""
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    owned = {p.name: tensors[p.name] for p in _parameters_of(manifest, position)}
-    if not position:
-        without = [name for name, tensor in format.rest.items() if tensor.is_meta]
-        if without:
-            what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
-            raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
-        owned |= format.rest
-    name = SINGLE[0] if position is None else shard_name(manifest, position)
-    if owned or name == SINGLE[0]:
-        file = path / name
-        temporary = path / f".{name}.{os.getpid()}.tmp"
-        try:
-            stored = {n: _alone(t) for n, t in format.stored(owned).items()}
-            save_file(stored, temporary, metadata={"format": "pt"})
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
-    if name == SINGLE[0]:
-        (path / INDEX).unlink(missing_ok=True)  # of an older save: readers would prefer it
-
-
-def write_index(directory: str | Path, manifest: Manifest, format: Format = OWN) -> None:
-    """Write the index over all shards; one process does this, after all have written. Nothing to do for one
-    stage.
-    """
-    if manifest.mesh.pp == 1:
-        return
-    path = Path(directory)
-    files: dict[str, str] = {}
-    size = 0
-    for position in range(manifest.mesh.pp):
-        owned = {
-            p.name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in _parameters_of(manifest, position)
-        } | ({name: t.to("meta") for name, t in format.rest.items()} if position == 0 else {})
-        stored = format.stored(owned)
-        files |= dict.fromkeys(stored, shard_name(manifest, position))
-        size += sum(tensor.nbytes for tensor in stored.values())
-    table = {"metadata": {"total_size": size}, "weight_map": files}
-    temporary = path / f".{INDEX}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(table, indent=2) + "\n")
-    os.replace(temporary, path / INDEX)
-    (path / SINGLE[0]).unlink(missing_ok=True)  # of an older save: HF would prefer it
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, contiguous, with a memory of its own: safetensors stores nothing that is shared."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

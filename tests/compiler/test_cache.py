@@ -275,10 +275,7 @@ def test_a_model_that_is_changed_later_is_kept_as_another(cache: Store, caplog: 
     with caplog.at_level(logging.INFO, "csc"):
         compiled.with_options(freeze=["body"]).trainer()
     assert "has changed since it was compiled: attribute body.norm.eps" in caplog.text
-    compiled.model.body.norm.eps = 1e-5
     assert {entry.key for entry in cache.entries()} > before
-    found = mixed()
-    assert found.trainer().program.manifest.name == "Mixed" and not found.compiler.traced
 
 
 @pytest.mark.slow

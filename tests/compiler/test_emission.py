@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.api import CompiledModel
-from csc.errors import InputError
+from csc.errors import InputError, ProgramError
 from csc.inspection import FORMATS, dump
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -119,6 +119,17 @@ def step(
     trainer = Trainer(load(directory), weights={n: p.detach() for n, p in model.named_parameters()})
     loss = trainer.train_step(batch)
     return loss, {name: p.grad for name, p in trainer.named_parameters()}
+
+
+def test_constants_and_program_json_are_what_was_compiled(models: Models, tmp_path: Path) -> None:
+    directory = models("text", mesh="pp=2").write(tmp_path / "program")
+    load(directory)
+    for name, said in (("constants.safetensors", "is not the one that was compiled"), ("program.json", "fingerprint")):
+        before = (directory / name).read_bytes()
+        (directory / name).write_bytes(before.replace(b'"tokens"', b'"mean"') if "json" in name else before[:-1] + b"!")
+        with pytest.raises(ProgramError, match=said):
+            load(directory)
+        (directory / name).write_bytes(before)
 
 
 @pytest.mark.slow
@@ -422,7 +433,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_failure_midway_leaves_nothing_behind(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:

@@ -131,6 +131,7 @@ def write(
     *,
     placement: tuple[int, int, int] = (0, 1, 2),
     dp: int = 1,
+    cp: int = 1,
     microbatches: int = 4,
     frozen: str = "none",
     schedule: str = "1f1b",
@@ -161,8 +162,8 @@ def write(
         for stage in range(3)
     }
     names[2].append("loss_tokens")
-    for rank in range(pp * dp):
-        files[f"rank_{rank}.py"] = rank_text([s for s in range(3) if placement[s] == rank % pp], names)
+    for rank in range(pp * dp * cp):
+        files[f"rank_{rank}.py"] = rank_text([s for s in range(3) if placement[s] == rank // cp % pp], names)
 
     flat, turned = [ROWS, LENGTH, WIDTH], [ROWS, WIDTH, LENGTH]
     h, x = ({"name": n, "shape": flat, "stride": [LENGTH * WIDTH, WIDTH, 1], "dtype": dtype} for n in "hx")
@@ -187,8 +188,7 @@ def write(
         "csc": "0.1.0",
         "torch": torch.__version__,
         "name": "Handmade",
-        "fingerprint": hashlib.sha256(repr((placement, dp, microbatches, frozen)).encode()).hexdigest(),
-        "mesh": {"dp": dp, "pp": pp, "cp": 1, "tp": 1},
+        "mesh": {"dp": dp, "pp": pp, "cp": cp, "tp": 1},
         "device": device,
         "microbatches": microbatches,
         "inputs": [{"name": n, "shape": [ROWS, LENGTH], "dtype": "int64"} for n in ("ids", "labels")],
@@ -216,18 +216,25 @@ def write(
             }
             for s in range(3)
         ],
+        **({"context": []} if cp > 1 else {}),
         "loss": {"stage": 2, "weight": weight},
         "frozen": list(fixed),
         "plan": {},
         "files": {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()},
     }
-    (directory / "program.json").write_text(json.dumps(table, indent=1))
+    (directory / "program.json").write_text(json.dumps(sealed(table), indent=1))
     kind = getattr(torch, dtype)
     save_file({"scale": scale(kind)}, directory / "constants.safetensors")
     save_file(batch(1), directory / "example.safetensors")
     if with_weights:
         save_file(weights(kind), directory / "weights.safetensors")
     return directory
+
+
+def sealed(table: dict[str, Any]) -> dict[str, Any]:
+    """program.json's content with the fingerprint that it should have."""
+    rest = {key: value for key, value in table.items() if key not in ("fingerprint", "timings")}
+    return {**table, "fingerprint": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def scale(dtype: torch.dtype = torch.float32) -> torch.Tensor:

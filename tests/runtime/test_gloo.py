@@ -11,6 +11,7 @@ from pathlib import Path
 import handmade
 import pytest
 import worker
+from safetensors.torch import save_file
 
 from tests.launching import ranks, torchrun
 
@@ -34,6 +35,44 @@ def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
     one = handmade.write(tmp_path / "one", placement=(0, 0, 0), dp=2)
     handmade.write(tmp_path / "one_3")
     ranks(worker.run, 2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
+
+
+def test_ranks_of_one_axis_that_start_from_other_values(tmp_path: Path) -> None:
+    one, other, edited = (
+        handmade.write(tmp_path / name, placement=(0, 0, 0), cp=2, frozen="middle") for name in ("a", "b", "c")
+    )
+    save_file({"scale": handmade.scale() + 1}, other / "constants.safetensors")
+    (edited / "layers/stage_1.py").write_text((edited / "layers/stage_1.py").read_text() + "# edited on one node\n")
+    ranks(worker.run, 2, "starts", one, other, edited)
+
+
+STOPS = """
+def stopping(name, call):
+    def wrapped(*arguments):
+        if os.environ.get("TEST_STOPS") == name:
+            del os.environ["TEST_STOPS"]
+            raise KeyboardInterrupt("stopped")
+        return call(*arguments)
+
+    return wrapped
+
+
+import os
+
+for name in ("forward", "backward_input", "backward_weight", "loss_tokens"):
+    if name in globals():
+        globals()[name] = stopping(name, globals()[name])
+"""
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_the_next_is_in_order(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p", schedule="zb-h1")
+    for rank in range(3):
+        file = directory / f"rank_{rank}.py"
+        file.write_text(file.read_text() + STOPS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").write_text("no directory")
+    ranks(worker.run, 3, "fails", directory, tmp_path / "out")
 
 
 def test_ranks_that_run_several_stages(tmp_path: Path) -> None:
@@ -102,3 +141,20 @@ def test_a_silent_rank_counts_as_lost_after_the_timeout(tmp_path: Path) -> None:
     # ranks 0 and 1 give up at about the same time: one of them speaks, and names the peer that it waited for
     assert len(said) == 1, done.stderr
     assert ") did not answer in time (or waits itself) while this rank was at 'RECV" in said[0]
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_find_no_keys_of_those_before(tmp_path: Path) -> None:
+    directory = handmade.write(tmp_path / "p", placement=(0, 1, 0))
+    rank = directory / "rank_1.py"
+    rank.write_text(
+        rank.read_text()
+        + "import os, signal\n_forward = forward\ndef forward(*args):\n"
+        + "    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '2':\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        + "    return _forward(*args)\n"
+    )
+    done = torchrun(2, "-m", "csc.run", directory, "--steps", 2, "--timeout", 20, "--json", restarts=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [1, 2]
+    said = [line for line in done.stderr.splitlines() if "rank 1 (stage 1) went away" in line]
+    assert len(said) == 2, "once in each attempt that failed"

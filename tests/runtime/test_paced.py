@@ -93,7 +93,7 @@ def test_paced_processes_take_at_least_the_simulated_time(tmp_path: Path) -> Non
     table = json.loads((directory / "program.json").read_text())
     free = Pipeline(tuple(Stage(0.01, 0.01, 0.005) for _ in range(3)), handmade_messages(table))
     table["plan"] = {"pipeline": to_json(free)}
-    (directory / "program.json").write_text(json.dumps(table))
+    (directory / "program.json").write_text(json.dumps(handmade.sealed(table)))
     command = ["-m", "csc.run", directory, "--paced", 1.0, "--steps", 2, "--json", "--timeline", tmp_path / "t.json"]
     done = torchrun(3, *command)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -70,7 +70,7 @@ def test_manifests_that_do_not_fit(tmp_path: Path, edit: Edit, part: str) -> Non
     directory = handmade.write(tmp_path / "p")
     table = json.loads((directory / "program.json").read_text())
     edit(table)
-    (directory / "program.json").write_text(json.dumps(table))
+    (directory / "program.json").write_text(json.dumps(handmade.sealed(table)))
     with pytest.raises(ProgramError, match=part):
         load(directory)
 
@@ -173,11 +173,12 @@ def test_digests_tell_programs_apart(tmp_path: Path) -> None:
     assert base == digests(load(handmade.write(tmp_path / "b")))
     wide = digests(load(handmade.write(tmp_path / "c", dtype="float64")))
     assert {what for what in base if base[what] != wide[what]} == {
+        "fingerprints",
         "shapes, strides and dtypes of messages",
         "parameters and the stages that use them",
     }
     gpipe = digests(load(handmade.write(tmp_path / "d", schedule="gpipe")))
-    assert {what for what in base if base[what] != gpipe[what]} == {"schedules"}
+    assert {what for what in base if base[what] != gpipe[what]} == {"fingerprints", "schedules"}
 
 
 def test_overlaps() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError
-from csc.runtime import weights
+from csc.runtime import saving, weights
 from csc.runtime.initial import random_weights
 from csc.runtime.program import load
 from csc.runtime.specs import ParameterSpec
@@ -39,12 +39,12 @@ def test_shards_and_index(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model.safetensors").write_text("stale")
     for stage in range(3):
-        weights.write(tmp_path / "out", manifest, stage, tensors)
-    weights.write_index(tmp_path / "out", manifest)
+        saving.write(tmp_path / "out", manifest, stage, tensors)
+    saving.write_index(tmp_path / "out", manifest)
     # stage 2 holds only a tied parameter, which stage 0 owns
-    names = {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", weights.INDEX}
+    names = {"model-00001-of-00003-00000000.safetensors", "model-00002-of-00003-00000000.safetensors", weights.INDEX}
     assert {f.name for f in (tmp_path / "out").iterdir()} == names
-    assert set(load_file(tmp_path / "out/model-00001-of-00003.safetensors")) == {"embed", "w0"}
+    assert set(load_file(tmp_path / "out/model-00001-of-00003-00000000.safetensors")) == {"embed", "w0"}
     table = json.loads((tmp_path / "out" / weights.INDEX).read_text())
     assert table["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     found = weights.read(tmp_path / "out", manifest.parameters)
@@ -57,10 +57,10 @@ def test_what_the_program_does_not_use_is_saved_too(sharded: bool, tmp_path: Pat
     tensors, others = handmade.weights(), {"pooler.weight": torch.arange(6.0)}
     form = weights.Format(weights.own_pieces, dict, others)
     for stage in range(3) if sharded else [None]:
-        weights.write(tmp_path / "out", manifest, stage, tensors, form)
+        saving.write(tmp_path / "out", manifest, stage, tensors, form)
     if sharded:
-        weights.write_index(tmp_path / "out", manifest, form)
-        assert "pooler.weight" in load_file(tmp_path / "out/model-00001-of-00003.safetensors")
+        saving.write_index(tmp_path / "out", manifest, form)
+        assert "pooler.weight" in load_file(tmp_path / "out/model-00001-of-00003-00000000.safetensors")
         size = json.loads((tmp_path / "out" / weights.INDEX).read_text())["metadata"]["total_size"]
         assert size == sum(t.nbytes for t in (*tensors.values(), *others.values()))
     specs = [ParameterSpec(name, (6,), torch.float32, False, (), ()) for name in ("pooler.weight", "absent")]
@@ -74,7 +74,7 @@ def test_views_are_saved_alone(tmp_path: Path) -> None:
     manifest = load(handmade.write(tmp_path / "p")).manifest
     flat = torch.arange(500.0)
     tensors = {n: flat[: t.numel()].view(t.shape) for n, t in handmade.weights().items()}
-    weights.write(tmp_path, manifest, None, tensors)
+    saving.write(tmp_path, manifest, None, tensors)
     assert (tmp_path / "model.safetensors").stat().st_size < 1500
 
 

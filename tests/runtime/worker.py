@@ -5,17 +5,22 @@ run(case, *directories)       returns if all is well
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import handmade
 import torch
+from safetensors.torch import save_file
 
-from csc.errors import CscError, InputError, ProgramError
+from csc.errors import CscError, InputError, ProgramError, StepFailed
 from csc.runtime.launch import setup_distributed
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.runtime.words import NOTHING
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -122,9 +127,106 @@ def disagree(one: Path, other: Path) -> None:
         assert "is for 3 ranks (pp=3), the process group has 2" in str(error), error
 
 
+def starts(directory: Path, *others: Path) -> None:
+    """Two ranks of a cp axis start from other values, or from other files: both say so."""
+    rank = torch.distributed.get_rank()
+    program = load(directory)
+    for name in handmade.SHAPES:  # "w1" and "b1" are frozen
+        given = handmade.weights()
+        given[name] += rank
+        refused(lambda given=given: Trainer(program, given), f"parameter {name!r} starts with other values on rank 1")
+    trainer = Trainer(program)
+    save_file(given, directory.parent / f"read_by_{rank}.safetensors")
+    refused(lambda: trainer.load(directory.parent / f"read_by_{rank}.safetensors"), "'b1' starts with other values")
+    for other, part in zip(others, ("constant 'scale' starts with", "files of layers differ"), strict=True):
+        refused(lambda other=other: Trainer(load(other if rank else directory)), part)
+
+
+def fails(directory: Path, out: Path) -> None:
+    """Steps that fail on one rank fail on all, and the next one is that of a run without them, bit for bit."""
+    rank = torch.distributed.get_rank()
+    program = load(directory)
+    trainer, local = Trainer(program, timeout=20), Trainer(program, transport=InProcess(program))
+
+    def same(seed: int) -> None:
+        batch = handmade.batch(4, seed)
+        assert torch.equal(trainer.train_step(batch), local.train_step(batch))
+        for (name, mine), (_, expected) in zip(gradients(trainer).items(), held(), strict=True):
+            assert torch.equal(mine, expected), name
+
+    def held() -> list[tuple[str, torch.Tensor]]:
+        own = dict(trainer.named_parameters())
+        return [(name, p.grad) for name, p in local.named_parameters() if name in own and p.grad is not None]
+
+    def failing(call: Callable[[], object], at: int, kind: type[BaseException], part: str) -> None:
+        """`at`: the rank that fails with an error of this kind, which the others tell of."""
+        before = gradients(trainer)
+        try:
+            call()
+        except BaseException as error:
+            wanted = kind if rank == at else StepFailed
+            said = f"rank {at} failed in step {trainer.transport.meeting.step}: " if rank != at else ""
+            assert type(error) is wanted and said in str(error) and part in str(error), (rank, repr(error))
+            if rank == at:
+                assert any("fails on every rank" in note for note in error.__notes__)
+        else:
+            raise AssertionError("nothing was raised")
+        assert before.keys() == gradients(trainer).keys()
+        assert all(torch.equal(g, before[n]) for n, g in gradients(trainer).items())
+
+    same(0)
+    bad = handmade.batch(4)
+    bad["ids"][-1, -1] = handmade.VOCABULARY  # of the last microbatch: those before have passed all stages
+    failing(lambda: trainer.train_step(bad), 0, IndexError, "out of")
+    same(1)
+    wrong = handmade.batch(4) | ({"tokens": torch.zeros(8, 5)} if rank == 2 else {})
+    failing(lambda: trainer.train_step(wrong), 2, InputError, "key 'tokens' is not an input")
+    same(2)
+    for at, call in ((1, "forward"), (1, "backward_weight"), (2, "loss_tokens"), (0, "backward_input")):
+        if rank == at:
+            os.environ["TEST_STOPS"] = call
+        failing(lambda: trainer.train_step(handmade.batch(4)), at, KeyboardInterrupt, "" if rank == at else "stopped")
+        same(3)
+    longer = {name: torch.cat([value, value]) for name, value in handmade.batch(4).items()}
+    for batch, part in ((longer, "expected shape"),):
+        failing(lambda batch=batch: trainer.train_step(batch if rank == 1 else handmade.batch(4)), 1, InputError, part)
+    other = "rank 0 and rank 2 were given batches of the same sizes with other tokens"
+    refused(lambda: trainer.train_step(handmade.batch(4, 9 if rank == 2 else 3)), other)
+    for call in (lambda: trainer.clip_grad_norm_(1.0), lambda: trainer.save(out)):
+        refused(lambda call=call: call() if rank == 1 else trainer.train_step(handmade.batch(4)), "rank 0 is at 'train")
+    trainer.save(out)
+    saved = sorted(out.iterdir())
+    part = "it cannot be written" if rank == 1 else "rank 1 failed at 'the shards of what is saved' after step"
+    refused(lambda: trainer.save(out / "file" if rank == 1 else out), part)
+    trainer.transport.meeting.hold("a look", lambda: (NOTHING, None))  # all have removed what they had written
+    assert sorted(out.iterdir()) == saved
+    same(4)
+
+    with ThreadPoolExecutor(1) as pool, trainer.transport.meeting.turn("train_step"):
+        refused(pool.submit(trainer.train_step, handmade.batch(4)).result, "another thread of this process")
+    same(5)
+    meeting = trainer.transport.meeting
+    if rank == 2:  # stopped after it has agreed to a step, before it begins
+        with contextlib.suppress(KeyboardInterrupt), meeting.turn("train_step"):
+            meeting.hold("train_step", lambda: trainer.ready(handmade.batch(4)))
+            raise KeyboardInterrupt
+    else:
+        refused(lambda: trainer.train_step(handmade.batch(4)), "went away while this rank was at")
+    refused(lambda: trainer.train_step(handmade.batch(4)), "the group of ranks is broken since something went wrong in")
+
+
+def refused(call: Callable[[], object], part: str) -> None:
+    try:
+        call()
+    except CscError as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(f"nobody said {part!r}")
+
+
 def run(case: str, *directories: Path) -> None:
     setup_distributed(timeout=30)
     torch.set_num_threads(1)
-    cases: dict[str, Callable[..., None]] = {"stages": stages, "replicas": replicas, "disagree": disagree}
-    cases[case](*directories)
+    cases: list[Callable[..., None]] = [stages, replicas, disagree, starts, fails]
+    {one.__name__: one for one in cases}[case](*directories)
     torch.distributed.destroy_process_group()
