@@ -18,5 +18,5 @@ def test_a_rank_holds_its_shard_and_a_constant(tmp_path: Path, size: float) -> N
     assert [(start.rank, start.weights) for start in found] == [(r, w) for w in ("file", "meta") for r in range(2)]
     for start in found:
         assert start.shard == pytest.approx(size * MIB, rel=0.05)
-        assert start.shard < start.anon + 16 * MIB, "memory of its own, of which some was free before"
+        assert start.shard < start.anon + MIB, "memory of its own"
         assert start.growth < start.shard + 40 * MIB, start
