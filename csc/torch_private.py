@@ -43,6 +43,8 @@ __all__ = [
     "each_computed",
     "fx_traceback",
     "hint",
+    "hooks_of_all_modules",
+    "hooks_of_tensor",
     "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
@@ -74,6 +76,18 @@ MODULES = (os.path.join(TORCH, "nn", ""), os.path.join(TORCH, "functional.py"))
 def is_no_grad_region(target: Any) -> bool:
     """True for the higher-order op that export writes for `with torch.no_grad()`."""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def hooks_of_all_modules() -> list[tuple[str, Any]]:
+    """(kind, hooks) of what `torch.nn.modules.module.register_module_*_hook` registers for every module."""
+    found = vars(torch.nn.modules.module).items()
+    return sorted((name, value) for name, value in found if name.startswith("_global_"))
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a tensor."""
+    found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for hooks in found for hook in (hooks or {}).values()]
 
 
 def is_autocast_region(target: Any) -> bool:
