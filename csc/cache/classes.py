@@ -13,18 +13,28 @@ import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum, EnumMeta
 from pathlib import PurePath
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import TYPE_CHECKING, Any
 
 from csc.cache.bytecode import facts
-from csc.cache.kinds import functions_of, is_own_class, is_own_function, path_of, torch_folder
+from csc.cache.kinds import functions_of, is_own_class, is_own_function, is_put_there, path_of, torch_folder
 from csc.cache.opaque import Opaque
-from csc.cache.origins import is_own, is_source
+from csc.cache.origins import distribution, is_own, is_source
 
 if TYPE_CHECKING:
     from csc.cache.describe import Describer
 
 DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
+HELPING = ("transformers",)  # puts methods of its own into nn.Module when it makes its first model
+BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 PLAIN = (bool, int, float, str)
 OF_CLASSES = {  # what Python and dataclasses put into every class
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__slots__", "__hash__",
@@ -79,12 +89,14 @@ class Classes:
         functions = list(functions_of(member))
         for function in functions:
             file = function.__code__.co_filename
-            if file.startswith("<") and (not is_own(path) or name.startswith("__") or file != "<string>"):
-                continue  # written by a decorator of the class, such as dataclass
+            if file.startswith("<") and (name.startswith("__") or not is_own(path)):
+                yield [name, facts(function.__code__).digest]  # written by a decorator of the class, such as dataclass
+                continue
             if not is_source(file):
                 raise Opaque(f"{where} is in no file")
             if not is_own(file):
-                yield [name, _signature(function)]
+                if not (path.startswith(torch_folder()) and distribution(file) in HELPING):
+                    yield [name, _signature(function)]
             else:
                 yield [name, self._describer.function(function, where)]
                 self.methods.append((kind, name, function))
@@ -97,6 +109,10 @@ class Classes:
             if not (name.startswith("__") and not is_own(path)):
                 yield [name, self._describer.tree(member, where)]
         elif is_own(path) and not isinstance(member, DESCRIPTORS) and type(member).__name__ != "_tuplegetter":
+            yield [name, self._describer.tree(member, where)]
+        elif isinstance(member, BUILT_IN):
+            yield [name, member.__qualname__]
+        elif is_put_there(member):
             yield [name, self._describer.tree(member, where)]
 
     def _replaced(self, module: ModuleType, path: str) -> None:
@@ -116,6 +132,8 @@ class Classes:
                 if isinstance(one, type):
                     known = self.number(one, where) if is_own_class(one) else [one.__module__, one.__qualname__]
                     described.append([name, str(key), known])
+                elif is_put_there(one):
+                    described.append([name, str(key), self._describer.tree(one, where)])
                 elif type(one) in (bool, int, float) and not name.startswith("__"):
                     described.append([name, str(key), repr(one)])
 

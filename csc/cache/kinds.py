@@ -15,6 +15,7 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     MethodDescriptorType,
+    MethodType,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -42,6 +43,18 @@ def is_own_function(function: FunctionType) -> bool:
     """True for a function of the user's files."""
     file = function.__code__.co_filename
     return is_source(file) and is_own(file)
+
+
+def is_put_there(value: Any) -> bool:
+    """True for what only the user can have put among the functions of an installed module: a callable object, a class
+    or a partial function of his own.
+    """
+    if isinstance(value, type):
+        return is_own_class(value)
+    if isinstance(value, (functools.partial, functools.partialmethod, MethodType)):
+        function = getattr(value, "func", None) or getattr(value, "__func__", None)
+        return isinstance(function, FunctionType) and is_own_function(function)
+    return is_own_class(type(value))
 
 
 def has_source(kind: type) -> bool:

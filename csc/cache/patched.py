@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from csc.cache.describe import Describer
-from csc.cache.kinds import is_own_function, torch_folder
+from csc.cache.kinds import is_own_function, is_put_there, torch_folder
 
 SPACES: tuple[Any, ...] = (
     builtins, torch, torch.Tensor, torch.fft, torch.linalg, torch.special, torch.nn.attention, nn.functional, nn.init,
@@ -34,7 +34,11 @@ def patched(describer: Describer) -> Any:
             stands_for = getattr(value, "__qualname__", None)
             if isinstance(stands_for, str):
                 names.append(f"{name} {stands_for}")
-            if type(value) is FunctionType and not value.__code__.co_filename.startswith(torch_folder()):
+            if type(value) is not FunctionType:
+                put_there = is_put_there(value)
+            else:
+                put_there = not value.__code__.co_filename.startswith(torch_folder())
+            if put_there:
                 own.append([name, describer.tree(value, f"{space.__name__}.{name}")])
     for module, name, function in _put_into_others():
         own.append([module, name, describer.tree(function, f"{module}.{name}")])
