@@ -23,14 +23,14 @@ NEAR = 6  # instructions after such a function within which a name that is writt
 @dataclass(frozen=True)
 class Facts:
     """digest: of what it does, without its file and lines. globals: with the line of each. imports: of statements in
-    it, (name, how many packages up, line). dynamic: it asks for something by a name that is not written out.
+    it, (name, how many packages up, names from it, line). dynamic: it asks for something by a name that is computed.
     """
 
     digest: str
     globals: tuple[tuple[str, int], ...]
     attributes: frozenset[str]
     strings: frozenset[str]
-    imports: tuple[tuple[str, int, int], ...]
+    imports: tuple[tuple[str, int, tuple[str, ...], int], ...]
     dynamic: bool
 
     @property
@@ -44,7 +44,8 @@ def facts(code: CodeType) -> Facts:
     """Of a function's code, and of the functions and classes within it."""
     inner = [facts(one) for one in code.co_consts if isinstance(one, CodeType)]
     found: dict[str, int] = {}
-    attributes, imports, line, dynamic = set[str](), list[tuple[str, int, int]](), code.co_firstlineno, False
+    attributes, line, dynamic = set[str](), code.co_firstlineno, False
+    imports: list[tuple[str, int, tuple[str, ...], int]] = []
     constants: list[Any] = []
     instructions = list(dis.get_instructions(code))
     for at, one in enumerate(instructions):
@@ -56,10 +57,11 @@ def facts(code: CodeType) -> Facts:
                 near = instructions[at + 1 : at + NEAR]
                 dynamic = dynamic or not any(o.opname == "LOAD_CONST" and type(o.argval) is str for o in near)
         elif one.opname == "IMPORT_NAME":
-            imports.append((one.argval, next((c for c in constants[:-3:-1] if type(c) is int), 0), line))
+            above, names = constants[-2:]
+            imports.append((one.argval, above, names or (), line))
         elif one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(one.argval)
-            dynamic = dynamic or one.argval == "__dict__"
+            dynamic = dynamic or one.argval in ("__dict__", *BY_NAME)
         elif one.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constants.append(one.argval)
     strings = {one for one in code.co_consts if type(one) is str}

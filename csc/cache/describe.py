@@ -47,7 +47,11 @@ from csc.cache.origins import Origins, is_own, is_source
 from csc.torch_private import OpOverload, hooks_of_all_modules, hooks_of_tensor
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from
-INERT = {"generation_config", "_output_capturing_hooks_installed"}  # of transformers models: not for training
+INERT = {
+    "generation_config",
+    "_output_capturing_hooks_installed",
+    "_is_hf_initialized",
+}  # not for training
 INERT_HOOKS = ("transformers.utils.output_capturing",)  # put there by the first forward, to hand hidden states out
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
@@ -55,6 +59,7 @@ OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
 }
 NAMED = (torch.dtype, torch.layout, torch.memory_format, OpOverload)
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+SIMPLE = (complex, bytes, bytearray, range, slice, type(Ellipsis), type(NotImplemented))
 MAPPINGS = (dict, MappingProxyType, OrderedDict, defaultdict, Counter)
 
 
@@ -95,8 +100,13 @@ class Describer:
             raise Opaque(f"parameter {name} is a {type(parameter).__name__}")
         data = parameter.data
         device = data.device.type if data.device.type != "meta" else self._device
-        hooks = self.tree(hooks_of_tensor(parameter), f"hooks of {name}")
-        return [str(data.dtype), list(data.shape), list(data.stride()), device, hooks]
+        said = self.tree(hooks_of_tensor(parameter), f"hooks of {name}"), self._said_of(parameter, name)
+        return [str(data.dtype), list(data.shape), list(data.stride()), device, *said]
+
+    def _said_of(self, tensor: torch.Tensor, where: str) -> Any:
+        """Attributes that a tensor was given."""
+        given = {name: value for name, value in vars(tensor).items() if name not in INERT}
+        return [[name, self.tree(value, f"{where}.{name}")] for name, value in sorted(given.items())]
 
     def _apart(self, module: nn.Module, where: str) -> Any:
         """Of a module that is not a part of the model: its weights are constants."""
@@ -120,6 +130,7 @@ class Describer:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise Opaque(f"{where} is a {type(tensor).__name__} of layout {tensor.layout}")
         kind = [str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.device.type]
+        kind.append(self._said_of(tensor, where))
         if tensor.device.type == "meta":
             return kind
         data = tensor.detach().cpu().contiguous().reshape(-1)
@@ -132,7 +143,7 @@ class Describer:
             return value
         if type(value) is float:
             return ["float", value.hex()]
-        if isinstance(value, (complex, bytes, bytearray, range, slice, type(Ellipsis), type(NotImplemented))):
+        if type(value) in SIMPLE:
             return [type(value).__name__, repr(value)]
         if isinstance(value, NAMED):
             return ["torch", str(value)]
@@ -140,7 +151,9 @@ class Describer:
             return ["device", value.type]
         if isinstance(value, Enum):
             return ["enum", self.classes.number(type(value), where), value.name]
-        if isinstance(value, (PurePath, re.Pattern, logging.Logger)):
+        if isinstance(value, re.Pattern):
+            return ["pattern", self.tree(value.pattern, where), value.flags]
+        if isinstance(value, (PurePath, logging.Logger)):
             return [type(value).__name__, value.name if isinstance(value, logging.Logger) else str(value)]
         if isinstance(value, (np.ndarray, np.generic)):
             return _array(value, where)
@@ -211,12 +224,15 @@ class Describer:
         held: Any = None
         if isinstance(value, dict):
             held = self._items(value, where)
-        elif isinstance(value, (list, tuple)):
-            held = [self.tree(one, where) for one in value]
+            held.append(self.tree(getattr(value, "default_factory", None), where))
+        elif isinstance(value, list):
+            held = [self.tree(one, where) for one in list.__iter__(value)]
+        elif isinstance(value, tuple):
+            held = [self.tree(one, where) for one in tuple.__iter__(value)]
         elif isinstance(value, (int, str, float)):
-            held = repr(value)
-        elif isinstance(value, set):
-            raise Opaque(f"{where} is a {kind.__qualname__}, a set")
+            held = next(one for one in (int, str, float) if isinstance(value, one)).__repr__(value)
+        elif isinstance(value, (set, deque)):
+            raise Opaque(f"{where} is a {kind.__qualname__}, a set or a queue")
         described = json.dumps([self.classes.number(kind, where), attributes, held])
         return ["object", hashlib.sha256(described.encode()).hexdigest()]  # there may be one in every module
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from csc.cache.describe import Describer
-from csc.cache.kinds import is_own_function, is_put_there, torch_folder
+from csc.cache.kinds import functions_of, is_own_class, is_own_function, is_put_there, torch_folder
+from csc.torch_private import modes_that_are_on
 
 SPACES: tuple[Any, ...] = (
     builtins, torch, torch.Tensor, torch.fft, torch.linalg, torch.special, torch.nn.attention, nn.functional, nn.init,
@@ -34,12 +35,12 @@ def patched(describer: Describer) -> Any:
             stands_for = getattr(value, "__qualname__", None)
             if isinstance(stands_for, str):
                 names.append(f"{name} {stands_for}")
-            if type(value) is not FunctionType:
-                put_there = is_put_there(value)
-            else:
-                put_there = not value.__code__.co_filename.startswith(torch_folder())
-            if put_there:
-                own.append([name, describer.tree(value, f"{space.__name__}.{name}")])
+            found = [one for one in functions_of(value) if not one.__code__.co_filename.startswith(torch_folder())]
+            for one in (*found, *([value] if is_put_there(value) else [])):
+                own.append([name, describer.tree(one, f"{space.__name__}.{name}")])
+    for mode in modes_that_are_on():
+        if is_own_class(type(mode)):
+            own.append(["mode", describer.tree(mode, "a mode that is on")])
     for module, name, function in _put_into_others():
         own.append([module, name, describer.tree(function, f"{module}.{name}")])
     return [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), own]

@@ -85,10 +85,13 @@ class _Reads:
                 self._value(function, space, name, line, known)
             elif name in world.BUILTINS and hasattr(builtins, name):
                 self._ask(function, line, f"calls `{name}`")
-        for name, above, line in known.imports:
-            self._imported(function, name, above, line, known)
+        for name, above, inner, line in known.imports:
+            whole = self._imported(function, name, above, line, known)
+            for one in inner:
+                if sys.modules.get(whole) is not None and one not in vars(sys.modules[whole]):
+                    self._imported(function, f"{whole}.{one}", 0, line, known)
 
-    def _imported(self, function: FunctionType, name: str, above: int, line: int, known: Facts) -> None:
+    def _imported(self, function: FunctionType, name: str, above: int, line: int, known: Facts) -> str:
         package = str(function.__globals__.get("__package__") or "").split(".")
         parts = [*package[: len(package) + 1 - above], *filter(None, [name])] if above else [name]
         whole = ".".join(filter(None, parts))
@@ -97,10 +100,11 @@ class _Reads:
             path = file_of(whole, str(PurePath(function.__code__.co_filename).parent))
             if path is not None and is_own(path[0]):
                 self._ask(function, line, f"imports {whole}, which was not loaded before")
-            return
+            return whole
         for one in (module, sys.modules.get(whole.partition(".")[0])):
             if one is not None:
                 self._module(function, one, line, known, set())
+        return whole
 
     def _value(self, function: FunctionType, space: dict[str, Any], name: str, line: int, known: Facts) -> None:
         """What a function finds under a name that it uses, in its own module or another one."""

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from csc import torch_private as private
 
@@ -403,3 +404,18 @@ def test_hooks_of_tensor() -> None:
     parameter.register_hook(double)
     parameter.register_post_accumulate_grad_hook(told)
     assert private.hooks_of_tensor(parameter) == [double, told]
+
+
+def test_modes_that_are_on() -> None:
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    assert private.modes_that_are_on() == []
+    with Function() as one, Dispatch() as other:
+        assert private.modes_that_are_on() == [one, other]
+    assert private.modes_that_are_on() == []
