@@ -49,7 +49,7 @@ def facts(code: CodeType) -> Facts:
     constants: list[Any] = []
     instructions = list(dis.get_instructions(code))
     for at, one in enumerate(instructions):
-        if one.starts_line is not None and one.starts_line is not True and one.starts_line is not False:
+        if one.starts_line is not None:
             line = one.starts_line
         if one.opname in OF_GLOBALS:
             found.setdefault(one.argval, line)
