@@ -19,18 +19,13 @@ from tests.models.indirections import CASES, NET, SIDE
 STARTS = {
     "package.package.module.CONST": "import PKG.sub.deep as deep; deep.C = 3.0",
     "a method of a global object": "import PKG.side as side; side.SCALE = 3.0",
-    "a relative import in forward": "import PKG.side as side; side.SCALE = 3.0",
-    "a closure": "import PKG.net as net; net.act.__closure__[0].cell_contents = 3.0",
     "a hook of all modules": "import PKG.patches as p; p.hook()",
-    "a function of nn.functional, by an own one": "import PKG.patches as p; p.linear()",
     "os.environ": "import os; os.environ['CSC_TEST_SCALE'] = '3'",
 }
 PATCHES = """
 import torch
 def tripled(module, given, result): return result * 3
 def hook(): torch.nn.modules.module.register_module_forward_hook(tripled)
-def plain(x, weight, bias=None): return torch.addmm(bias, x, weight.t()) * 3
-def linear(): torch.nn.functional.linear = plain
 """
 LOSS = """
 from .net import Net
