@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from benchmarks.coverage.models import CASES, grids, words
+from benchmarks.coverage.models import CASES
 from csc.verification import verify
 from tests.exactness import FLOAT32
 from tests.models.images import Batch
@@ -141,19 +141,3 @@ def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()
     check(model, one_of(batch), [batch], 1, FLOAT32 if name in ("LLaVA-NeXT", "SmolVLM") else 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma 3", "LLaVA-OneVision", "Qwen2-VL", "Qwen3-VL"])
-def test_models_that_come_to_one_sample(name: str) -> None:
-    torch.manual_seed(0)
-    model, batch = CASES[name]()
-    if "image_grid_thw" in batch:
-        one = grids(words([[4]], length=24), [[1, 4, 4]], batch["pixel_values"].shape[1])
-    elif name == "Gemma 3":
-        ids = words([[4]], length=24)
-        one = {**ids, "pixel_values": batch["pixel_values"], "token_type_ids": one_of(batch)["token_type_ids"]}
-        one["token_type_ids"] = (one["input_ids"] == model.config.image_token_id).long()
-    else:
-        one = one_of(batch)
-    check(model, batch, [one], 1, FLOAT32 if name == "LLaVA-OneVision" else 0.0)

@@ -210,7 +210,7 @@ def thousand(compiled: CompiledModel, directory: Path, ranks: list[int] | None =
 
 
 def test_a_thousand_ranks_are_a_table_each(many: CompiledModel, tmp_path: Path) -> None:
-    """What a rank has of its own is a few lines, whatever its functions are, and so is the work; one is loaded alone."""
+    """What a rank has of its own is a few lines, whatever its functions are, and little work; one is loaded alone."""
     directory = tmp_path / "program"
     assert calls(lambda: thousand(many, directory)) < 1000 * RANKS
     files = {path.name: path.read_text() for path in directory.glob("*.py")}

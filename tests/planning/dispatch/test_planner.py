@@ -115,7 +115,7 @@ def test_full_and_sliding_layers_are_weighed_by_their_number() -> None:
 
 
 def test_a_plan_at_128k_is_little_work() -> None:
-    """7,000 calls when this was written, in about 20 ms (docs/measurements.md): far less than one for a pair of blocks."""
+    """7,000 calls when this was written, in 20 ms (docs/measurements.md): not one for each pair of blocks."""
     n = 1024
     lengths = np.random.default_rng(0).lognormal(3, 1, 200).astype(int) + 1
     tiles = document_tiles(n, [0, *[int(s) for s in np.cumsum(lengths) if s < n]])
