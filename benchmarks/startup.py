@@ -3,8 +3,9 @@
 python -m benchmarks.startup [--json] [--sizes 24 96 384]
 
 Terms: the *shard* of a rank is its parameters as they are stored. *Growth* is how much more memory the process holds at
-its peak than after its imports and the meeting of the process group. *anon* is memory of its own, *file* pages of
-mapped files.
+its peak than after its imports and the meeting of the process group, *anon* how much more memory of its own (no pages
+of mapped files) when it has started. The kernel counts both; nothing has to look at the right moment, and what
+imports have freed is given back before, so that neither depends on it.
 
 A model of equal layers is compiled for PP pipeline ranks; its weights are random numbers in one safetensors file. Real
 processes (torchrun, gloo) then start: each loads the program and its own slices of the file, as `csc.run --weights`
@@ -14,15 +15,14 @@ does ("file"), or makes parameters of a model on the meta device and loads them,
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,7 +51,6 @@ class Start:
     shard: int
     growth: int
     anon: int
-    file: int
     seconds: float
 
 
@@ -118,57 +117,49 @@ def start(directory: Path, weights: str) -> None:
     (width,) = {spec.shape[0] for spec in load(directory / "program").manifest.parameters}
     with torch.device("meta"):  # its imports are not to be measured
         model = Stack(width, LAYERS * launch.world)
-    before = _memory()
-    with _peaks() as peaks:
-        begin = time.perf_counter()
-        program = load(directory / "program", [launch.rank])
-        transport = Distributed(program, launch.device)
-        if weights == "file":
-            trainer = Trainer(program, directory / "model.safetensors", transport)
-        else:
-            trainer = Trainer(program, dict(model.named_parameters()), transport)
-            trainer.load(directory / "model.safetensors")
-        seconds = time.perf_counter() - begin
+    _settle()
+    own, resident = _own(), _status("VmRSS")
+    begin = time.perf_counter()
+    program = load(directory / "program", [launch.rank])
+    transport = Distributed(program, launch.device)
+    if weights == "file":
+        trainer = Trainer(program, directory / "model.safetensors", transport)
+    else:
+        trainer = Trainer(program, dict(model.named_parameters()), transport)
+        trainer.load(directory / "model.safetensors")
     found = Start(
         launch.rank,
         weights,
+        seconds=time.perf_counter() - begin,
         shard=sum(tensor.nbytes for tensor in trainer.state_dict().values()),
-        growth=_memory()["VmHWM"] - before["VmRSS"],
-        anon=peaks["RssAnon"] - before["RssAnon"],
-        file=peaks["RssFile"] - before["RssFile"],
-        seconds=seconds,
+        growth=_status("VmHWM") - resident,
+        anon=_own() - own,
     )
     (directory / f"{weights}-{launch.rank}.json").write_text(json.dumps(asdict(found)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _memory() -> dict[str, int]:
-    """Bytes by the names of /proc/self/status."""
-    rows = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1:] == ["kB"]}
+def _settle() -> None:
+    """Give freed memory back, and let the peak begin at what is held now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-@contextmanager
-def _peaks() -> Iterator[dict[str, int]]:
-    """The largest RssAnon and RssFile seen by a thread that looks every two milliseconds."""
-    peaks = {"RssAnon": 0, "RssFile": 0}
-    over = threading.Event()
+def _status(name: str) -> int:
+    """Bytes by a name of /proc/self/status."""
+    return _bytes("/proc/self/status", name)
 
-    def look() -> None:
-        while True:
-            seen = _memory()
-            peaks.update({name: max(peak, seen[name]) for name, peak in peaks.items()})
-            if over.wait(0.002):
-                return
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield peaks
-    finally:
-        over.set()
-        thread.join()
+def _own() -> int:
+    """Bytes of memory that belongs to no file, counted page by page."""
+    return _bytes("/proc/self/smaps_rollup", "Anonymous")
+
+
+def _bytes(file: str, name: str) -> int:
+    (line,) = (line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
@@ -181,7 +172,7 @@ def main() -> None:
         start(Path(given.worker[0]), given.worker[1])
         return
     if not given.json:
-        print(f"{PP} ranks; the most of any of them, MiB\n shard  weights  growth  - shard    anon    file  seconds")
+        print(f"{PP} ranks; the most of any of them, MiB\n shard  weights  growth  - shard    anon  seconds")
     for size in given.sizes:
         with tempfile.TemporaryDirectory(prefix="csc-startup-") as directory:
             prepare(Path(directory), size)
@@ -190,10 +181,10 @@ def main() -> None:
             print(json.dumps(asdict(row)))
         for weights in () if given.json else ("file", "meta"):
             rows = [row for row in found if row.weights == weights]
-            most = [max(getattr(row, name) for row in rows) / MIB for name in ("shard", "growth", "anon", "file")]
-            shard, growth, anon, file = (f"{size:6.1f}" for size in most)
+            most = [max(getattr(row, name) for row in rows) / MIB for name in ("shard", "growth", "anon")]
+            shard, growth, anon = (f"{size:6.1f}" for size in most)
             seconds = max(row.seconds for row in rows)
-            print(f"{shard}  {weights:7}  {growth}  {most[1] - most[0]:7.1f}  {anon}  {file}  {seconds:7.2f}")
+            print(f"{shard}  {weights:7}  {growth}  {most[1] - most[0]:7.1f}  {anon}  {seconds:7.2f}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import _config as size_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy import functions as size_functions
 
 __all__ = [
@@ -44,12 +45,15 @@ __all__ = [
     "each_computed",
     "fx_traceback",
     "hint",
+    "hooks_of_all_modules",
+    "hooks_of_tensor",
     "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
     "is_taken_apart",
     "lists_from",
     "make_fx",
+    "modes_that_are_on",
     "one_is_no_special_size",
     "outside_tracing",
     "python_kernels",
@@ -75,6 +79,23 @@ MODULES = (os.path.join(TORCH, "nn", ""), os.path.join(TORCH, "functional.py"))
 def is_no_grad_region(target: Any) -> bool:
     """True for the higher-order op that export writes for `with torch.no_grad()`."""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def hooks_of_all_modules() -> list[tuple[str, Any]]:
+    """(kind, hooks) of what `torch.nn.modules.module.register_module_*_hook` registers for every module."""
+    found = vars(torch.nn.modules.module).items()
+    return sorted((name, value) for name, value in found if name.startswith("_global_"))
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a tensor."""
+    found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for hooks in found for hook in (hooks or {}).values()]
+
+
+def modes_that_are_on() -> list[Any]:
+    """Objects of TorchFunctionMode and TorchDispatchMode within whose `with` the caller runs."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def is_autocast_region(target: Any) -> bool:

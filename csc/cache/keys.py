@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.cache.describe import Describer, Opaque
+from csc.cache.describe import Describer
+from csc.cache.opaque import Opaque
 from csc.cache.origins import Origins, csc_folders
+from csc.cache.patched import patched
+from csc.cache.reads import reads
+from csc.cache.switches import switches
 from csc.capture import device_of, training, without_kv_cache
 from csc.ir.program import Options
 
-FORMAT = 1
+FORMAT = 2
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and mesh.cp
 DISTRIBUTIONS = ("torch", "transformers", "triton")
-SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 __all__ = ["Opaque", "model_key", "program_key", "trace_key"]
 
@@ -42,7 +45,9 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
     """
     describer = Describer(Origins(), device_of(model).type)
     with training(model), without_kv_cache(model):
-        described = [describer.model(model), describer.tree(dict(sorted(extra.items())), "batch"), describer.globals()]
+        entries = describer.tree(dict(sorted(extra.items())), "batch")
+        described = [describer.model(model), describer.hooks_of_all(), entries]
+        described += [patched(describer), reads(describer), describer.classes.tree()]
     return _hash([FORMAT, described, describer.origins.tree(), _environment(model)])
 
 
@@ -71,11 +76,8 @@ def _option(name: str, value: Any) -> str:
 def _environment(model: nn.Module) -> Any:
     device = device_of(model)
     versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
-    switches = [getattr(torch.backends.cuda, name)() for name in SWITCHES]
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    autocast = torch.is_autocast_enabled(device.type)
-    torch_state = [str(torch.get_default_dtype()), autocast, torch.are_deterministic_algorithms_enabled(), switches]
-    return [platform.python_version(), versions, device.type, capability, torch_state, _own_sources()]
+    return [platform.python_version(), versions, device.type, capability, switches(), _own_sources()]
 
 
 @cache

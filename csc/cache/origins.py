@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ class Origins:
 
 def is_source(path: str) -> bool:
     """True for a Python file that is there."""
-    return path.endswith(".py") and Path(path).is_file()
+    return path.endswith(".py") and os.path.isfile(path)
 
 
 @cache
@@ -130,13 +131,13 @@ def _imported(content: bytes, path: str, package: str) -> Iterator[tuple[str, st
         for name in names:
             parts = name.split(".")
             for count in range(1, len(parts) + 1):
-                found = _file_of(".".join(parts[:count]), beside)
+                found = file_of(".".join(parts[:count]), beside)
                 if found is not None:
                     yield found
 
 
-def _file_of(name: str, beside: str) -> tuple[str, str] | None:
-    """(file, package) of a module by its name, loaded or not."""
+def file_of(name: str, beside: str) -> tuple[str, str] | None:
+    """(file, package) of a module by its name, loaded or not. beside: the folder of the file that imports it."""
     module = sys.modules.get(name)
     if module is not None:
         path = getattr(module, "__file__", None)
@@ -146,7 +147,7 @@ def _file_of(name: str, beside: str) -> tuple[str, str] | None:
         parent = sys.modules.get(head)
         search = list(getattr(parent, "__path__", ())) if parent is not None else []
         if not search:
-            found = _file_of(head, beside)
+            found = file_of(head, beside)
             search = [str(Path(found[0]).parent)] if found and found[0].endswith("__init__.py") else []
         if not search:
             return None

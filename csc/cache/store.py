@@ -4,6 +4,7 @@ Terms
   entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and
              hashes. It is built under another name and renamed; a reader checks every file against its hash.
   damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
+  refused    an entry, or a folder, that somebody else owns or may write to: it is not used, and left as it is
   used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
 
     store() -> Store | None                    as the environment says; None: switched off
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from csc.cache.trust import refused, refused_within
 from csc.errors import InputError
 from csc.runtime.reading import checked_file, read_json, within
 
@@ -83,10 +85,13 @@ class Store:
 
     folder: Path
     limit: int = LIMIT
+    _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def read(self, kind: str, key: str) -> dict[str, bytes] | None:
-        """The files of an entry; None if there is none, or it is damaged. Never an error."""
+        """The files of an entry; None if there is none, or it is damaged or refused. Never an error."""
         place = self._place(kind, key)
+        if self._refuses(refused(self.folder) or refused_within(place)):
+            return None
         try:
             listed = read_json(place / "entry.json", ValueError)
             if listed["format"] != FORMAT or listed["key"] != key:
@@ -105,14 +110,21 @@ class Store:
         self._used(place)
         return files
 
+    def _refuses(self, why: str) -> bool:
+        """Says once why something in the cache is not used."""
+        if why and why not in self._said:
+            self._said.add(why)
+            log.warning("cache: what is there is not used: %s", why)
+        return bool(why)
+
     def discard(self, kind: str, key: str, why: str) -> None:
         """Remove an entry that turned out to be damaged."""
         log.warning("cache: %s %s is damaged (%s); it is made again", kind, key[:12], why)
         self._remove(self._place(kind, key))
 
     def _used(self, place: Path) -> None:
-        with contextlib.suppress(OSError), open(place / "hits", "ab") as file:  # may be read-only, or just removed
-            file.write(b".")
+        with contextlib.suppress(OSError):  # may be read-only, or just removed
+            _put(place / "hits", b".", os.O_APPEND)
             os.utime(place / "entry.json")
 
     def write(self, kind: str, key: str, files: Mapping[str, bytes], about: Mapping[str, Any]) -> bool:
@@ -123,10 +135,12 @@ class Store:
         if size > self.limit:
             log.info("cache: %s %s is not kept: %d bytes are more than the limit", kind, key[:12], size)
             return False
-        if self._place(kind, key).exists():
-            return True
+        if os.path.lexists(self._place(kind, key)):
+            return not self._refuses(refused_within(self._place(kind, key)))
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._refuses(refused(self.folder)):
+                return False
             self._write(kind, key, files, about)
             self._make_room(self._place(kind, key))
         except OSError as error:
@@ -139,14 +153,14 @@ class Store:
         building = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder))
         try:
             for name, content in files.items():
-                (building / name).parent.mkdir(parents=True, exist_ok=True)
-                (building / name).write_bytes(content)
+                (building / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _put(building / name, content)
             listed: dict[str, Any] = {
                 "format": FORMAT, "kind": kind, "key": key, "about": dict(about),
                 "files": {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()},
             }  # fmt: skip
             listed["sum"] = _sum(listed)
-            (building / "entry.json").write_text(json.dumps(listed))
+            _put(building / "entry.json", json.dumps(listed).encode())
             os.rename(building, place)
         except OSError:
             shutil.rmtree(building, ignore_errors=True)
@@ -213,6 +227,12 @@ def _sum(listed: Mapping[str, Any]) -> str:
     """Of what an entry lists: a file that is no longer listed would not be missed."""
     rest = {key: value for key, value in listed.items() if key != "sum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _put(file: Path, content: bytes, how: int = 0) -> None:
+    """Into a file that is the user's alone, whatever new files usually are."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | how, 0o600), "wb") as opened:
+        opened.write(content)
 
 
 def _files(place: Path) -> Iterator[Path]:

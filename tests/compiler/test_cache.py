@@ -33,6 +33,7 @@ from tests.compiler.test_image_sizes import Placed, close, placed_batch
 from tests.compiler.test_replay import Deciding
 from tests.compiler.test_replay import batch as decided_batch
 from tests.compiler.test_values import Reader, equal, reader_batch
+from tests.exactness import FLOAT32
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,8 +128,8 @@ def test_a_new_length_in_a_new_process_is_lowered_from_the_stored_trace(cache: S
     torch.manual_seed(0)
     csc.compile(Placed("twice"), mesh="pp=1", example=placed_batch([2, 3])).trainer()
     other = csc.compile(Placed("twice"), mesh="pp=1", example=placed_batch([4, 2, 5]))
-    close(other, placed_batch([4, 2, 5]), 1e-6)
-    close(other, placed_batch([7, 2]), 1e-6)
+    close(other, placed_batch([4, 2, 5]), FLOAT32)
+    close(other, placed_batch([7, 2]), FLOAT32)
     assert (captures(other), restored(other)) == (0, 1)
     assert [len(other.history()), captures(other)] == [len(fresh.history()), 1]  # what is shown is traced
 
@@ -137,10 +138,10 @@ def test_a_new_length_in_a_new_process_is_lowered_from_the_stored_trace(cache: S
 def test_a_stored_trace_serves_other_values_with_which_the_code_does_the_same(cache: Store) -> None:
     csc.compile(Deciding("branch"), mesh="pp=1", example=decided_batch(4, 2)).trainer()
     again = csc.compile(Deciding("branch"), mesh="pp=1", example=decided_batch(3, 3))
-    close(again, decided_batch(3, 3), 1e-6)
-    close(again, decided_batch(5, 2), 1e-6)
+    close(again, decided_batch(3, 3), FLOAT32)
+    close(again, decided_batch(5, 2), FLOAT32)
     assert (captures(again), restored(again)) == (0, 1)
-    close(again, decided_batch(2, 3), 1e-6)  # the other branch
+    close(again, decided_batch(2, 3), FLOAT32)  # the other branch
     assert captures(again) == 1
 
 

@@ -1,6 +1,6 @@
 """The models of the coverage table: compiled in stages, over context-parallel ranks, and with the projector alone; with
-images of other sizes and numbers, from the same capture; and their capture, in which equal layers are traced once,
-beside that of the model traced whole.
+images of other sizes and numbers, and one sample, from the same capture; and their capture, in which equal layers are
+traced once, beside that of the model traced whole.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from benchmarks.coverage.check import WAYS, compare, fine
-from benchmarks.coverage.models import CASES
+from benchmarks.coverage.models import CASES, grids, words
 from benchmarks.coverage.report import markdown, summary
 from csc.capture import capture
 from csc.ir.printer import program_text
 from csc.verification import verify
+from tests.exactness import FLOAT32
 from tests.models.images import Batch, grids_batch, tiles_batch
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,19 @@ GRIDS = [
     [[3, 4, 4], [1, 4, 4]], [[1, 12, 4], [1, 4, 4]],
 ]  # fmt: skip
 TILES = [[[24, 48], [48, 24]], [[48, 24], [20, 48]], [[13, 48], [47, 48], [48, 17], [48, 24]]]
+
+
+def one_sample(name: str, model: Any, batch: Batch) -> list[Batch]:
+    """A batch of one, for the graph of several (tests/compiler/test_one_sample.py has models that start with one)."""
+    if name == "LLaVA-OneVision":
+        return [{entry: tensor[:1] for entry, tensor in batch.items()}]
+    if name in ("Qwen2-VL", "Qwen3-VL"):
+        return [grids(words([[4]], length=24), [[1, 4, 4]], batch["pixel_values"].shape[1])]
+    if name == "Gemma 3":
+        ids = words([[4]], length=24)
+        there = (ids["input_ids"] == model.config.image_token_id).long()
+        return [{**ids, "pixel_values": batch["pixel_values"], "token_type_ids": there}]
+    return []
 
 
 def other_images(name: str, model: Any, batch: Batch) -> list[Batch]:
@@ -58,11 +72,11 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     works = {way: int((name, way) not in REFUSED) for way in WAYS}
     assert summary([row]) == {"models": 1, **works}
     assert name in markdown([row])
-    for other in other_images(name, model, batch):
+    for other in (*one_sample(name, model, batch), *other_images(name, model, batch)):
         assert compiled is not None
         result = verify(compiled, other)
         assert result.params_missing == () and result.params_unexpected == ()
-        assert max(result.loss_rel, result.grad_rel_max) <= (1e-6 if "LLaVA" in name else 0)
+        assert max(result.loss_rel, result.grad_rel_max) <= (FLOAT32 if "LLaVA" in name else 0)
         assert sum(map(len, compiled.compiler.captures.values())) == 1
     if name in TRACED_WHOLE:
         assert compiled is not None

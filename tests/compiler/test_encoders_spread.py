@@ -186,7 +186,7 @@ def test_masks_of_an_encoder_come_from_the_batch() -> None:
     other = {**small_batch(), "lengths": torch.tensor([3, 12])}  # another mask, the same program
     compiled.zero_grad()
     loss = compiled.train_step(other)
-    assert float(loss) == pytest.approx(float(compiled.model(**other).detach()), rel=1e-6)
+    assert float(loss) == pytest.approx(float(compiled.model(**other).detach()), rel=FLOAT32)
 
 
 @pytest.mark.parametrize(

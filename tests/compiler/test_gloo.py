@@ -16,6 +16,7 @@ from csc.analysis.hardware import Wire, hardware, toml_text
 from tests import launching
 from tests.compiler import gloo_worker
 from tests.compiler.gloo_models import BATCHES, MODELS
+from tests.exactness import FLOAT32
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("traces")]
 
@@ -118,7 +119,7 @@ def check(case: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
             found[name] = gradient
     assert found.keys() == expected.keys()
     mesh = csc.Mesh.of(case["mesh"])
-    summed = 0 if mesh.dp * mesh.cp <= 2 else 1e-6  # gloo adds more than two numbers in an order of its own
+    summed = 0 if mesh.dp * mesh.cp <= 2 else FLOAT32  # gloo adds more than two numbers in an order of its own
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():  # some gradients are zero but for rounding: a key's bias
         error, size = float((found[name] - gradient).abs().max()), float(gradient.abs().max())
@@ -144,7 +145,7 @@ def test_another_phase_trains_on_the_weights_of_the_first(tmp_path: Path) -> Non
     second = compiled.with_options(freeze=case["then_freeze"])
     expected = float(second.train_step(second.example))
     for result in results:
-        assert result["losses"][1] == pytest.approx(expected, rel=1e-6)
+        assert result["losses"][1] == pytest.approx(expected, rel=FLOAT32)
     saved: dict[str, torch.Tensor] = {}
     for shard in (tmp_path / "weights").glob("*.safetensors"):
         saved.update(load_file(shard))

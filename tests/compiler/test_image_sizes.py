@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import csc
 from csc.capture import varlen
 from csc.verification import verify
+from tests.exactness import FLOAT32
 from tests.models import hf
 
 WIDTH, WORDS, IMAGE = 8, 40, 39
@@ -124,7 +125,7 @@ def test_a_join_is_a_tensor_of_its_own() -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Written(), mesh="pp=1", example=placed_batch([2, 3]))
     for counts in ([2, 3], [4, 2, 5]):
-        close(compiled, placed_batch(counts), 1e-6)
+        close(compiled, placed_batch(counts), FLOAT32)
     assert captures(compiled) == 1
 
 
@@ -161,7 +162,7 @@ def test_a_split_that_is_joined_again_decides_nothing(join: Any, needed: int) ->
     torch.manual_seed(0)
     compiled = csc.compile(Album(join), mesh="pp=1", example=album_batch([2, 3]))
     for counts in ([2, 3], [3, 2], [4, 2], [2, 2, 3]):
-        close(compiled, album_batch(counts), 1e-6)
+        close(compiled, album_batch(counts), FLOAT32)
     assert captures(compiled) == needed
 
 
@@ -197,8 +198,8 @@ def _over_their_number(parts: list[torch.Tensor]) -> torch.Tensor:
 def test_a_list_of_images(join: Any, needed: int) -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Slices(join), mesh="pp=1", example=slices_batch(3))
-    close(compiled, slices_batch(3), 1e-6)
-    close(compiled, slices_batch(5), 1e-6)
+    close(compiled, slices_batch(3), FLOAT32)
+    close(compiled, slices_batch(5), FLOAT32)
     assert captures(compiled) == needed
 
 
@@ -268,7 +269,7 @@ def test_functions_that_run_before_the_step(kind: str, calls: list[str], needed:
     torch.manual_seed(0)
     compiled = csc.compile(Placed(kind), mesh="pp=1", example=placed_batch([2, 3]))
     for counts in ([2, 3], [3, 2], [4, 2, 5]):
-        close(compiled, placed_batch(counts), 1e-6)
+        close(compiled, placed_batch(counts), FLOAT32)
     assert [call.prefix for call in compiled.compiler.learned.host.calls] == calls
     assert captures(compiled) == needed
     assert places_of.__module__ == __name__ and not hasattr(places_of, "__wrapped__")

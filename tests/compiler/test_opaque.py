@@ -13,6 +13,7 @@ import csc
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 from csc.verification import verify
+from tests.exactness import FLOAT32
 
 WIDTH = 8
 
@@ -85,7 +86,7 @@ def test_gradients_are_those_of_eager(mesh: str) -> None:
     compiled = csc.compile(model(), mesh=mesh, example=batch())
     result = verify(compiled)
     assert result.params_missing == () and result.params_unexpected == () and result.params_checked == 18
-    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 1e-6
+    assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
     assert {name for name, _ in compiled.model.named_parameters()} == {name for name, _ in Model().named_parameters()}
 
 
@@ -94,7 +95,7 @@ def test_a_frozen_one_passes_gradients_on() -> None:
     compiled = csc.compile(model(), mesh="pp=2", example=batch(), freeze=["layers.*"])
     result = verify(compiled)
     assert set(result.grad_rel) == {"embed.weight", "embed.bias", "head.weight", "head.bias"}
-    assert result.params_missing == () and result.grad_rel_max <= 1e-6
+    assert result.params_missing == () and result.grad_rel_max <= FLOAT32
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_another_length_and_another_shape() -> None:
     compiled = csc.compile(Classifier(), mesh="pp=2", example={"x": x, "labels": torch.tensor([0, 3, 1])})
     for given in (x, torch.cat([x, x.flip(1)], 1)):
         result = verify(compiled, {"x": given, "labels": torch.tensor([0, 3, 1])})
-        assert result.params_missing == () and result.grad_rel_max <= 1e-6
+        assert result.params_missing == () and result.grad_rel_max <= FLOAT32
 
 
 @pytest.mark.slow

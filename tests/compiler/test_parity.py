@@ -11,9 +11,8 @@ from torch import nn
 
 from csc.verification import Verification, verify
 from tests.compiler.conftest import MODELS, Models
+from tests.exactness import FLOAT32
 from tests.models import hf, plain
-
-FLOAT32 = 1e-6  # where the sum over microbatches or over readers of a value has another order than eager's
 
 # name -> (model, frozen components, how many parameters get a gradient)
 LLAVA: dict[str, tuple[str, list[str] | None, int]] = {
@@ -55,13 +54,17 @@ def training_only(model: nn.Module, wanted: Any) -> Iterator[int]:
 
 # The captures of these take long; tied weights and partial freezing are in the fast tier with the plain model.
 SLOW = ("LoRA", "tied", "tied, encoder frozen")
+# Eager multiplies by this matrix with another kernel when it is frozen (tests/exactness.py), so it trains with the rest
+# where bits are compared.
+SLICED = "model.multi_modal_projector.linear_1.weight"
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in LLAVA])
 def test_llava_has_eager_gradients_bit_for_bit(models: Models, case: str, stages: int) -> None:
+    """But for LoRA, which freezes all matrices."""
     name, freeze, gradients = LLAVA[case]
-    check(verify(models(name, mesh={"pp": stages}, freeze=freeze)), 0, gradients)
+    check(verify(models(name, mesh={"pp": stages}, freeze=freeze)), FLOAT32 if case == "LoRA" else 0, gradients)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -144,13 +147,13 @@ def test_norms_only_by_freezing_the_rest(models: Models) -> None:
     compiled = models("llava", mesh="pp=3", freeze=rest)
     trained = {p.name for p in compiled.program.parameters if p.trainable}
     assert trained == {n for n, _ in compiled.model.named_parameters() if "norm" in n or "layrnorm" in n}
-    check(verify(compiled), 0)
+    check(verify(compiled), FLOAT32)
 
 
 @pytest.mark.parametrize("ending", [".bias", "input_layernorm.weight"])
 def test_biases_or_norms_only_by_requires_grad(models: Models, ending: str) -> None:
     compiled = models("llava", mesh="pp=3")
-    with training_only(compiled.model, lambda name: name.endswith(ending)) as trained:
+    with training_only(compiled.model, lambda name: name.endswith(ending) or name == SLICED) as trained:
         assert sum(p.trainable for p in compiled.program.parameters) == trained > 0
         check(verify(compiled), 0)
 
@@ -158,7 +161,7 @@ def test_biases_or_norms_only_by_requires_grad(models: Models, ending: str) -> N
 def test_every_second_parameter(models: Models) -> None:
     compiled = models("llava", mesh="pp=4")
     names = [name for name, _ in compiled.model.named_parameters()]
-    with training_only(compiled.model, lambda name: names.index(name) % 2 == 0):
+    with training_only(compiled.model, lambda name: (names.index(name) - names.index(SLICED)) % 2 == 0):
         check(verify(compiled), 0)
 
 

@@ -17,7 +17,8 @@ from csc.verification import verify
 from tests import launching
 from tests.compiler import weights_worker
 from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch
-from tests.compiler.test_parity import FLOAT32, check, training_only
+from tests.compiler.test_parity import check, training_only
+from tests.exactness import FLOAT32
 from tests.models import hf
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def lora() -> csc.CompiledModel:
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_lora_on_the_llm_with_a_frozen_encoder(lora: csc.CompiledModel, stages: int) -> None:
-    check(verify(lora.with_options(mesh={"pp": stages})), 0, 16)
+    check(verify(lora.with_options(mesh={"pp": stages})), FLOAT32, 16)
 
 
 def test_explain_shows_what_lora_costs(lora: csc.CompiledModel) -> None:
@@ -55,7 +56,7 @@ def mixed() -> csc.CompiledModel:
 
 
 def test_dora_new_tokens_and_a_trained_head(mixed: csc.CompiledModel) -> None:
-    check(verify(mixed), 0, 6 * 3 + 1 + 1)
+    check(verify(mixed), FLOAT32, 6 * 3 + 1 + 1)
 
 
 def test_new_tokens_alone_in_tied_embeddings() -> None:

@@ -18,6 +18,7 @@ from csc.capture import capture
 from csc.capture.alike import attributes_read, same
 from csc.ir.printer import program_text
 from csc.verification import verify
+from tests.exactness import FLOAT32
 
 WIDTH, DEPTH = 8, 5
 RUN: list[int] = []  # a number for every forward of a layer
@@ -255,7 +256,7 @@ def test_parameters_of_repeated_layers_are_there_for_whoever_asks(kind: type[Mod
     assert one == whole
     compiled = csc.compile(model, mesh=csc.Mesh(pp=2), example=batch(), microbatches=1, schedule="1f1b")
     found = verify(compiled)
-    assert found.grad_rel_max < 1e-6 and not found.params_missing
+    assert found.grad_rel_max < FLOAT32 and not found.params_missing
 
 
 def test_gradients_of_repeated_layers_are_those_of_eager() -> None:

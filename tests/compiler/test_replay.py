@@ -14,6 +14,7 @@ import csc
 from csc.cache.learning import snapshot
 from csc.errors import CscError, InputError
 from csc.verification import verify
+from tests.exactness import FLOAT32
 
 WORDS, WIDTH = 40, 8
 Batch = dict[str, torch.Tensor]
@@ -104,7 +105,7 @@ def batch(*counts: int) -> Batch:
 def close(compiled: csc.CompiledModel, given: Batch) -> None:
     result = verify(compiled, given)
     assert result.params_missing == () and result.params_unexpected == ()
-    assert result.loss_rel <= 1e-6 and result.grad_rel_max <= 1e-6
+    assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
 
 
 def captures(compiled: csc.CompiledModel) -> int:

@@ -12,6 +12,7 @@ import csc
 from csc.composition.merging import merge
 from csc.composition.projectors import space_to_depth, stacked
 from csc.errors import InputError
+from tests.exactness import FLOAT32
 from tests.models import hf
 from tests.models.composed import ENCODERS, PLACEHOLDERS, Resampler, batch, composed, items, valm
 
@@ -85,8 +86,9 @@ def test_the_class_token_can_stay(kind: str, extra: int) -> None:
     model = composed({"vision": kind}, {"vision": "linear"}, keep_prefix=True)
     given = items(model, "vision", 2)
     assert model.tokens("vision", given.shape[1:]) == 16 + extra
-    plain = composed({"vision": kind}, {"vision": "linear"})
-    assert torch.equal(model.features("vision", given)[:, extra:], plain.features("vision", given))
+    without = composed({"vision": kind}, {"vision": "linear"}).features("vision", given)
+    largest = FLOAT32 * float(without.detach().abs().max())  # one row more or less is multiplied by another kernel
+    torch.testing.assert_close(model.features("vision", given)[:, extra:], without, rtol=0, atol=largest)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

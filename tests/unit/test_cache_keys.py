@@ -8,7 +8,8 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from csc.cache import keys
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
@@ -169,6 +171,63 @@ def test_what_is_around_it_matters(what: str, folder: Path, monkeypatch: pytest.
     else:
         extra = {"return_dict": False}
     assert model_key(net, extra) != before
+
+
+class Doubling(TorchFunctionMode):
+    factor = 2
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * self.factor if function is torch.tanh else result
+
+
+@contextmanager
+def switched(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+@contextmanager
+def precise(value: str) -> Iterator[None]:
+    """Torch keeps one more state for each kind of kernel, which the older function changes and does not set back."""
+    kinds: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    before = [kind.fp32_precision for kind in kinds]
+    with switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value):
+        yield
+    for kind, was in zip(kinds, before, strict=True):
+        kind.fp32_precision = was
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "precision of products": lambda: precise("high"),
+    "TF32 of cuDNN": lambda: torch.backends.cudnn.flags(enabled=True, allow_tf32=not torch.backends.cudnn.allow_tf32),
+    "determinism of cuDNN": lambda: torch.backends.cudnn.flags(enabled=True, deterministic=True),
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "deterministic algorithms": lambda: switched(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "only one kernel of attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "the fast path": lambda: switched(
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+    ),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to another dtype": lambda: torch.autocast("cpu", torch.float16),
+    "gradients": torch.no_grad,
+    "a mode of functions": Doubling,
+}
+
+
+@pytest.mark.parametrize("what", SWITCHES)
+def test_switches_of_torch_matter(what: str, folder: Path) -> None:
+    net = build(folder)
+    before = model_key(net, {})
+    with SWITCHES[what]():
+        during = model_key(net, {})
+    assert during != before == model_key(net, {})
 
 
 def test_options_and_batches(tmp_path: Path) -> None:

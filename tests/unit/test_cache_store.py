@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,12 +53,20 @@ def _another(place: Path) -> None:
     (place / "entry.json").write_text('["no", "entry"]')
 
 
+def _outside(place: Path) -> None:
+    listed = json.loads((place / "entry.json").read_text())
+    listed["files"]["../../secret"] = listed["files"]["places.json"]
+    (place / "entry.json").write_text(json.dumps(listed))
+
+
 def _renamed(place: Path) -> None:
     listed = json.loads((place / "entry.json").read_text())
     (place / "entry.json").write_text(json.dumps({**listed, "key": "def"}))
 
 
-@pytest.mark.parametrize("damage", [_shorter, _changed, _missing, _unlisted, _half_written, _another, _renamed])
+@pytest.mark.parametrize(
+    "damage", [_shorter, _changed, _missing, _unlisted, _half_written, _another, _renamed, _outside]
+)
 def test_a_damaged_entry_is_a_miss_and_is_replaced(
     damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,6 +78,92 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(
         assert kept.read("program", "abc") is None
     assert "program abc is damaged" in caplog.text and "made again" in caplog.text
     assert kept.entries() == []
+    assert kept.write("program", "abc", FILES, {}) and kept.read("program", "abc") == FILES
+
+
+def _open_file(place: Path) -> None:
+    (place / "program/rank_0.py").chmod(0o660)
+
+
+def _open_entry(place: Path) -> None:
+    place.chmod(0o777)
+
+
+def _open_folder_within(place: Path) -> None:
+    (place / "program").chmod(0o702)
+
+
+def _open_cache(place: Path) -> None:
+    place.parent.chmod(0o770)
+
+
+def _linked_entry(place: Path) -> None:
+    place.rename(place.with_name("elsewhere"))
+    place.symlink_to(place.with_name("elsewhere"))
+
+
+def _linked_file(place: Path) -> None:
+    (place / "big").rename(place.parent / "big")
+    (place / "big").symlink_to(place.parent / "big")
+
+
+def _linked_folder(place: Path) -> None:
+    (place / "program").rename(place.parent / "program")
+    (place / "program").symlink_to(place.parent / "program")
+
+
+def _pipe(place: Path) -> None:
+    (place / "big").unlink()
+    os.mkfifo(place / "big")
+
+
+REFUSED = {
+    "others may write to .*rank_0.py": _open_file, "others may write to program-abc ": _open_entry,
+    "others may write to program-abc/program ": _open_folder_within, "others may write to .*cache ": _open_cache,
+    "program-abc is a symbolic link": _linked_entry, "big is a symbolic link": _linked_file,
+    "program-abc/program is a symbolic link": _linked_folder, "big is no plain file": _pipe,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_others_may_have_written_is_not_used(why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Store(tmp_path / "cache")
+    kept.write("program", "abc", FILES, {})
+    assert kept.read("program", "abc") == FILES
+    REFUSED[why](tmp_path / "cache" / "program-abc")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with caplog.at_level(logging.WARNING, "csc"):
+        assert kept.read("program", "abc") is None
+    assert re.search(f"is not used: .*{why}", caplog.text)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before, "it is not csc's to remove"
+
+
+def test_a_cache_of_another_user_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(tmp_path).write("program", "abc", FILES, {})
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # all of it is somebody else's now
+    kept = Store(tmp_path)
+    with caplog.at_level(logging.WARNING, "csc"):
+        assert kept.read("program", "abc") is None and not kept.write("program", "def", FILES, {})
+    assert caplog.text.count("belongs to another user") == 1 and len(kept.keys("program")) == 1
+
+
+def test_what_is_written_is_the_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        kept = Store(tmp_path / "cache")
+        kept.write("program", "abc", FILES, {})
+        assert kept.read("program", "abc") == FILES == kept.read("program", "abc")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").rglob("*")} <= {0o600, 0o700}
+
+
+def test_a_cache_on_another_disk_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "disk")
+    kept = Store(tmp_path / "cache")
     assert kept.write("program", "abc", FILES, {}) and kept.read("program", "abc") == FILES
 
 

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from csc import torch_private as private
 
@@ -392,3 +393,47 @@ def test_assume_several() -> None:
     with pytest.raises(private.GuardOnDataDependentSymNode):
         torch.export.export(Selects(False), (torch.ones(3, 2),), strict=False)
     private.assume_several(0)  # a number is what it is
+
+
+def test_hooks_of_all_modules() -> None:
+    def double(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
+        return 2 * result
+
+    before = private.hooks_of_all_modules()
+    assert not any(hooks for _, hooks in before)
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        found = [list(hooks.values()) for _, hooks in private.hooks_of_all_modules() if hooks]
+    finally:
+        handle.remove()
+    assert found == [[double]] and private.hooks_of_all_modules() == before
+
+
+def test_hooks_of_tensor() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert private.hooks_of_tensor(parameter) == []
+
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+    def told(tensor: torch.Tensor) -> None:
+        pass
+
+    parameter.register_hook(double)
+    parameter.register_post_accumulate_grad_hook(told)
+    assert private.hooks_of_tensor(parameter) == [double, told]
+
+
+def test_modes_that_are_on() -> None:
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    assert private.modes_that_are_on() == []
+    with Function() as one, Dispatch() as other:
+        assert private.modes_that_are_on() == [one, other]
+    assert private.modes_that_are_on() == []

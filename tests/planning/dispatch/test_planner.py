@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.planning.dispatch import LayerMask, Rates, Workload, evaluate, plan
 from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
+from tests.counting import calls
 from tests.planning.dispatch.workloads import (
     BLOCK,
     assignments,
@@ -115,18 +114,13 @@ def test_full_and_sliding_layers_are_weighed_by_their_number() -> None:
     assert found.seconds >= found.lower_bound
 
 
-def test_a_plan_at_128k_is_quick() -> None:
-    """The aim is 20 ms (docs/measurements.md); here five times that, for machines that others use too."""
+def test_a_plan_at_128k_is_little_work() -> None:
+    """7,000 calls when this was written, in 20 ms (docs/measurements.md): not one for each pair of blocks."""
     n = 1024
     lengths = np.random.default_rng(0).lognormal(3, 1, 200).astype(int) + 1
     tiles = document_tiles(n, [0, *[int(s) for s in np.cumsum(lengths) if s < n]])
     workload = Workload((LayerMask(tiles),), n * 128, 128, 8, Rates(6.24e-7, 1.05e-5))
-    taken = []
-    for _ in range(3):
-        start = time.process_time()
-        plan(workload)
-        taken.append(time.process_time() - start)
-    assert min(taken) < 0.1
+    assert calls(lambda: plan(workload)) < 20 * n
 
 
 @pytest.mark.parametrize(
