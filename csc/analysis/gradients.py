@@ -13,7 +13,7 @@ from torch import fx
 
 from csc.ir import graph as g
 
-STOPS = frozenset({"aten::detach"})
+STOPS = frozenset({"aten::detach", "csc::incoming"})
 
 
 def carrying(graph: fx.Graph) -> set[fx.Node]:
@@ -33,7 +33,7 @@ def live(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     found = set(results)
     for node in reversed(list(nodes)):
         if node in found and node.op == "call_function" and g.op_name(node) not in STOPS:
-            found.update(used for used in node.all_input_nodes if _can_carry(used))
+            found.update(used for used in _differentiated(node) if _can_carry(used))
     return found
 
 
@@ -41,7 +41,14 @@ def _carries(node: fx.Node, found: set[fx.Node]) -> bool:
     """True for a differentiable call of which an argument was found."""
     if node.op != "call_function" or g.op_name(node) in STOPS or not _can_carry(node):
         return False
-    return any(used in found for used in node.all_input_nodes)
+    return any(used in found for used in _differentiated(node))
+
+
+def _differentiated(node: fx.Node) -> list[fx.Node]:
+    """What a call may give gradients to: a function with a backward of its own, to its inputs alone."""
+    if g.op_name(node) == "csc::own_gradient":
+        return list(node.args[1])  # type: ignore[arg-type]
+    return node.all_input_nodes
 
 
 def _can_carry(node: fx.Node) -> bool:

@@ -217,7 +217,7 @@ def _traced(
                 if learned.moves:
                     continue
             traced = time.perf_counter()
-            graph, constants = _flat(exported.program, model)
+            graph, constants = _flat(exported, model)
             times = (
                 Record("capture", traced - start, f"{len(exported.program.graph.nodes)} nodes"),
                 Record("normalise", time.perf_counter() - traced, f"{len(graph.nodes)} nodes"),
@@ -238,10 +238,10 @@ def _traced(
             layers = Layers.of(model, ())
 
 
-def _flat(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def _flat(exported: Exported, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     try:
-        return flatten(exported, model)
+        return flatten(exported.program, model)
     except (CscError, CannotRepeat):
         raise
     except Exception as error:
-        raise untraceable(error) from error
+        raise untraceable(error, gradients=exported.gradients) from error

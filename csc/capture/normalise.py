@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
+from csc.analysis.functions import settle
 from csc.capture import repeats
 from csc.capture.functional import functional
 from csc.capture.selection import without_selections
@@ -105,6 +106,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     for node in graph.nodes:
         flat.add(node)
     _each_size_once(flat.graph)
+    settle(flat.graph)
     without_selections(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]

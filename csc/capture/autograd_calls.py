@@ -1,0 +1,100 @@
+"""What a model asks of autograd in its forward, where a trace would not see it or would take it for something else.
+
+asked = Asked()
+with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients: the line that did
+
+torch.autograd.grad           without create_graph its results are detached; with it they are traced
+tensor.data                   tensor.detach()
+torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
+tensor.backward, detach_      refused, and so are hooks on saved tensors, which may change them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from csc.capture.failures import calling_line
+from csc.errors import InputError
+from csc.torch_private import pytree
+
+DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Asked(TorchFunctionMode):
+    """gradients: the line that last asked for a gradient; "": none did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == DATA:
+            return torch.Tensor.detach(*args)
+        if func is torch.Tensor.detach_:
+            raise _refused("the model detaches a tensor in place", "take the tensor that detach() returns")
+        if func is torch.Tensor.backward:
+            raise _backward()
+        result = func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            self.gradients = calling_line() or "model"
+            if not kwargs.get("create_graph", False):
+                return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
+
+
+@contextmanager
+def autograd_calls(asked: Asked) -> Iterator[None]:
+    """A context around the model's forward, in a trace."""
+    with (
+        patch.object(torch.autograd, "backward", _no_backward),
+        patch.object(saved_tensors_hooks, "__enter__", _entered(saved_tensors_hooks.__enter__)),
+        patch.object(torch.inference_mode, "__enter__", _enter_as_no_grad),
+        patch.object(torch.inference_mode, "__exit__", _leave_as_no_grad),
+        asked,
+    ):
+        yield
+
+
+def _enter_as_no_grad(self: torch.inference_mode) -> None:
+    instead = torch.no_grad() if self.mode else nullcontext()
+    self.__dict__["_instead"] = instead
+    instead.__enter__()
+
+
+def _leave_as_no_grad(self: torch.inference_mode, *error: Any) -> None:
+    self.__dict__.pop("_instead").__exit__(*error)
+
+
+def _entered(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def __enter__(self: saved_tensors_hooks) -> None:
+        if not type(self).__module__.startswith("torch.") or type(self) is saved_tensors_hooks:
+            raise _refused(
+                "the model has hooks on the tensors that autograd saves, which csc would not call",
+                "leave them out: what is kept between forward and backward is csc's to choose (recompute=, memory=)",
+            )
+        own(self)
+
+    return __enter__
+
+
+def _no_backward(*args: Any, **kwargs: Any) -> None:
+    raise _backward()
+
+
+def _backward() -> InputError:
+    return _refused(
+        "the model runs a backward in its forward",
+        "ask for gradients with torch.autograd.grad, and return the loss alone",
+    )
+
+
+def _refused(what: str, remedy: str) -> InputError:
+    return InputError(what, calling_line() or "model", remedy)
