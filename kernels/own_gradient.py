@@ -2,6 +2,7 @@
 
     csc::incoming(like, place) -> like
     csc::own_gradient(outputs, inputs, gradients, everywhere) -> outputs
+    csc::checkpointed(inputs, outputs, where) -> nothing
     csc::with_hooks(loss, hooked) -> loss
 
 In a graph, the backward of a function stands beside its forward. It starts at calls of `incoming`, which stand for the
@@ -10,7 +11,8 @@ inputs those that were computed. Pass `differentiate` runs what lies between onl
 programs neither operator is left.
 
 place: which of the outputs. everywhere: a hook on a tensor; whatever reads its one input is to read its output. Nothing
-does in a trace, and `with_hooks` keeps it there until then.
+does in a trace, and `with_hooks` keeps it there until then. checkpointed: what a reentrant checkpoint was given and
+gave; without outputs, a tensor that was told to ask for a gradient.
 """
 
 from __future__ import annotations
@@ -50,3 +52,13 @@ def _with_hooks(loss: torch.Tensor, hooked: list[torch.Tensor]) -> torch.Tensor:
 @_with_hooks.register_fake
 def _(loss: torch.Tensor, hooked: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty_like(loss)
+
+
+@torch.library.custom_op("csc::checkpointed", mutates_args=())
+def _checkpointed(inputs: list[torch.Tensor], outputs: list[torch.Tensor], where: str) -> torch.Tensor:
+    return torch.empty(0)
+
+
+@_checkpointed.register_fake
+def _(inputs: list[torch.Tensor], outputs: list[torch.Tensor], where: str) -> torch.Tensor:
+    return torch.empty(0)

@@ -8,6 +8,7 @@ settle(graph)                           of a captured graph: functions that noth
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -15,9 +16,10 @@ from torch import fx
 from csc.analysis import gradients
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.program import Checkpoint
 from csc.kernels import own_gradient as _operators  # noqa: F401  registers them
 
-INCOMING, OWN, HOOKED = "csc::incoming", "csc::own_gradient", "csc::with_hooks"
+INCOMING, OWN, HOOKED, CHECKPOINTED = "csc::incoming", "csc::own_gradient", "csc::with_hooks", "csc::checkpointed"
 
 
 def is_own(node: fx.Node) -> bool:
@@ -45,8 +47,10 @@ def backwards(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def settle(graph: fx.Graph) -> None:
-    """Change a captured graph in place, whose backward parts may have been run by modules within their function's."""
+def settle(graph: fx.Graph) -> tuple[Checkpoint, ...]:
+    """Change a captured graph in place, whose backward parts may have been run by modules within their function's.
+    Returns its reentrant checkpoints.
+    """
     carrying = gradients.carrying(graph)
     for node in list(graph.nodes):
         if is_own(node) and not any(one in carrying for one in _nodes(node, 1)):
@@ -59,10 +63,31 @@ def settle(graph: fx.Graph) -> None:
             _compose(hooks, node, part)
     for value, node in hooks.items():
         _everywhere(graph, value, node)
+    checkpoints = _checkpoints(graph)
     for node in g.calls(graph):
         if g.op_name(node) == HOOKED:
             node.replace_all_uses_with(node.all_input_nodes[0])
     g.erase_dead(graph)
+    return checkpoints
+
+
+def _checkpoints(graph: fx.Graph) -> tuple[Checkpoint, ...]:
+    marks = [node for node in g.calls(graph) if g.op_name(node) == CHECKPOINTED]
+    asking = {one for mark in marks if not mark.args[1] for one in _nodes(mark, 0)}
+    found = []
+    for mark in marks:
+        if mark.args[1]:
+            inputs = _nodes(mark, 0)
+            around = gradients.sources(inputs)
+            inside = gradients.sources(_nodes(mark, 1), until=inputs)
+            before, own = (_parameters(nodes) for nodes in (around, inside))
+            found.append(Checkpoint(before, own, not asking.isdisjoint(around), str(mark.args[2])))
+    return tuple(found)
+
+
+def _parameters(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    roles = (node.meta["role"] for node in nodes if node.op == "placeholder")
+    return tuple(sorted(name for kind, name in roles if kind == "parameter"))
 
 
 def _replace(graph: fx.Graph, node: fx.Node, values: Any) -> None:

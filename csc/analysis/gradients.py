@@ -7,7 +7,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 
@@ -34,6 +34,19 @@ def live(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     for node in reversed(list(nodes)):
         if node in found and node.op == "call_function" and g.op_name(node) not in STOPS:
             found.update(used for used in _differentiated(node) if _can_carry(used))
+    return found
+
+
+def sources(nodes: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """What nodes depend on differentiably, themselves included; nothing that is behind `until` alone."""
+    found: set[fx.Node] = set()
+    stack = [node for node in nodes if node not in until]
+    while stack:
+        node = stack.pop()
+        if node not in found and _can_carry(node):
+            found.add(node)
+            if node.op == "call_function" and g.op_name(node) not in STOPS:
+                stack += [used for used in _differentiated(node) if used not in until]
     return found
 
 

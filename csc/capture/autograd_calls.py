@@ -55,6 +55,7 @@ def autograd_calls(asked: Asked) -> Iterator[None]:
     """A context around the model's forward, in a trace."""
     with (
         patch.object(torch.autograd, "backward", _no_backward),
+        patch.object(torch.autograd.graph, "register_multi_grad_hook", _no_hook_on_several),
         patch.object(saved_tensors_hooks, "__enter__", _entered(saved_tensors_hooks.__enter__)),
         patch.object(torch.inference_mode, "__enter__", _enter_as_no_grad),
         patch.object(torch.inference_mode, "__exit__", _leave_as_no_grad),
@@ -87,6 +88,13 @@ def _entered(own: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:
     raise _backward()
+
+
+def _no_hook_on_several(*args: Any, **kwargs: Any) -> None:
+    raise _refused(
+        "the model puts one hook on several tensors (register_multi_grad_hook), which csc would not call",
+        "put a hook on each that returns its gradient",
+    )
 
 
 def _backward() -> InputError:

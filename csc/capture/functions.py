@@ -34,6 +34,7 @@ from csc.torch_private import (
     in_functorch_transform,
     is_of_torch,
     is_reentrant_checkpoint,
+    pytree,
     unwatched,
 )
 
@@ -46,12 +47,22 @@ def own_gradients() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     has to go through for that.
     """
     hooked: list[torch.Tensor] = []
+    requires_grad_ = torch.Tensor.requires_grad_
 
     def kept(loss: torch.Tensor) -> torch.Tensor:
         return torch.ops.csc.with_hooks(loss, hooked) if hooked else loss
 
+    def asking(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+        if wanted and not in_functorch_transform() and _is_inexact(tensor):
+            hooked.append(torch.ops.csc.checkpointed([tensor], [], ""))
+        return requires_grad_(tensor, wanted)
+
     register_hook = _hooked(torch.Tensor.register_hook, hooked)
-    with applied_functions(_applied), patch.object(torch.Tensor, "register_hook", register_hook):
+    with (
+        applied_functions(partial(_applied, hooked)),
+        patch.object(torch.Tensor, "register_hook", register_hook),
+        patch.object(torch.Tensor, "requires_grad_", asking),
+    ):
         yield kept
 
 
@@ -88,10 +99,10 @@ def _on_module(where: str, hook: Any) -> InputError:
     )
 
 
-def _applied(cls: Any, own: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives; own: its apply as it is outside of a trace."""
+def _applied(noted: list[torch.Tensor], cls: Any, own: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives; own: its apply as it is outside of a trace. noted: grows by reentrant checkpoints."""
     if is_reentrant_checkpoint(cls):
-        return _checkpointed(*args)
+        return _checkpointed(noted, *args)
     if not torch.is_grad_enabled() or in_functorch_transform() or is_of_torch(cls):
         return own(*args, **kwargs)
     context: Any = FunctionCtx()
@@ -133,17 +144,13 @@ def _applied(cls: Any, own: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
     return tuple(made) if isinstance(result, tuple) else made[0]
 
 
-def _checkpointed(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """A reentrant checkpoint computes what `run` does, twice; which values are made again is csc's to decide. As in
-    eager mode, nothing in it gets a gradient where none of its arguments does.
-    """
-    if torch.is_grad_enabled() and not any(isinstance(one, torch.Tensor) and one.requires_grad for one in args):
-        raise InputError(
-            "none of the inputs of a reentrant checkpoint needs a gradient, so that nothing inside it would get one",
-            _place_of(run),
-            "use torch.utils.checkpoint with use_reentrant=False",
-        )
-    return run(*args)
+def _checkpointed(noted: list[torch.Tensor], run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """A reentrant checkpoint computes what `run` does, twice; which values are made again is csc's to decide."""
+    result = run(*args)
+    if torch.is_grad_enabled() and not in_functorch_transform():
+        inputs, outputs = (list(filter(_is_inexact, pytree.tree_leaves(one))) for one in (args, result))
+        noted.append(torch.ops.csc.checkpointed(inputs, outputs, _place_of(run)))
+    return result
 
 
 def _stand_ins(outputs: Sequence[Any], places: Sequence[int], materialize: bool) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from csc.capture.functional import functional
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
+from csc.ir.program import Checkpoint
 from csc.torch_private import FakeTensorMode, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
@@ -88,8 +90,17 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         module.graph.erase_node(body)
 
 
-def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    """(graph, constants by name): functional ATen, placeholders with roles, `loss` its one output.
+@dataclass(frozen=True)
+class Flattened:
+    """graph: functional ATen, placeholders with roles, `loss` its one output; constants by name."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    checkpoints: tuple[Checkpoint, ...]
+
+
+def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flattened:
+    """The model as one graph.
 
     Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
     one placeholder. Raises CscError if the model writes to a buffer.
@@ -106,11 +117,11 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     for node in graph.nodes:
         flat.add(node)
     _each_size_once(flat.graph)
-    settle(flat.graph)
+    checkpoints = settle(flat.graph)
     without_selections(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
-    return _ordered(flat.graph, own), flat.constants
+    return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)
 
 
 def _each_size_once(graph: fx.Graph) -> None:
