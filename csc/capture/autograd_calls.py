@@ -1,12 +1,16 @@
 """What a model asks of autograd in its forward, where a trace would not see it or would take it for something else.
 
-asked = Asked()
-with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients: the line that did
+    asked = Asked()
+    with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients: the line that did
 
-torch.autograd.grad           without create_graph its results are detached; with it they are traced
-tensor.data                   tensor.detach()
-torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
-tensor.backward, detach_      refused, and so are hooks on saved tensors, which may change them
+What becomes of it:
+    torch.autograd.grad           without create_graph its results are detached; with it they are traced
+    tensor.data                   tensor.detach()
+    torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
+    tensor.backward, detach_      refused; so are hooks on several tensors or on saved ones, which csc would not call
+    y.data.mul_(2)                refused: a write that autograd does not see leaves gradients as they were, which a
+                                  graph without writes cannot say
+    embedding(.., max_norm)       refused: it changes the table
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.failures import calling_line
 from csc.errors import InputError
-from csc.torch_private import pytree
+from csc.torch_private import FakeTensor, in_functorch_transform, pytree
 
+EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -33,6 +38,7 @@ class Asked(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.gradients = ""
+        self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,12 +48,43 @@ class Asked(TorchFunctionMode):
             raise _refused("the model detaches a tensor in place", "take the tensor that detach() returns")
         if func is torch.Tensor.backward:
             raise _backward()
+        if func in EMBEDDINGS and (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None:
+            raise _refused(
+                "an embedding has max_norm, which changes its table while the model runs",
+                "leave it out, and shorten the rows of the table after the optimizer's step",
+            )
+        tensors = [one for one in args if type(one) is FakeTensor]
+        versions = [one._version for one in tensors]
         result = func(*args, **kwargs)
+        for one, version in zip(tensors, versions):
+            if one._version != version:
+                self._check(one)
+        self._note(result)
         if func is torch.autograd.grad:
             self.gradients = calling_line() or "model"
             if not kwargs.get("create_graph", False):
                 return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return result
+
+    def _note(self, result: Any) -> None:
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if type(one) is FakeTensor and one.requires_grad and not in_functorch_transform():
+                storage = one.untyped_storage()
+                self._differentiable[storage._cdata] = storage
+
+    def _check(self, written: torch.Tensor) -> None:
+        """If what was written to needs a gradient, or is memory of what does, autograd must have seen it. Not for
+        parameters: of those the graph says so.
+        """
+        if in_functorch_transform() or (written.is_leaf and written.requires_grad):
+            return
+        seen = torch.is_grad_enabled() and written.requires_grad
+        if not seen and written.untyped_storage()._cdata in self._differentiable:
+            raise _refused(
+                "the model writes to a value that needs a gradient where autograd does not see it (under no_grad, or "
+                "through detach() or .data)",
+                "write to a clone of it, or use the new value where it is needed",
+            )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
-from csc.torch_private import FakeTensorMode, is_autocast_region, is_no_grad_region
+from csc.torch_private import FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(
@@ -108,6 +108,13 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     inline_regions(exported.graph_module)
     graph, signature = functional(exported)
     for written in _writes(graph, signature):
+        if _plain(written) in dict(model.named_parameters(remove_duplicate=False)):
+            raise CscError(
+                "the model changes a parameter while it runs",
+                _plain(written),
+                "use the changed value where it is needed (weight.clamp(...), not weight.data.clamp_(...)), or change "
+                "it after the optimizer's step",
+            )
         raise CscError(
             f"the model's forward writes to {_plain(written)!r}",
             "model",
@@ -206,6 +213,7 @@ class _Flat:
         arguments, keywords = fx.map_arg(node.args, lookup), fx.map_arg(node.kwargs, lookup)
         copied = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
         copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
+        _with_dense_gradients(copied)
         return copied
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
@@ -252,6 +260,17 @@ class _Flat:
         if name not in self._own:
             raise repeats.CannotRepeat(f"{name} is not in the graph")
         return self._own[name]
+
+
+def _with_dense_gradients(node: fx.Node) -> None:
+    """Let lookups in tables give gradients for whole tables: the same numbers, in a form that can be added and sent."""
+    for name in ("sparse", "sparse_grad"):
+        if isinstance(node.target, OpOverload) and g.bind(node).get(name):
+            places = [one.name for one in node.target._schema.arguments]
+            if places.index(name) < len(node.args):
+                node.update_arg(places.index(name), False)
+            else:
+                node.update_kwarg(name, False)
 
 
 def _like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
