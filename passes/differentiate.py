@@ -75,7 +75,7 @@ def joint_of(
     differentiated += [
         first_parameter + j
         for j in range(len(template.parameters))
-        if j not in frozen and g.is_float(sources[first_parameter + j])
+        if j not in frozen and g.is_inexact(sources[first_parameter + j])
     ]
     with fake_mode:  # each its own: tracing tells inputs apart by their identity, and values may share a `val`
         values = [

@@ -31,7 +31,7 @@ def freeze(program: Program, options: Options) -> Program:
             )
         frozen |= matched
     parameters = tuple(
-        replace(p, trainable=p.trainable and p.dtype.is_floating_point and p.name not in frozen)
+        replace(p, trainable=p.trainable and (p.dtype.is_floating_point or p.dtype.is_complex) and p.name not in frozen)
         for p in program.parameters
     )
     if not any(p.trainable for p in parameters):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import fx
 
 from csc.ir import graph as g
@@ -17,11 +18,11 @@ STOPS = frozenset({"aten::detach", "csc::incoming"})
 
 
 def carrying(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose gradient reaches a floating-point parameter."""
+    """Nodes whose gradient reaches a parameter of floating-point or complex numbers."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if node.meta["role"][0] == "parameter" and g.is_float(node):
+            if node.meta["role"][0] == "parameter" and g.is_inexact(node):
                 found.add(node)
         elif _carries(node, found):
             found.add(node)
@@ -65,11 +66,12 @@ def _differentiated(node: fx.Node) -> list[fx.Node]:
 
 
 def _can_carry(node: fx.Node) -> bool:
-    """Floating-point tensors do, and so do the tuples that hold some."""
+    """Floating-point and complex tensors do, and so do the tuples that hold some."""
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):
-        return any(getattr(getattr(item, "dtype", None), "is_floating_point", False) for item in val)
-    return g.is_float(node)
+        dtypes = [item.dtype for item in val if isinstance(item, torch.Tensor)]
+        return any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    return g.is_inexact(node)
 
 
 def outputs_reached(graph: fx.Graph, dx: Sequence[bool], dw: Sequence[bool], activations: int, shared: int) -> set[int]:

@@ -113,22 +113,35 @@ def clauses(node: fx.Node) -> tuple[Clause, ...]:
 
 def _each_sees(found: tuple[Clause, ...], queries: int, keys: int) -> bool:
     """Whether every query sees a key, by bounds that no batch changes; a query is of its own group."""
-    return all(any(_sees(clause, query, keys) for clause in found) for query in range(queries))
+    ranges = [spans for clause in found if (spans := _spans(clause, queries, keys)) is not None]
+    return all(any(low[query] < high[query] for low, high in ranges) for query in range(queries))
 
 
-def _sees(clause: Clause, query: int, keys: int) -> bool:
-    low, high = 0, keys
+def _spans(clause: Clause, queries: int, keys: int) -> tuple[list[int], list[int]] | None:
+    """For each query the first of the keys that a clause lets it see for certain, and the one behind the last; None
+    if the batch decides.
+    """
+    low, high = [0] * queries, [keys] * queries
     for condition in clause:
-        if isinstance(condition, Group):
-            if table(condition.queries) is not table(condition.keys):
-                return False
-            low, high = max(low, query), min(high, query + 1)
-        elif isinstance(condition, Bound) and not isinstance(condition.value, fx.Node):
-            place = condition.shift + (query if condition.value == OWN_PLACE else 0)
-            low, high = (max(low, place), high) if condition.lower else (low, min(high, place))
+        if isinstance(condition, Group) and table(condition.queries) is table(condition.keys):
+            low, high = list(map(max, low, range(queries))), list(map(min, high, range(1, queries + 1)))
+        elif isinstance(condition, Bound) and (places := _places(condition.value, queries)) is not None:
+            shifted = [place + condition.shift for place in places]
+            low = list(map(max, low, shifted)) if condition.lower else low
+            high = high if condition.lower else list(map(min, high, shifted))
         else:
-            return False
-    return low < high
+            return None
+    return low, high
+
+
+def _places(value: Any, queries: int) -> list[int] | None:
+    """What a bound is for each query; None if the batch decides."""
+    if not isinstance(value, fx.Node):
+        return list(range(queries)) if value == OWN_PLACE else [0] * queries
+    known = folded(value)
+    if known is None or known.numel() not in (1, queries):
+        return None
+    return [int(place) for place in known.flatten().expand(queries)]
 
 
 def _of_bias(node: fx.Node) -> tuple[tuple[Clause, ...], float]:

@@ -76,7 +76,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         if detach:
             for position, result in enumerate(results):
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
-                if isinstance(val, torch.Tensor) and val.dtype.is_floating_point:
+                if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
                     detached = module.graph.create_node(
                         "call_function", torch.ops.aten.detach.default, (result,), name="detach"
                     )
