@@ -61,8 +61,8 @@ class Hardware:
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype. One product of complex
-        numbers is four of their parts.
+        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype. One product of
+        complex numbers is four of their parts.
         """
         if dtype in PARTS:
             return self.rate(PARTS[dtype]) / 4
