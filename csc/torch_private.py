@@ -21,7 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import _config as size_config
@@ -37,17 +37,21 @@ __all__ = [
     "SIZE_FUNCTIONS",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionCtx",
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "ParameterReads",
+    "address_of_storage",
     "applied_functions",
     "assume_several",
     "assumed_of_sizes",
+    "backward_hooks",
     "backward_of",
     "conditions_of_models",
     "each_computed",
     "fx_traceback",
     "global_backward_hooks",
+    "gradient_hooks",
     "has_setup",
     "hint",
     "in_functorch_transform",
@@ -329,3 +333,19 @@ def is_of_torch(function: Any) -> bool:
 def global_backward_hooks() -> list[Any]:
     """Backward hooks that were registered for all modules."""
     return [*modules._global_backward_hooks.values(), *modules._global_backward_pre_hooks.values()]
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Any]:
+    """Those that were registered on a module, to be called before or after its backward."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Those that were registered on a parameter, to be called with its gradient or after that was added to `.grad`."""
+    kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [hook for hooks in kinds if hooks for hook in hooks.values()]
+
+
+def address_of_storage(tensor: torch.Tensor) -> int:
+    """Of the memory that a tensor and its views share, in a trace too; another one's once nobody has them any more."""
+    return int(tensor.untyped_storage()._cdata)

@@ -17,7 +17,6 @@ from csc.analysis import gradients
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
-from csc.kernels import own_gradient as _operators  # noqa: F401  registers them
 
 INCOMING, OWN, HOOKED, CHECKPOINTED = "csc::incoming", "csc::own_gradient", "csc::with_hooks", "csc::checkpointed"
 

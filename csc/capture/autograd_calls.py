@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.failures import calling_line
 from csc.errors import InputError
-from csc.torch_private import FakeTensor, in_functorch_transform, pytree
+from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -69,8 +69,7 @@ class Asked(TorchFunctionMode):
     def _note(self, result: Any) -> None:
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if type(one) is FakeTensor and one.requires_grad and not in_functorch_transform():
-                storage = one.untyped_storage()
-                self._differentiable[storage._cdata] = storage
+                self._differentiable[address_of_storage(one)] = one.untyped_storage()  # kept, so that it stays its own
 
     def _check(self, written: torch.Tensor) -> None:
         """If what was written to needs a gradient, or is memory of what does, autograd must have seen it. Not for
@@ -79,7 +78,7 @@ class Asked(TorchFunctionMode):
         if in_functorch_transform() or (written.is_leaf and written.requires_grad):
             return
         seen = torch.is_grad_enabled() and written.requires_grad
-        if not seen and written.untyped_storage()._cdata in self._differentiable:
+        if not seen and address_of_storage(written) in self._differentiable:
             raise _refused(
                 "the model writes to a value that needs a gradient where autograd does not see it (under no_grad, or "
                 "through detach() or .data)",

@@ -22,14 +22,16 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from csc.errors import InputError
 from csc.kernels import own_gradient as _operators  # noqa: F401  registers them
 from csc.torch_private import (
+    FunctionCtx,
     applied_functions,
+    backward_hooks,
     backward_of,
     global_backward_hooks,
+    gradient_hooks,
     has_setup,
     in_functorch_transform,
     is_of_torch,
@@ -72,13 +74,11 @@ def refuse_hooks(model: nn.Module) -> None:
     Hooks on parameters are given the gradient of a whole step, which no graph has.
     """
     for name, parameter in model.named_parameters():
-        hooks = {**(parameter._backward_hooks or {}), **(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})}
-        if hooks:
-            raise _on_parameter(name, next(iter(hooks.values())))
+        for hook in gradient_hooks(parameter):
+            raise _on_parameter(name, hook)
     for path, module in model.named_modules():
-        hooks = {**module._backward_hooks, **module._backward_pre_hooks}
-        if hooks:
-            raise _on_module(path or type(model).__name__, next(iter(hooks.values())))
+        for hook in backward_hooks(module):
+            raise _on_module(path or type(model).__name__, hook)
     for hook in global_backward_hooks():
         raise _on_module("every module", hook)
 
