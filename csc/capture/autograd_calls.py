@@ -7,7 +7,8 @@ What becomes of it:
     torch.autograd.grad           without create_graph its results are detached; with it they are traced
     tensor.data                   tensor.detach()
     torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
-    tensor.backward, detach_      refused; so are hooks on several tensors or on saved ones, which csc would not call
+    tensor.backward, detach_      refused; so are hooks on several tensors, on saved ones and on a grad_fn, which csc
+                                  would not call
     y.data.mul_(2)                refused: a write that autograd does not see leaves gradients as they were, which a
                                   graph without writes cannot say
     embedding(.., max_norm)       refused: it changes the table
@@ -29,7 +30,7 @@ from csc.errors import InputError
 from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
-DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+GRAD_FN, DATA = (getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data"))
 
 
 class Asked(TorchFunctionMode):
@@ -56,6 +57,8 @@ class Asked(TorchFunctionMode):
         tensors = [one for one in args if type(one) is FakeTensor]
         versions = [one._version for one in tensors]
         result = func(*args, **kwargs)
+        if func == GRAD_FN and result is not None:
+            return _Node(result)
         for one, version in zip(tensors, versions):
             if one._version != version:
                 self._check(one)
@@ -84,6 +87,21 @@ class Asked(TorchFunctionMode):
                 "through detach() or .data)",
                 "write to a clone of it, or use the new value where it is needed",
             )
+
+
+class _Node:
+    """A tensor's grad_fn that takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise _refused(
+                "the model puts a hook on a grad_fn, which csc would not call",
+                "put it on the tensor (tensor.register_hook), and let it return the gradient",
+            )
+        return getattr(self._node, name)
 
 
 @contextmanager

@@ -145,6 +145,13 @@ def of_several(x: torch.Tensor, layer: Applying) -> torch.Tensor:
     return y * z
 
 
+def of_a_grad_fn(x: torch.Tensor, layer: Applying) -> torch.Tensor:
+    y = x * layer.scale
+    assert y.grad_fn is not None and y.grad_fn.next_functions
+    y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+    return y
+
+
 REFUSED = {
     "returns nothing": (hooked(lambda d_y: None), "returns no gradient of its own"),
     "returns the same": (hooked(lambda d_y: d_y), "returns no gradient of its own"),
@@ -152,6 +159,7 @@ REFUSED = {
     "late": (late, "read before"),
     "removed": (removed, "removed in forward"),
     "of a parameter": (of_a_parameter, "hook on a parameter, put on it in forward"),
+    "of a grad_fn": (of_a_grad_fn, "a hook on a grad_fn"),
     "of several": (of_several, "one hook on several tensors"),
 }
 
