@@ -40,8 +40,8 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients
     changed = re.search(CONSTANT, str(root))
     if changed is not None and gradients:
         return InputError(
-            "the model asks for gradients in its forward (torch.autograd.grad), of an operation that keeps more for them "
-            "than its arguments",
+            "the model asks for gradients in its forward (torch.autograd.grad), of an operation that keeps more for "
+            "them than its arguments",
             gradients,
             "write that gradient with tensor operations, in a torch.autograd.Function, or keep the module out of the "
             "trace with csc.opaque(module)",

@@ -43,6 +43,7 @@ def checkpointed() -> Stack:
     return Stack([Checkpointed() for _ in range(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False])
 def test_llama(again: bool) -> None:
     torch.manual_seed(0)
