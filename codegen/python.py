@@ -48,6 +48,8 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
         return repr(value)
     if isinstance(value, float):
         return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if isinstance(value, complex):
+        return f"complex({literal(value.real, names)}, {literal(value.imag, names)})"
     if isinstance(value, torch.device):
         return f'torch.device("{value.type}")'
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

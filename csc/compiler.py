@@ -22,6 +22,7 @@ from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
 from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
+from csc.capture.functions import refuse_hooks
 from csc.codegen.write import write
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -57,6 +58,7 @@ class Compiler:
     learned: Learned = field(default_factory=Learned)
 
     def __post_init__(self) -> None:
+        refuse_hooks(self.model)
         self.kept = Kept(self.model, self.store)
 
     def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:

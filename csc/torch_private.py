@@ -21,13 +21,16 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import _config as size_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy import functions as size_functions
 
@@ -35,21 +38,31 @@ __all__ = [
     "SIZE_FUNCTIONS",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionCtx",
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "ParameterReads",
     "TorchDispatchMode",
+    "address_of_storage",
+    "applied_functions",
     "assume_several",
     "assumed_of_sizes",
+    "backward_hooks",
+    "backward_of",
     "conditions_of_models",
     "each_computed",
     "fx_traceback",
+    "global_backward_hooks",
+    "gradient_hooks",
+    "has_setup",
     "hint",
     "hooks_of_all_modules",
     "hooks_of_tensor",
     "in_functorch_transform",
     "is_autocast_region",
     "is_no_grad_region",
+    "is_of_torch",
+    "is_reentrant_checkpoint",
     "is_taken_apart",
     "lists_from",
     "make_fx",
@@ -293,3 +306,68 @@ def under_autograd() -> Iterator[None]:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+@contextmanager
+def applied_functions(applied: Callable[[Any, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+    """While it lasts, `Function.apply(*args)` is what applied(cls, own, args, kwargs) gives; own: what it is otherwise.
+
+    Also of an `apply` that was bound before, as in `reverse = Reverse.apply`: it asks the class above Function.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return applied(cls, super(_SingleLevelFunction, cls).apply, args, kwargs)
+
+    assert "apply" not in vars(_SingleLevelFunction)
+    base: Any = _SingleLevelFunction
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del base.apply
+
+
+def has_setup(function: Any) -> bool:
+    """Whether a torch.autograd.Function fills its context in `setup_context`, not in `forward`."""
+    return function.setup_context is not _SingleLevelFunction.setup_context
+
+
+def backward_of(function: Any) -> Callable[..., Any]:
+    """A torch.autograd.Function's backward, which may be called `vjp`."""
+    if function.vjp is not _SingleLevelFunction.vjp:
+        return function.vjp
+    return function.backward
+
+
+def is_reentrant_checkpoint(function: Any) -> bool:
+    """Whether it is what `torch.utils.checkpoint` applies with use_reentrant=True, to (function, preserve, *args)."""
+    return function is checkpoints.CheckpointFunction
+
+
+def is_of_torch(function: Any) -> bool:
+    """Whether torch applies a torch.autograd.Function for something that a trace keeps whole (custom and higher-order
+    operators), or only to note what a checkpoint is given. Those that it makes of a model's own for vmap are not.
+    """
+    home = function.__module__
+    return home == checkpoints.__name__ or (home.startswith("torch._") and home != "torch._functorch.autograd_function")
+
+
+def global_backward_hooks() -> list[Any]:
+    """Backward hooks that were registered for all modules."""
+    return [*modules._global_backward_hooks.values(), *modules._global_backward_pre_hooks.values()]
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Any]:
+    """Those that were registered on a module, to be called before or after its backward."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Those that were registered on a parameter, to be called with its gradient or after that was added to `.grad`."""
+    kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [hook for hooks in kinds if hooks for hook in hooks.values()]
+
+
+def address_of_storage(tensor: torch.Tensor) -> int:
+    """Of the memory that a tensor and its views share, in a trace too; another one's once nobody has them any more."""
+    return int(tensor.untyped_storage()._cdata)

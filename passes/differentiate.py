@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from csc.passes.layouts import with_reshapes
+from csc.passes.marking import Marking, tagging
 from torch import fx
 
 from csc.ir import graph as g
@@ -74,7 +75,7 @@ def joint_of(
     differentiated += [
         first_parameter + j
         for j in range(len(template.parameters))
-        if j not in frozen and g.is_float(sources[first_parameter + j])
+        if j not in frozen and g.is_inexact(sources[first_parameter + j])
     ]
     with fake_mode:  # each its own: tracing tells inputs apart by their identity, and values may share a `val`
         values = [
@@ -94,7 +95,7 @@ def joint_of(
     def joint(primals: list[torch.Tensor], seeds_in: list[torch.Tensor]) -> tuple[Any, ...]:
         inputs = [p.detach().requires_grad_(True) if i in differentiated else p.detach() for i, p in enumerate(primals)]
         with torch.enable_grad(), fx_traceback.preserve_node_meta():
-            results = _Marking(template.graph).run(*inputs)
+            results = Marking(template.graph).run(*inputs)
             roots = [results[i] for i in template.differentiable] + [inputs[i] for i in template.threaded]
             pairs = [(root, seed) for root, seed in zip(roots, seeds_in) if root.requires_grad]
             wanted = [inputs[i] for i in differentiated]
@@ -121,68 +122,6 @@ def joint_of(
     )
 
 
-class _Marking(fx.Interpreter):
-    """Runs the forward so that every traced node, of the backward too, knows the forward node it comes from."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        super().__init__(torch.nn.Module(), graph=graph)
-        self.seen: set[Any] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        origin = {"name": n.name, "source": n.meta.get("source", ""), "module": n.meta.get("module", "")}
-        with _tagging({**origin, "backward": False}):
-            result = self._call(n)
-        tensors = result if isinstance(result, (tuple, list)) else (result,)
-        stack = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        while stack:
-            function = stack.pop()
-            if function not in self.seen:
-                self.seen.add(function)
-                _tag_backward(function, {**origin, "backward": True})
-                stack.extend(parent for parent, _ in function.next_functions if parent is not None)
-        return result
-
-    def _call(self, n: fx.Node) -> Any:
-        arguments, keywords = self.fetch_args_kwargs_from_env(n)
-        try:
-            return n.target(*arguments, **keywords)  # type: ignore[operator]
-        except (RuntimeError, ValueError):
-            if g.op_name(n) != "aten::view":
-                raise
-            # Attention with a mask that trains runs another kernel than at capture, with other strides: copy if needed.
-            return torch.ops.aten.reshape.default(*arguments, **keywords)
-
-
-def _tag_backward(function: Any, origin: dict[str, Any]) -> None:
-    open_tags: list[_tagging] = []
-
-    def enter(*_: Any) -> None:
-        open_tags.append(_tagging(origin))
-        open_tags[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        open_tags.pop().__exit__()
-
-    function.register_prehook(enter)
-    function.register_hook(leave)
-
-
-class _tagging:
-    """Within the block, nodes that are traced carry `origin` (fx copies the entry "custom" of the current meta)."""
-
-    def __init__(self, origin: dict[str, Any]) -> None:
-        self.meta = {"custom": {"csc": origin}}
-
-    def __enter__(self) -> None:
-        self.before = fx_traceback.current_meta
-        fx_traceback.current_meta = self.meta
-
-    def __exit__(self, *_: object) -> None:
-        fx_traceback.current_meta = self.before
-
-
 def _functional(graph: fx.Graph, values: list[Any], tangents: list[Any], fake_mode: Any) -> fx.Graph:
     """The graph without in-place ops: some backward formulas (index_put_, in-place adds) trace as such."""
     if not any(g.mutates(node) for node in graph.nodes):
@@ -201,7 +140,7 @@ class _Replaying(fx.Interpreter):
     """Runs a traced graph again with each node's tag in place."""
 
     def run_node(self, n: fx.Node) -> Any:
-        with _tagging(n.meta.get("custom", {}).get("csc", {})):
+        with tagging(n.meta.get("custom", {}).get("csc", {})):
             return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -31,7 +31,7 @@ def freeze(program: Program, options: Options) -> Program:
             )
         frozen |= matched
     parameters = tuple(
-        replace(p, trainable=p.trainable and p.dtype.is_floating_point and p.name not in frozen)
+        replace(p, trainable=p.trainable and (p.dtype.is_floating_point or p.dtype.is_complex) and p.name not in frozen)
         for p in program.parameters
     )
     if not any(p.trainable for p in parameters):
@@ -40,7 +40,21 @@ def freeze(program: Program, options: Options) -> Program:
             "freeze",
             "freeze fewer components, or set requires_grad on the parameters that should train",
         )
+    _check_checkpoints(program, {p.name for p in parameters if p.trainable})
     return replace(program, parameters=parameters)
+
+
+def _check_checkpoints(program: Program, trainable: Set[str]) -> None:
+    """What trains in a reentrant checkpoint gets a gradient in eager mode only if one of its inputs does."""
+    for one in program.checkpoints:
+        lost = sorted(trainable & set(one.inside))
+        if lost and not one.anyway and trainable.isdisjoint(one.before):
+            raise InputError(
+                f"a reentrant checkpoint is given nothing that needs a gradient, so that eager PyTorch gives none to "
+                f"{lost[0]!r} inside it",
+                one.where,
+                "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()",
+            )
 
 
 def matches(pattern: str, parameter: Parameter, modules: Mapping[str, ModuleInfo]) -> bool:

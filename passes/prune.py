@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from csc.analysis import gradients
-from csc.errors import CscError
+from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
@@ -57,7 +57,22 @@ def prune(program: Program, options: Options) -> Program:
             pruned = specialise(template, region.dx, region.dw, tangents)
             variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
         final.append(replace(region, variant=by_need[key]))
+    if options.microbatches * options.mesh.dp * options.mesh.cp > 1:
+        for variant in variants.values():
+            _check_counts(variant.pruned)
     return replace(program, regions=tuple(final), variants=variants)
+
+
+def _check_counts(graph: fx.Graph) -> None:
+    """A gradient by how often an index comes is another one for a part of the batch."""
+    for node in g.calls(graph):
+        backward = isinstance(node.target, OpOverload) and "backward" in g.op_name(node)
+        if backward and g.bind(node).get("scale_grad_by_freq"):
+            raise InputError(
+                "an embedding has scale_grad_by_freq, which counts indices in the whole batch",
+                node.meta.get("source") or node.meta.get("module") or "model",
+                "leave it out, freeze the table, or train with microbatches=1 and without dp and cp",
+            )
 
 
 def _variant_name(template: Template, region: Region) -> str:

@@ -169,7 +169,7 @@ class _Builder:
             g.copy_node(graph, node, mapping, name=value_name(node, run.module))
         finals = [self._densify(graph, mapping[node]) for node in results]
         graph.output(tuple(finals))
-        differentiable = [i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_float(n)]
+        differentiable = [i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_inexact(n)]
         reached = gradients.live(run.nodes, [results[i] for i in differentiable])
         self.templates[name] = Template(
             name=template_name(info.kind, run.module) if prefix else identifier(name.split(".")[-1]),
@@ -180,7 +180,7 @@ class _Builder:
             outputs=tuple(n.name for n in finals),
             differentiable=tuple(differentiable),
             inexact=tuple(
-                i for i, n in enumerate(activations) if n in self.carrying and n in reached and g.is_float(n)
+                i for i, n in enumerate(activations) if n in self.carrying and n in reached and g.is_inexact(n)
             ),
             threaded=(),
         )

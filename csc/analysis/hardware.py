@@ -24,6 +24,7 @@ from csc.errors import InputError
 
 PROFILES = Path(__file__).parents[1] / "hardware"
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 LARGEST_BANDWIDTH = 1e15  # bytes per second: a thousand times the fastest memory there is
 LARGEST_RATE = 1e18
 LARGEST_MEMORY = 1e15
@@ -60,7 +61,11 @@ class Hardware:
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype."""
+        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype. One product of
+        complex numbers is four of their parts.
+        """
+        if dtype in PARTS:
+            return self.rate(PARTS[dtype]) / 4
         if dtype not in self.peak:
             raise InputError(
                 f"the profile has no peak rate for {dtype}", f"hardware {self.name}", f"add peak.{dtype}, in FLOP/s"

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from math import inf
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import fx
@@ -94,17 +95,57 @@ _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
 
 def clauses(node: fx.Node) -> tuple[Clause, ...]:
-    """The mask (bool, or floats that are 0 where a key is seen and very negative where not) as a union of clauses."""
+    """The mask (bool, or floats that are 0 where a key is seen and very negative where not) as a union of clauses.
+
+    A query that sees no key gets zeros; where all its scores are lowered by the same finite number it attends to every
+    key instead. A finite mask is therefore recognised only if each query sees something whatever the batch is.
+    """
     val = node.meta["val"]
     if val.dim() < 2:
         raise Unrecognised(f"a mask of {val.dim()} dimensions")
     if val.dtype.is_floating_point:
-        return _of_bias(node)
+        found, low = _of_bias(node)
+        if low != -inf and not _each_sees(found, *_sizes(node)):
+            raise Unrecognised(f"{low:.4g} in place of -inf, with which a query that sees no key attends to all")
+        return found
     return _simplified(_union(node, negated=False))
 
 
-def _of_bias(node: fx.Node) -> tuple[Clause, ...]:
-    """Floats: `where(seen, 0, low)`, `where(hidden, low, 0)` or `zeros.masked_fill(hidden, low)`."""
+def _each_sees(found: tuple[Clause, ...], queries: int, keys: int) -> bool:
+    """Whether every query sees a key, by bounds that no batch changes; a query is of its own group."""
+    ranges = [spans for clause in found if (spans := _spans(clause, queries, keys)) is not None]
+    return all(any(low[query] < high[query] for low, high in ranges) for query in range(queries))
+
+
+def _spans(clause: Clause, queries: int, keys: int) -> tuple[list[int], list[int]] | None:
+    """For each query the first of the keys that a clause lets it see for certain, and the one behind the last; None
+    if the batch decides.
+    """
+    low, high = [0] * queries, [keys] * queries
+    for condition in clause:
+        if isinstance(condition, Group) and table(condition.queries) is table(condition.keys):
+            low, high = list(map(max, low, range(queries))), list(map(min, high, range(1, queries + 1)))
+        elif isinstance(condition, Bound) and (places := _places(condition.value, queries)) is not None:
+            shifted = [place + condition.shift for place in places]
+            low = list(map(max, low, shifted)) if condition.lower else low
+            high = high if condition.lower else list(map(min, high, shifted))
+        else:
+            return None
+    return low, high
+
+
+def _places(value: Any, queries: int) -> list[int] | None:
+    """What a bound is for each query; None if the batch decides."""
+    if not isinstance(value, fx.Node):
+        return list(range(queries)) if value == OWN_PLACE else [0] * queries
+    known = folded(value)
+    if known is None or known.numel() not in (1, queries):
+        return None
+    return [int(place) for place in known.flatten().expand(queries)]
+
+
+def _of_bias(node: fx.Node) -> tuple[tuple[Clause, ...], float]:
+    """Floats: `where(seen, 0, low)`, `where(hidden, low, 0)` or `zeros.masked_fill(hidden, low)`; and what low is."""
     name, bound = g.op_name(node), g.bind(node) if node.op == "call_function" else {}
     if name in _PASS or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
         return _of_bias(node.args[0])  # type: ignore[arg-type]
@@ -113,15 +154,15 @@ def _of_bias(node: fx.Node) -> tuple[Clause, ...]:
     if name == "aten::where":
         first, second = (_number(bound.get(side)) for side in ("self", "other"))
         if first == 0 and _hides(second):
-            return _simplified(_union(bound["condition"], negated=False))
+            return _simplified(_union(bound["condition"], negated=False)), second
         if second == 0 and _hides(first):
-            return _simplified(_union(bound["condition"], negated=True))
-    if name == "aten::masked_fill" and _number(bound["self"]) == 0 and _hides(_number(bound["value"])):
-        return _simplified(_union(bound["mask"], negated=True))
+            return _simplified(_union(bound["condition"], negated=True)), first
+    if name == "aten::masked_fill" and _number(bound["self"]) == 0 and _hides(low := _number(bound["value"])):
+        return _simplified(_union(bound["mask"], negated=True)), low
     raise Unrecognised(f"a bias made by {name}")
 
 
-def _hides(value: float | None) -> bool:
+def _hides(value: float | None) -> TypeGuard[float]:
     return value is not None and value <= -1e4
 
 

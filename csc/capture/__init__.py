@@ -17,7 +17,7 @@ from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, spl
 from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
-from csc.capture.normalise import flatten
+from csc.capture.normalise import Flattened, flatten
 from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
 from csc.capture.repeats import CannotRepeat, Layers, NotHidden
 from csc.capture.replay import Replay, Runs, Way, replay
@@ -171,7 +171,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
     with standing_in(model, device):
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
         layers = Layers.of(model, paths)
-        graph, constants, tensors, traced, history = _traced(model, example, learned, device, layers)
+        flat, tensors, traced, history = _traced(model, example, learned, device, layers)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -179,6 +179,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         Parameter(name, tuple(p.shape), p.dtype, p.requires_grad, tuple(a for a in aliases[id(p)] if a != name))
         for name, p in model.named_parameters()
     )
+    graph = flat.graph
     sizes = sizes_of(graph, traced.asked)
     fixed = {name: tensors[name] for name in sorted(traced.consulted)}
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
@@ -188,13 +189,14 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         name=type(model).__name__,
         inputs=_inputs(graph, tensors),
         parameters=parameters,
-        constants=constants,
+        constants=flat.constants,
         modules=describe(model),
         device=device.type,
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
         sizes=sizes,
+        checkpoints=flat.checkpoints,
         history=history,
     )
     return program, traced.changes
@@ -221,8 +223,8 @@ def _add_way(learned: Learned, model: nn.Module, example: Any, way: Way) -> None
 
 def _traced(
     model: nn.Module, example: Any, learned: Learned, device: torch.device, layers: Layers
-) -> tuple[fx.Graph, dict[str, torch.Tensor], dict[str, torch.Tensor], Exported, tuple[Record, ...]]:
-    """(graph, constants, the batch's tensors, the trace, times), equal ones of the layers traced once if they can be;
+) -> tuple[Flattened, dict[str, torch.Tensor], Exported, tuple[Record, ...]]:
+    """(the graph, the batch's tensors, the trace, times), equal ones of the layers traced once if they can be;
     functions found to run on the host are added to what is learned.
     """
     start = time.perf_counter()
@@ -240,12 +242,12 @@ def _traced(
                 if learned.moves:
                     continue
             traced = time.perf_counter()
-            graph, constants = _flat(exported.program, model)
+            flat = _flat(exported, model)
             times = (
                 Record("capture", traced - start, f"{len(exported.program.graph.nodes)} nodes"),
-                Record("normalise", time.perf_counter() - traced, f"{len(graph.nodes)} nodes"),
+                Record("normalise", time.perf_counter() - traced, f"{len(flat.graph.nodes)} nodes"),
             )
-            return graph, constants, tensors, exported, times
+            return flat, tensors, exported, times
         except HostFunctionFound as found:
             learned.host = found.host
         except NumberAsked:
@@ -261,10 +263,10 @@ def _traced(
             layers = Layers.of(model, ())
 
 
-def _flat(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def _flat(exported: Exported, model: nn.Module) -> Flattened:
     try:
-        return flatten(exported, model)
+        return flatten(exported.program, model)
     except (CscError, CannotRepeat):
         raise
     except Exception as error:
-        raise untraceable(error) from error
+        raise untraceable(error, gradients=exported.gradients) from error

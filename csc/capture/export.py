@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from csc.capture import host as hosting
+from csc.capture.autograd_calls import Asked, autograd_calls
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
 from csc.capture.failures import untraceable
+from csc.capture.functions import own_gradients
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
 from csc.capture.own_changes import Changes, Slots, attributes_kept
@@ -40,7 +42,8 @@ class LossOnly(nn.Module):
 
     host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
     arguments. layers: those of which equal ones are traced once. rows: whether what moves rows runs on their numbers
-    (csc.capture.rows). recording: what the last run called; loss: what it returned; made: numbers of rows, of a replay.
+    (csc.capture.rows). recording: what the last run called; autograd: what it asked for; loss: what it returned; made:
+    numbers of rows, of a replay.
     """
 
     recording: Recording
@@ -66,6 +69,7 @@ class LossOnly(nn.Module):
         self.watching = Watching(known)
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
         self._with_rows, self._replayed = rows, replayed
+        self.autograd = Asked()
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Without hooks: those that the user gave all modules are for his own."""
@@ -84,6 +88,8 @@ class LossOnly(nn.Module):
 
         asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
         with (
+            own_gradients() as with_hooks,
+            autograd_calls(self.autograd),
             self.watching.entries(batch, asked, recording, by_number if self._with_rows else None),
             self._repeats.patched(),
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
@@ -91,9 +97,10 @@ class LossOnly(nn.Module):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
             before = Slots(self.model)
             loss = loss_of(self.model(**own, **self._extra))
+            kept = with_hooks(loss)
             self.changes = before.written()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
-        return loss
+        return kept
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers, as they are in this run."""
@@ -145,7 +152,7 @@ class Host:
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
-    changes: what it wrote to itself.
+    gradients: the line that asked autograd for some; changes: what the model wrote to itself.
     """
 
     program: torch.export.ExportedProgram
@@ -153,6 +160,7 @@ class Exported:
     host: Host
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
+    gradients: str
     changes: Changes
 
 
@@ -253,7 +261,7 @@ def export(
         except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
             if layers.hidden:  # perhaps it fails for something that was hidden from it
                 raise NotHidden(layers.hidden) from error
-            failed = untraceable(error, wrapped.watching.asked_last)
+            failed = untraceable(error, wrapped.watching.asked_last, wrapped.autograd.gradients)
             failed.__cause__ = error
     raise failed
 
@@ -290,7 +298,15 @@ def _exported(
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
     consulted = frozenset(wrapped.watching.consulted)
-    return Exported(exported, consulted, wrapped.host, calls, tuple(asked) if ones else None, wrapped.changes)
+    return Exported(
+        exported,
+        consulted,
+        wrapped.host,
+        calls,
+        tuple(asked) if ones else None,
+        wrapped.autograd.gradients,
+        wrapped.changes,
+    )
 
 
 @contextmanager

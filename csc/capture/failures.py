@@ -20,10 +20,10 @@ from csc.torch_private import GuardOnDataDependentSymNode
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
 
-def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscError:
+def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients: str = "") -> CscError:
     """The sentence for a model that export cannot trace: the cause, the user's line, the remedy.
 
-    asked: the batch entries whose values the model asked for last.
+    asked: the batch entries whose values the model asked for last. gradients: the line that asked autograd for some.
     """
     root = _root_cause(error)
     where = _traced_line(error) or user_line(error)
@@ -38,6 +38,14 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset()) -> CscErr
             "a plain Python value in the batch; or keep the module out of the trace with csc.opaque(module)",
         )
     changed = re.search(CONSTANT, str(root))
+    if changed is not None and gradients:
+        return InputError(
+            "the model asks for gradients in its forward (torch.autograd.grad), of an operation that keeps more for "
+            "them than its arguments",
+            gradients,
+            "write that gradient with tensor operations, in a torch.autograd.Function, or keep the module out of the "
+            "trace with csc.opaque(module)",
+        )
     if changed is not None:
         return InputError(
             "the model changes a parameter while it runs",
@@ -69,9 +77,6 @@ def _root_cause(error: BaseException) -> BaseException:
 
 def user_line(error: BaseException) -> str:
     """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
-    standard = sysconfig.get_paths()["stdlib"]
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    torch_home = os.path.dirname(torch.__file__)
     innermost = ""
     chain: list[BaseException] = []
     current: BaseException | None = error
@@ -79,10 +84,24 @@ def user_line(error: BaseException) -> str:
         chain.append(current)
         current = current.__cause__ or current.__context__
     for item in chain:
-        for frame in traceback.extract_tb(item.__traceback__):
-            name = frame.filename
-            library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
-            if not library and not name.startswith("<"):
-                code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
-                innermost = f"{name}:{frame.lineno}: {code}"
+        innermost = _innermost(traceback.extract_tb(item.__traceback__)) or innermost
+    return innermost
+
+
+def calling_line() -> str:
+    """The same, of the code that is running."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
+    standard = sysconfig.get_paths()["stdlib"]
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_home = os.path.dirname(torch.__file__)
+    innermost = ""
+    for frame in frames:
+        name = frame.filename
+        library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
+        if not library and not name.startswith("<"):
+            code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
+            innermost = f"{name}:{frame.lineno}: {code}"
     return innermost

@@ -9,18 +9,21 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
+from csc.analysis.functions import settle
 from csc.capture import repeats
 from csc.capture.functional import functional
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
-from csc.torch_private import FakeTensorMode, is_autocast_region, is_no_grad_region
+from csc.ir.program import Checkpoint
+from csc.torch_private import FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(
@@ -73,7 +76,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         if detach:
             for position, result in enumerate(results):
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
-                if isinstance(val, torch.Tensor) and val.dtype.is_floating_point:
+                if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
                     detached = module.graph.create_node(
                         "call_function", torch.ops.aten.detach.default, (result,), name="detach"
                     )
@@ -87,8 +90,17 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         module.graph.erase_node(body)
 
 
-def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    """(graph, constants by name): functional ATen, placeholders with roles, `loss` its one output.
+@dataclass(frozen=True)
+class Flattened:
+    """graph: functional ATen, placeholders with roles, `loss` its one output; constants by name."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    checkpoints: tuple[Checkpoint, ...]
+
+
+def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flattened:
+    """The model as one graph.
 
     Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
     one placeholder. Raises CscError if the model writes to a buffer.
@@ -96,6 +108,13 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     inline_regions(exported.graph_module)
     graph, signature = functional(exported)
     for written in _writes(graph, signature):
+        if _plain(written) in dict(model.named_parameters(remove_duplicate=False)):
+            raise CscError(
+                "the model changes a parameter while it runs",
+                _plain(written),
+                "use the changed value where it is needed (weight.clamp(...), not weight.data.clamp_(...)), or change "
+                "it after the optimizer's step",
+            )
         raise CscError(
             f"the model's forward writes to {_plain(written)!r}",
             "model",
@@ -105,10 +124,11 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> tuple[f
     for node in graph.nodes:
         flat.add(node)
     _each_size_once(flat.graph)
+    checkpoints = settle(flat.graph)
     without_selections(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
-    return _ordered(flat.graph, own), flat.constants
+    return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)
 
 
 def _each_size_once(graph: fx.Graph) -> None:
@@ -193,6 +213,7 @@ class _Flat:
         arguments, keywords = fx.map_arg(node.args, lookup), fx.map_arg(node.kwargs, lookup)
         copied = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
         copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
+        _with_dense_gradients(copied)
         return copied
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
@@ -239,6 +260,17 @@ class _Flat:
         if name not in self._own:
             raise repeats.CannotRepeat(f"{name} is not in the graph")
         return self._own[name]
+
+
+def _with_dense_gradients(node: fx.Node) -> None:
+    """Let lookups in tables give gradients for whole tables: the same numbers, in a form that can be added and sent."""
+    for name in ("sparse", "sparse_grad"):
+        if isinstance(node.target, OpOverload) and g.bind(node).get(name):
+            places = [one.name for one in node.target._schema.arguments]
+            if places.index(name) < len(node.args):
+                node.update_arg(places.index(name), False)
+            else:
+                node.update_kwarg(name, False)
 
 
 def _like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Recording:
         if type(tensor) is torch.Tensor:
             return _constant(tensor)
         self._others += 1
-        kind = UNKNOWN if tensor.is_floating_point() else "other"
+        kind = UNKNOWN if tensor.is_floating_point() or tensor.is_complex() else "other"
         return (kind, self._others)
 
 

@@ -15,8 +15,9 @@ Terms
     copied(again, body, mapping, own, copy)             what stands for an again's results
 
 A first counts only if it is a function of its arguments and its own parameters and buffers: if it writes neither to
-its inputs nor to its attributes, reads no tensor computed elsewhere, and gives away none but its outputs. The first
-two are seen while it runs, the others in the graph.
+its inputs nor to its attributes nor to what else it looks at (csc.capture.looked), reads no tensor computed elsewhere,
+and gives away none but its outputs. The first are seen while it runs, the last two in the graph. It stands for others
+as long as what it looked at is what it was.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from torch import fx, nn
 
 from csc.capture.alike import Read, attributes_read, equal, same, structure
+from csc.capture.looked import Looked
 from csc.ir import graph as g
 from csc.torch_private import pytree, unwatched
 
@@ -155,9 +157,14 @@ class _First:
     layer: nn.Module
     called: _Called
     read: Read
+    looked: Looked
     token: torch.Tensor
     outputs: tuple[Any, ...]  # leaves: a tensor, the index of the input that it is, or a plain value in a tuple
     structure: Any
+
+    def is_like(self, layer: nn.Module) -> bool:
+        """Whether another layer of its structure does the same, as far as what it looked at tells."""
+        return same(self.layer, layer, self.read) and self.looked.unchanged()
 
 
 def _called(args: Any, kwargs: Any) -> _Called:
@@ -228,14 +235,14 @@ class Repeats:
                     return False
             elif not _equal_leaf(mine, its):
                 return False
-        return same(first.layer, layer, first.read)
+        return first.is_like(layer)
 
     def _unlike(self, path: str, firsts: list[_First]) -> frozenset[str]:
         """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
         return frozenset(
             other for other in self._layers.hidden if other == path or (
                 self._layers.structures[other] == self._layers.structures[path]
-                and not any(same(first.layer, self._layers.by_path[other], first.read) for first in firsts)
+                and not any(first.is_like(self._layers.by_path[other]) for first in firsts)
             )
         )  # fmt: skip
 
@@ -245,7 +252,8 @@ class Repeats:
         args, kwargs = pytree.tree_unflatten(list(called.leaves), called.structure)
         versions = [tensor._version for tensor in called.tensors]
         attributes = _attributes(layer)
-        with attributes_read(layer) as read:
+        looked = Looked()
+        with attributes_read(layer) as read, looked.watching():
             result = real(*args, **kwargs)
         leaves, tree = pytree.tree_flatten(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -253,6 +261,7 @@ class Repeats:
             versions == [tensor._version for tensor in called.tensors]
             and attributes == _attributes(layer)
             and pytree.tree_structure((args, kwargs)) == called.structure
+            and looked.unchanged()
         )
         inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
         fresh = [tensor for tensor in tensors if id(tensor) not in inputs]
@@ -262,7 +271,7 @@ class Repeats:
                 inputs.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves
             )
             seen = _called(args, kwargs)  # while it ran, sizes may have been found to be equal
-            firsts.append(_First(layer, seen, read, token, outputs, tree))
+            firsts.append(_First(layer, seen, read, looked, token, outputs, tree))
         return result
 
 

@@ -125,6 +125,12 @@ def is_float(node: fx.Node) -> bool:
     return val is not None and val.dtype.is_floating_point
 
 
+def is_inexact(node: fx.Node) -> bool:
+    """Whether gradients may flow through the node's value: a tensor of floating-point or complex numbers."""
+    val = tensor_value(node)
+    return val is not None and (val.dtype.is_floating_point or val.dtype.is_complex)
+
+
 def merge_equal(graph: fx.Graph, candidates: set[fx.Node]) -> set[fx.Node]:
     """Merge candidates that compute the same (in place; all must be free of effects). Returns those left."""
     seen: dict[str, fx.Node] = {}
@@ -220,6 +226,7 @@ def type_text_of(dtype: torch.dtype, shape: Iterable[Any]) -> str:
 DTYPE_TEXT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64", torch.complex128: "c128", torch.complex32: "c32",
 }  # fmt: skip
 
 

@@ -56,6 +56,19 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A reentrant checkpoint: eager mode gives the parameters `inside` no gradient where none of those `before` trains.
+
+    anyway: its inputs ask for a gradient (requires_grad_) whatever trains. where: the line of what it runs.
+    """
+
+    before: tuple[str, ...]
+    inside: tuple[str, ...]
+    anyway: bool
+    where: str
+
+
+@dataclass(frozen=True)
 class ModuleInfo:
     """What the module tree says about one path: its class, component and the name of its forward's first argument."""
 
@@ -282,6 +295,7 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     sizes: Sizes | None = None  # that the graph as captured is for
+    checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
     shared: fx.Graph | None = None

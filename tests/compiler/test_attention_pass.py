@@ -114,7 +114,19 @@ def above_hidden(batch: Batch) -> torch.Tensor:
 
 
 def bias_where(batch: Batch) -> torch.Tensor:
-    return torch.where(padded(batch), 0.0, torch.finfo(torch.float32).min)
+    return torch.where(padded(batch), 0.0, -torch.inf)
+
+
+def finite(batch: Batch) -> torch.Tensor:
+    """Every query sees itself."""
+    q, k = places(batch["kinds"].shape[1])
+    document = batch["document"]
+    seen = ((q - k) < 5) & (q >= k) & (document[:, :, None] == document[:, None, :]).unsqueeze(1)
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def finite_and_padded(batch: Batch) -> torch.Tensor:
+    return torch.where(padded(batch), 0.0, -1e4)
 
 
 def bias_filled(batch: Batch) -> torch.Tensor:
@@ -128,7 +140,7 @@ def only_keys(batch: Batch) -> torch.Tensor:
 
 READ: list[MaskOf] = [
     causal, padded, window, symmetric_window, prefix, prefix_by_sample, documents, spans, modality, packed_positions,
-    lower_triangle, above_hidden, bias_where, bias_filled, only_keys,
+    lower_triangle, above_hidden, bias_where, bias_filled, finite, only_keys,
 ]  # fmt: skip
 
 
@@ -246,6 +258,7 @@ def unproven_order(batch: Batch) -> torch.Tensor:
         (alternating, "remainder"),
         (by_head, "every head"),
         (learned_bias, "a bias made by"),
+        (finite_and_padded, "-1e+04 in place of -inf, with which a query that sees no key attends to all"),
         (unequal, "an inequality of groups"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

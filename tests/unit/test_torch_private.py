@@ -437,3 +437,137 @@ def test_modes_that_are_on() -> None:
     with Function() as one, Dispatch() as other:
         assert private.modes_that_are_on() == [one, other]
     assert private.modes_that_are_on() == []
+
+
+class Halved(torch.autograd.Function):
+    """In the older style, its backward under the other name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def vjp(ctx: Any, d_out: torch.Tensor) -> torch.Tensor:
+        return d_out / 2
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        return x * times
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.times = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> Any:
+        return d_out * ctx.times, None
+
+
+bound = Doubled.apply
+
+
+def test_applied_functions() -> None:
+    """Every apply is seen, one that was bound before too, with default arguments filled in; then all is as before."""
+    seen: list[Any] = []
+
+    def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((cls, args[1:]))
+        return own(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with private.applied_functions(applied):
+        (Halved.apply(x) + bound(x)).sum().backward()
+    assert seen == [(Halved, ()), (Doubled, (2,))]
+    assert x.grad is not None and x.grad.tolist() == [2.5, 2.5]
+    bound(x)
+    assert len(seen) == 2
+
+
+def test_has_setup() -> None:
+    assert private.has_setup(Doubled) and not private.has_setup(Halved)
+
+
+def test_backward_of() -> None:
+    assert private.backward_of(Halved) is Halved.vjp and private.backward_of(Doubled) is Doubled.backward
+
+
+def test_function_ctx() -> None:
+    """What a function notes in its context is found there."""
+    context: Any = private.FunctionCtx()
+    x = torch.ones(2)
+    context.save_for_backward(x, None)
+    context.mark_dirty(x)
+    context.mark_non_differentiable(x)
+    context.set_materialize_grads(False)
+    assert context.to_save == (x, None) and context.dirty_tensors == (x,)
+    assert context.non_differentiable == (x,) and context.materialize_grads is False
+
+
+def test_is_reentrant_checkpoint() -> None:
+    """It is applied to what it runs, whether random numbers are kept, and the arguments."""
+    seen: list[Any] = []
+
+    def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((private.is_reentrant_checkpoint(cls), args))
+        return own(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with private.applied_functions(applied):
+        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    ((found, (run, preserve, given)),) = seen
+    assert found and run is torch.sin and preserve is True and given is x
+
+
+@torch.library.custom_op("csc_contracts::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_is_of_torch() -> None:
+    """What torch applies for a custom operator; not a function of the model's, nor what is made of one for vmap."""
+    seen: list[bool] = []
+
+    def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(private.is_of_torch(cls))
+        return own(*args, **kwargs)
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with private.applied_functions(applied):
+        torch.ops.csc_contracts.doubled(x)
+        Doubled.apply(x)
+    assert seen == [True, False]
+
+
+def test_gradient_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert private.gradient_hooks(parameter) == []
+    first, second = (lambda gradient: None), (lambda parameter: None)
+    parameter.register_hook(first)
+    parameter.register_post_accumulate_grad_hook(second)
+    assert private.gradient_hooks(parameter) == [first, second]
+
+
+def test_backward_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert private.backward_hooks(module) == []
+    before, after = (lambda module, d_out: None), (lambda module, d_in, d_out: None)
+    module.register_full_backward_hook(after)
+    module.register_full_backward_pre_hook(before)
+    assert private.backward_hooks(module) == [before, after]
+
+
+def test_global_backward_hooks() -> None:
+    hook = lambda module, d_in, d_out: None  # noqa: E731
+    handle = nn.modules.module.register_module_full_backward_hook(hook)
+    assert private.global_backward_hooks() == [hook]
+    handle.remove()
+    assert private.global_backward_hooks() == []
+
+
+def test_address_of_storage() -> None:
+    with private.FakeTensorMode():
+        x = torch.ones(2, 3)
+        assert private.address_of_storage(x) == private.address_of_storage(x[1:].detach())
+        assert private.address_of_storage(x) != private.address_of_storage(x.clone())
