@@ -172,6 +172,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
+        made=tuple(sorted(taken & tensors.keys() - split_batch(example)[0].keys())),
         sizes=sizes,
         history=history,
     )

@@ -24,11 +24,25 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir import sizes
-from csc.ir.program import Context, ContextMask, Input, ModuleInfo, Parameter, Program, Record, Region, Template
+from csc.ir.program import (
+    Combination,
+    Context,
+    ContextMask,
+    Input,
+    ModuleInfo,
+    Parameter,
+    Program,
+    Record,
+    Region,
+    Template,
+)
 from csc.torch_private import FakeTensorMode, OpOverload
 
 FORMAT = 1
-CLASSES = {one.__name__: one for one in (Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)}
+CLASSES = {
+    one.__name__: one
+    for one in (Combination, Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)
+}
 META = (*g.KEPT_META, "names")
 APART = ("constants", "fixed")  # mappings to tensors
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)

@@ -1,0 +1,267 @@
+"""What the samples of a batch are to every value of a graph, followed from the batch to the loss.
+
+A batch is cut into microbatches along the sample dimension of its entries. For each value csc knows one of these:
+  Whole    does not change with the samples that are there: parameters, tables
+  Rows     of the batch it is, along an axis, those of its microbatches one behind the other
+  Parts    of the batch it is the sum of those of its microbatches
+  Numbers  numbers of rows: those of a microbatch count from 0 again
+  Made     made by the model's own code of one microbatch, before the step, for its rows
+  Mixed    none of these: something looked at several samples at once, or csc has no rule for it
+Each but the last three times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
+sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
+
+    follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.links import Axis, links, reshaped, shape_of
+from csc.ir import graph as g
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that adds up over microbatches.
+
+    kind: "rows", those of the batch entry `name`; "value", of the call `name`, made of the batch alone; "labels", those
+    that the loss `name` is a mean over. added, least: what is divided by is max(count + added, least).
+    """
+
+    kind: str
+    name: str
+    added: float = 0.0
+    least: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        return self.added == 0 and self.least == 0
+
+
+Powers = frozenset[tuple[Count, int]]
+NONE: Powers = frozenset()
+
+
+@dataclass(frozen=True)
+class Whole:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """count: of the samples; entry: the batch entry whose rows they are."""
+
+    axis: Axis
+    count: int
+    entry: str
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class Parts:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """step: by how much the numbers of one sample are larger than those of the sample before."""
+
+    axis: Axis
+    count: int
+    entry: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Made:
+    powers: Powers = field(default=NONE, init=False)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """why: a phrase with the operation as its subject."""
+
+    node: fx.Node
+    why: str
+
+
+State = Whole | Rows | Parts | Numbers | Made | Mixed
+
+
+class Lost(Exception):
+    """Ends the rules of a call that mixes samples. The argument says what it does, as a phrase."""
+
+
+UNKNOWN = "is an operation of which csc does not know that it keeps samples apart"
+ALONG_SAMPLES = "works along the samples"
+EVERY_OTHER = "combines every sample with every other"
+NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
+FIXED = "meets samples with a value that is the same for every batch, entry by entry"
+
+
+def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
+    """The powers of a product; of a quotient with sign = -1."""
+    total = dict(one)
+    for count, power in other:
+        total[count] = total.get(count, 0) + sign * power
+    return frozenset((count, power) for count, power in total.items() if power)
+
+
+class Following:
+    """The states of a graph's values, as far as they are known; what the rules of csc.analysis.sample_rules ask."""
+
+    def __init__(self, entries: Mapping[str, State], special: Mapping[str, Any], specialised: bool = False) -> None:
+        """special: rules by the name of the operation, (following, node) -> State, before those of the table of links.
+
+        specialised: the trace may hold numbers of samples as plain numbers.
+        """
+        self.entries, self.special, self.specialised = entries, special, specialised
+        self.states: dict[fx.Node, State] = {}
+        self.of_batch: set[fx.Node] = set()  # made of the batch and constants alone
+
+    def run(self, graph: fx.Graph) -> dict[fx.Node, State]:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                kind, name = node.meta["role"]
+                self.states[node] = self.entries.get(name, Whole()) if kind == "input" else Whole()
+                if kind != "parameter":
+                    self.of_batch.add(node)
+            elif node.op == "call_function":
+                if not g.draws(node) and all(used in self.of_batch for used in self.operands(node)):
+                    self.of_batch.add(node)
+                self.states[node] = self._state(node)
+        return self.states
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """Of a call, whole numbers too."""
+        found: dict[fx.Node, None] = {}
+        fx.map_arg(node.meta["given"], lambda used: found.setdefault(used))
+        return list(found)
+
+    def _state(self, node: fx.Node) -> State:
+        name = g.op_name(node)
+        used = [self.states[one] for one in self.operands(node)]
+        if name not in SHAPES_ALONE:
+            lost = next((one for one in used if isinstance(one, Mixed)), None)
+            if lost is not None:
+                return lost
+            if all(one == Whole() for one in used):
+                return Whole()
+        try:
+            rule = self.special.get(name)
+            return rule(self, node) if rule is not None else self.by_links(node)
+        except Lost as lost_here:
+            return Mixed(node, str(lost_here))
+
+    def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
+        """The rule of most calls: rows stay where the links of their operands lead.
+
+        linear: in all operands with powers, which must agree. powers: of the result, if they are known.
+        """
+        used = [(one, self.states[one]) for one in node.all_input_nodes]
+        extra = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
+        if powers is None:
+            powers = self._common_powers([one for _, one in used], linear)
+            if any(one.powers for one in extra if isinstance(one, Whole | Rows | Parts)) and not linear:
+                self._sizes_only(node)
+        if any(isinstance(one, Parts) for _, one in used):
+            if not linear or any(isinstance(one, Rows | Numbers) for _, one in used):
+                raise Lost(NOT_LINEAR)
+            return Parts(powers)
+        if any(isinstance(one, Rows | Numbers) for _, one in used):
+            return self._joined(node, powers)
+        return Made() if any(isinstance(one, Made) for _, one in used) else Whole(powers)
+
+    def _sizes_only(self, node: fx.Node) -> None:
+        """A number of samples among a call's arguments is a size, or what it does is not known."""
+        if not (g.is_view(node) or g.op_name(node) in SIZED):
+            raise Lost(UNKNOWN)
+
+    def _common_powers(self, states: list[State], linear: bool) -> Powers:
+        found = {one.powers for one in states if isinstance(one, Whole | Rows | Parts)}
+        if found <= {NONE}:
+            return NONE
+        if not linear or len(found) > 1:
+            raise Lost(NOT_LINEAR)
+        return found.pop()
+
+    def _joined(self, node: fx.Node, powers: Powers) -> State:
+        """The rows of all operands that have some, which must come to lie on one axis of the result."""
+        linked = links(node)
+        rows = [one for one in node.all_input_nodes if isinstance(self.states[one], Rows | Numbers)]
+        if not {one for one, _ in linked}.issuperset(rows):
+            raise Lost(UNKNOWN if not linked else EVERY_OTHER)
+        result: Rows | Numbers | None = None
+        for one, link in linked:
+            state = self.states[one]
+            if isinstance(state, Rows | Numbers):
+                moved = self.moved(node, one, link, state)
+                result = moved if result is None else self.together(result, moved)
+        assert result is not None
+        for one, link in linked:
+            if self.states[one] == Whole() and link and self._varies(one, link[result.axis[0]]):
+                raise Lost(FIXED)
+        if isinstance(result, Numbers):
+            if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (g.is_view(node) or g.op_name(node) in MOVES):
+                raise Lost("computes with the numbers of samples")
+            return result
+        return replace(result, powers=powers)
+
+    def moved(self, node: fx.Node, operand: fx.Node, link: tuple[int | None, ...], state: Rows | Numbers) -> Any:
+        """An operand's rows in the result."""
+        dim, inner = state.axis
+        if not link:
+            axis = reshaped(shape_of(operand), shape_of(node), state.axis, state.count)
+            if axis is None:
+                raise Lost("joins or cuts samples")
+            return replace(state, axis=axis)
+        if dim not in link:
+            raise Lost(ALONG_SAMPLES)
+        return replace(state, axis=(link.index(dim), inner))
+
+    def together(self, one: Any, other: Any) -> Any:
+        """Rows of two operands on one axis: those with fewer, larger samples."""
+        if type(one) is not type(other):
+            raise Lost("computes with the numbers of samples")
+        if one.axis == other.axis and one.count == other.count:
+            return one if one.entry <= other.entry or one.entry in self.primary else other
+        same = one.axis[0] == other.axis[0] and one.axis[1] * one.count == other.axis[1] * other.count
+        fewer, more = (one, other) if one.count < other.count else (other, one)
+        if not same or more.count % fewer.count:
+            raise Lost(EVERY_OTHER)
+        return fewer
+
+    @property
+    def primary(self) -> set[str]:
+        return {state.entry for state in self.entries.values() if isinstance(state, Rows)}
+
+    def _varies(self, operand: fx.Node, dim: int | None) -> bool:
+        """Whether an operand has values of its own along a dimension, not one that is repeated."""
+        val = operand.meta["val"]
+        val = val[0] if isinstance(val, (tuple, list)) else val
+        return dim is not None and val.shape[dim] > 1 and val.stride(dim) != 0
+
+    def outermost(self, node: fx.Node, state: Rows | Numbers) -> bool:
+        """Whether a value's samples lie one behind the other in its order of elements."""
+        shape, (dim, inner) = shape_of(node), state.axis
+        return prod(shape[:dim]) == 1 and shape[dim] == inner * state.count
+
+    def counting(self, node: fx.Node) -> Count | None:
+        """The count that a value is, if it is one number made of the batch alone that adds up over microbatches."""
+        alone = node in self.of_batch and self.states[node] == Parts() and prod(shape_of(node)) == 1
+        return Count("value", node.name) if alone else None
+
+
+SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
+                "aten::rand_like", "aten::randn_like"}  # fmt: skip
+MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
+         "aten::reshape", "aten::type_as"}  # fmt: skip
+SIZED = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::repeat", "aten::pad",
+         "aten::constant_pad_nd", "aten::slice_scatter", "aten::upsample_bilinear2d", "aten::upsample_bicubic2d",
+         "aten::repeat_interleave", "aten::split_with_sizes"}  # fmt: skip
