@@ -79,7 +79,7 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         ],
         **_context(program),
         **({"random": True} if seeds(program) else {}),
-        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
+        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight, **_loss_count(program)},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
             "schedule": program.schedule.name if program.schedule is not None else "",
@@ -145,6 +145,16 @@ def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
             if gradient is not None:
                 found[home[region.name], value] = gradient.meta["val"]
     return found
+
+
+def _loss_count(program: Program) -> dict[str, Any]:
+    """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to a count."""
+    found = program.combination
+    if program.loss_weight == "mean":
+        return {"rows": found.rows} if found.rows else {}
+    if program.loss_weight == "sum" or (found.added, found.least) == (0, 0):
+        return {}
+    return {"added": found.added, "least": found.least}
 
 
 def _loss_stage(program: Program) -> int:

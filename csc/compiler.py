@@ -24,9 +24,8 @@ from csc.cache.store import Store
 from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
 from csc.codegen.write import write
 from csc.errors import CscError
-from csc.ir import graph as g
 from csc.ir.program import Options, Program
-from csc.passes.loss import combined
+from csc.passes.loss import check_combination
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 from csc.placeholders import places_for_features
@@ -83,7 +82,7 @@ class Compiler:
             return self._planned([traced.program], options, progress)[-1]
 
     def _planned(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
-        combined(g.outputs(history[-1].graph)[0], options)  # with the real number of microbatches it may have to refuse
+        check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
 
     def trace(

@@ -41,6 +41,7 @@ _ELEMENTWISE = {"aten::clone", "aten::_to_copy", "aten::type_as", "aten::contigu
                 "aten::detach", "aten::alias", "aten::masked_fill", "aten::zeros_like", "aten::ones_like",
                 "aten::full_like", "aten::empty_like", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
                 "aten::fill"}  # fmt: skip
+_BROADCASTING = {"aten::where", "aten::floor_divide", "aten::rsub", "aten::remainder"}  # and not tagged as pointwise
 # How many dimensions of the first operand are behind the samples and channels, or features, that stay what they are.
 _SPATIAL = {"aten::conv1d": 2, "aten::conv2d": 3, "aten::conv3d": 4, "aten::conv_transpose1d": 2,
             "aten::conv_transpose2d": 3, "aten::avg_pool1d": 1, "aten::avg_pool2d": 2, "aten::avg_pool3d": 3,
@@ -52,7 +53,7 @@ _SPATIAL = {"aten::conv1d": 2, "aten::conv2d": 3, "aten::conv3d": 4, "aten::conv
 _BY_SAMPLE = {"aten::group_norm", "aten::instance_norm", "aten::native_group_norm"}  # dimension 0 stays, no other
 _SKIPPING = {  # works along one dimension, element by element along all others
     "aten::flip": "dims", "aten::roll": "dims", "aten::sort": "dim", "aten::argsort": "dim",
-    "aten::logcumsumexp": "dim", "aten::cumprod": "dim", "aten::cummax": "dim", "aten::diff": "dim",
+    "aten::logcumsumexp": "dim", "aten::cumprod": "dim", "aten::cummax": "dim",
 }  # fmt: skip
 _OTHER_VIEWS = {"aten::as_strided", "aten::diagonal", "aten::unfold"}  # their dimensions are not those of the operand
 _STRIDES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079)  # primes: no product of sizes is one of them
@@ -105,7 +106,7 @@ def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
         ]
     if name in _MORE:
         return _MORE[name](node, bound, out)
-    if is_pointwise(node):
+    if is_pointwise(node) or name in _BROADCASTING:
         return [(used, _same(shape_of(used), out, from_right=True)) for used in node.all_input_nodes]
     return []
 
@@ -180,7 +181,7 @@ def _skipping(argument: str) -> Any:
     def rule(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
         along = bound.get(argument)
         dims = range(len(out)) if along in (None, []) else [along] if isinstance(along, int) else along
-        skipped = {dim % max(len(out), 1) for dim in dims}  # type: ignore[union-attr]
+        skipped = {dim % max(len(out), 1) for dim in dims}
         operand: Any = node.args[0]
         return [(operand, tuple(None if d in skipped else e for d, e in enumerate(_same(shape_of(operand), out))))]
 
@@ -233,9 +234,10 @@ def _of_search(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> l
 
 
 def _of_sampling(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
-    """`grid_sampler`: features and places of the same sample."""
-    rest = (None,) * (len(out) - 1)
-    return [(used, (0, *rest)) for used in node.all_input_nodes]
+    """`grid_sampler`: features and places of the same sample; the places are laid out as the result is."""
+    features, places = node.args[:2]
+    behind = range(2, len(out))
+    return [(features, (0, 1, *(None for _ in behind))), (places, (0, None, *(d - 1 for d in behind)))]  # type: ignore[list-item]
 
 
 def _of_distance(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
@@ -255,7 +257,7 @@ _MORE: dict[str, Any] = {
     **dict.fromkeys(_BY_SAMPLE, _first(None)),
     **{name: _skipping(argument) for name, argument in _SKIPPING.items()},
     **dict.fromkeys(("aten::gather", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce",
-                     "aten::slice_scatter"), _of_gather),
+                     "aten::slice_scatter", "aten::diff"), _of_gather),
     **dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), _of_padding),
     **dict.fromkeys(("aten::bucketize", "aten::searchsorted"), _of_search),
     **dict.fromkeys(("aten::cosine_similarity", "aten::pairwise_distance"), _of_distance),

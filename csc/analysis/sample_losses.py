@@ -97,7 +97,7 @@ def _elements(following: Following, node: fx.Node) -> State:
 
 
 def _reduced(reduction: int, rows: Rows) -> State:
-    return {NONE: rows, MEAN: _mean(rows), SUM: Parts()}[reduction]
+    return rows if reduction == NONE else _mean(rows) if reduction == MEAN else Parts()
 
 
 def _samples(following: Following, node: fx.Node) -> State:

@@ -154,7 +154,7 @@ def _expand(following: Following, node: fx.Node) -> State:
     if state == Whole():
         found = _axis_of_sizes(following, sizes)
         if found is None:
-            return Made() if any(isinstance(_of(following, size), Made) for size in sizes) else Whole()
+            return Made() if any(isinstance(_of(following, size), Made) for size in sizes or ()) else Whole()
         dim, inner, count, entry = found
         own = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
         if own >= 0 and shape_of(bound["self"])[own] > 1 and inner * count != shape_of(node)[dim]:
@@ -277,8 +277,8 @@ def added(following: Following, node: fx.Node, states: list[State]) -> State:
 
 def _offset_numbers(following: Following, node: fx.Node, states: list[State]) -> State:
     """Row numbers, and places within each sample."""
-    (numbers,) = [state for state in states if isinstance(state, Numbers)] or [None]
-    if numbers is None or len([s for s in states if isinstance(s, Numbers)]) > 1:
+    numbers, *others = [state for state in states if isinstance(state, Numbers)]
+    if others:
         raise Lost("computes with the numbers of samples")
     result = None
     for one, link in links(node):
@@ -576,7 +576,7 @@ def _scatter_in_order(following: Following, node: fx.Node) -> State:
     of_source = _of(following, source)
     if isinstance(of_source, Rows) and not following.outermost(source, of_source):  # type: ignore[arg-type]
         raise Lost("takes rows in another order than that of samples")
-    if not isinstance(of_source, Rows | Made):
+    if not isinstance(of_source, Rows | Made | Mixed):
         raise Lost("puts rows that are the same for every batch where samples have places, one behind the other")
     if _powers(of_source) or _powers(_of(following, whole)):
         raise Lost(NOT_LINEAR)
@@ -590,7 +590,7 @@ def _scatter_in_order(following: Following, node: fx.Node) -> State:
         elif not isinstance(state, Whole | Made):
             raise Lost(UNKNOWN)
     if result is None:
-        return of_source if isinstance(of_source, Made) else Made()
+        return Made()
     if not following.outermost(node, result):
         raise Lost("takes rows in another order than that of samples")
     return result
@@ -632,6 +632,36 @@ def _same_dims(following: Following, node: fx.Node) -> State:
         elif state != Whole() and not isinstance(state, Made):
             raise Lost(UNKNOWN)
     return found if found is not None else Made()
+
+
+def _order(following: Following, node: fx.Node) -> State:
+    """`argsort`: of a mask, those that it has first, each as they were."""
+    mask: Any = node.args[0]
+    state = _of(following, mask)
+    if isinstance(state, Rows) and state.axis[0] == g.bind(node).get("dim", -1) % len(shape_of(mask)):
+        stable = g.bind(node).get("stable") and mask.meta["val"].dtype is torch.bool
+        if not stable or len(shape_of(mask)) != 1 or not following.outermost(mask, state):
+            raise Lost("sorts samples")
+    return following.by_links(node)
+
+
+def _overwritten(following: Following, node: fx.Node) -> State:
+    """`slice_scatter` over all samples: those of the other operand."""
+    table, other = node.args[:2]
+    states, dim = (_of(following, table), _of(following, other)), g.bind(node).get("dim", 0) % len(shape_of(node))
+    same = shape_of(table) == shape_of(other)  # type: ignore[arg-type]
+    along = any(isinstance(state, Rows) and state.axis[0] == dim for state in states)
+    if along and same and all(state in (states[1], Whole()) or isinstance(state, Rows) for state in states):
+        return states[1] if isinstance(states[1], Rows) else following.by_links(node)
+    return following.by_links(node)
+
+
+def _typed(following: Following, node: fx.Node) -> State:
+    """`type_as`: the second operand is looked at for its type alone."""
+    state = _of(following, node.args[0])
+    if _powers(state) or isinstance(state, Parts):
+        raise Lost(NOT_LINEAR)
+    return state
 
 
 # layers
@@ -710,5 +740,8 @@ RULES: dict[str, Rule] = {
     "aten::select_scatter": _same_dims,
     "aten::scaled_dot_product_attention": _attention,
     "aten::batch_norm": _batch_norm,
+    "aten::argsort": _order,
+    "aten::slice_scatter": _overwritten,
+    "aten::type_as": _typed,
     "getitem": _item,
 }

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import Axis, links, reshaped, shape_of
+from csc.analysis.links import RESHAPES, Axis, links, reshaped, shape_of
 from csc.ir import graph as g
 
 
@@ -85,10 +85,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Mixed:
-    """why: a phrase with the operation as its subject."""
+    """why: a phrase with the operation as its subject. unless: it is nothing mixed again once it has been "looked up"
+    by numbers made for the microbatch (rows of samples among others); has put rows in "order", those that a mask
+    selects first; or these were "scattered" to places that are as many.
+    """
 
     node: fx.Node
     why: str
+    unless: str = ""
 
 
 State = Whole | Rows | Parts | Numbers | Made | Mixed
@@ -150,14 +154,31 @@ class Following:
         if name not in SHAPES_ALONE:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:
-                return lost
+                return self._after(node, lost)
             if all(one == Whole() for one in used):
                 return Whole()
         try:
             rule = self.special.get(name)
             return rule(self, node) if rule is not None else self.by_links(node)
         except Lost as lost_here:
-            return Mixed(node, str(lost_here))
+            return Mixed(node, str(lost_here), UNLESS.get(name, ""))
+
+    def _after(self, node: fx.Node, lost: Mixed) -> State:
+        """What a call gives that reads a mixed value."""
+        name = g.op_name(node)
+        states = [self.states[one] for one in self.operands(node)]
+        if lost.unless == "looked up" and name in LOOK_UPS and len(states) == 2 and Made() in states:
+            return Made()
+        if lost.unless == "order" and name == "aten::index_select" and states == [states[0], lost]:
+            rows: Any = node.args[0]
+            if isinstance(states[0], Rows) and self.outermost(rows, states[0]) and not states[0].powers:
+                return Mixed(lost.node, lost.why, "scattered")
+        if lost.unless == "scattered" and name == "aten::masked_scatter" and self.states[node.args[2]] is lost:  # type: ignore[index]
+            return self.special[name](self, node)
+        if name == "aten::argsort" and node in self.of_batch and g.bind(node).get("stable"):
+            return Mixed(lost.node, lost.why, "order")
+        kept = g.is_view(node) or name in MOVES
+        return lost if kept else Mixed(lost.node, lost.why)
 
     def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
         """The rule of most calls: rows stay where the links of their operands lead.
@@ -174,7 +195,10 @@ class Following:
             if not linear or any(isinstance(one, Rows | Numbers) for _, one in used):
                 raise Lost(NOT_LINEAR)
             return Parts(powers)
-        if any(isinstance(one, Rows | Numbers) for _, one in used):
+        kinds = {type(one) for _, one in used}
+        if kinds <= {Numbers, Made, Whole} and {Numbers, Made} <= kinds:
+            return Made()
+        if kinds & {Rows, Numbers}:
             return self._joined(node, powers)
         return Made() if any(isinstance(one, Made) for _, one in used) else Whole(powers)
 
@@ -216,14 +240,38 @@ class Following:
     def moved(self, node: fx.Node, operand: fx.Node, link: tuple[int | None, ...], state: Rows | Numbers) -> Any:
         """An operand's rows in the result."""
         dim, inner = state.axis
-        if not link:
-            axis = reshaped(shape_of(operand), shape_of(node), state.axis, state.count)
-            if axis is None:
-                raise Lost("joins or cuts samples")
-            return replace(state, axis=axis)
+        if g.op_name(node) in RESHAPES:
+            return self._reshaped(node, operand, state)
         if dim not in link:
             raise Lost(ALONG_SAMPLES)
         return replace(state, axis=(link.index(dim), inner))
+
+    def _reshaped(self, node: fx.Node, operand: fx.Node, state: Rows | Numbers) -> Any:
+        """Several samples, or other rows, may be joined: those of a microbatch are as many as the reshape needs."""
+        sizes = self._given_sizes(node)
+        for count in range(state.count, 1, -1):
+            if state.count % count or (count < state.count and sizes is None):
+                continue
+            axis = reshaped(
+                shape_of(operand), shape_of(node), (state.axis[0], state.axis[1] * state.count // count), count
+            )
+            if axis is not None and (sizes is None or sizes <= {axis[0]}):
+                if isinstance(state, Numbers) and count < state.count:
+                    break
+                return replace(state, axis=axis, count=count)
+        raise Lost("joins or cuts samples")
+
+    def _given_sizes(self, node: fx.Node) -> set[int] | None:
+        """The dimensions of a reshape whose sizes the number of samples gives; None if all are plain numbers."""
+        args = node.meta["given"][0]
+        sizes: Any = args[1] if len(args) > 1 else []
+        told = {d for d, size in enumerate(sizes) if isinstance(size, fx.Node) and self._by_samples(self.states[size])}
+        return told or ({d for d, size in enumerate(sizes) if size == -1} or None)
+
+    @staticmethod
+    def _by_samples(size: State) -> bool:
+        """False for the number of rows of one entry over that of another: microbatches have the same."""
+        return not isinstance(size, Whole) or sum(power for _, power in size.powers) != 0
 
     def together(self, one: Any, other: Any) -> Any:
         """Rows of two operands on one axis: those with fewer, larger samples."""
@@ -260,6 +308,8 @@ class Following:
 
 SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
                 "aten::rand_like", "aten::randn_like"}  # fmt: skip
+UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
+LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
 MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
          "aten::reshape", "aten::type_as"}  # fmt: skip
 SIZED = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::repeat", "aten::pad",

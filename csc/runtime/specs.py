@@ -109,10 +109,17 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean."""
+    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean.
+
+    rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
+    the loss is divided by max(count + added, least).
+    """
 
     stage: int
     weight: str
+    rows: str = ""
+    added: float = 0.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,13 @@ def manifest(table: Any, where: str) -> Manifest:
         ),
         messages=tuple(_message(row, len(stages)) for row in top.rows("messages")),
         stages=stages,
-        loss=LossSpec(_end(loss, "stage", len(stages)), weight),
+        loss=LossSpec(
+            _end(loss, "stage", len(stages)),
+            weight,
+            loss.get("rows", str, ""),
+            float(loss.get("added", float, 0.0)),
+            float(loss.get("least", float, 0.0)),
+        ),
         contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
         frozen=tuple(top.get("frozen", list, [])),
