@@ -45,7 +45,11 @@ def manifest(program: Program, options: Options, files: Mapping[str, str]) -> di
         "device": program.device,
         "microbatches": options.microbatches,
         "inputs": [
-            {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype)} for item in program.inputs
+            {
+                "name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype),
+                **({"whole": True} if item.name in program.combination.whole else {}),
+            }
+            for item in program.inputs
         ],
         **({"fixed": {name: tensor.tolist() for name, tensor in program.fixed.items()}} if program.fixed else {}),
         "parameters": [

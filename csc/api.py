@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.cache.store import store
-from csc.capture import pieces, split_batch
+from csc.capture import check_lists, pieces, split_batch
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
@@ -238,8 +238,15 @@ class CompiledModel:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
         if isinstance(batch, (list, tuple)):
             return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
+        return self.cut(batch, options.microbatches * options.mesh.dp)
+
+    def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
+        """A batch as `parts` microbatches of as many samples each. InputError for an entry that cannot be cut."""
         tensors, extra = split_batch(batch)
-        return [piece | extra for piece in pieces(tensors, options.microbatches * options.mesh.dp)]
+        if parts == 1:
+            return [{**tensors, **extra}]
+        check_lists(extra, tensors)
+        return [piece | extra for piece in pieces(tensors, parts, self.compiler.whole_entries(batch, parts))]
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -273,7 +280,22 @@ class CompiledModel:
         options = self._options(microbatches)
         ready = self._ready(batch, options)
         trainer = self._serving.trainer(ready, options, self.progress)
+        self._check_cut(batch, options, trainer)
         return trainer.train_step(self._complete(ready, trainer))
+
+    def _check_cut(self, batch: Any, options: Options, trainer: Trainer) -> None:
+        """InputError if an entry was cut of which the compiled graph shows that it has no sample dimension."""
+        parts = options.microbatches * options.mesh.dp
+        if parts == 1 or isinstance(batch, (list, tuple)):
+            return
+        whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
+        for name in whole - self.compiler.whole_entries(batch, parts):
+            raise InputError(
+                f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
+                f"{parts} pieces",
+                "batch",
+                f"give a list of {parts} ready microbatches, each with the whole of it",
+            )
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""

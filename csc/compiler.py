@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import nn
 
+from csc.analysis.combining import combination
 from csc.cache.kept import Kept
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
-from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
+from csc.capture import Learned, capture, doubtful, serves, split_batch, with_sizes_of
 from csc.codegen.write import write
 from csc.errors import CscError
 from csc.ir.program import Options, Program
@@ -54,6 +55,7 @@ class Compiler:
     restored: dict[Any, list[Program]] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, Traced] = field(default_factory=dict)
     learned: Learned = field(default_factory=Learned)
+    whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
         self.kept = Kept(self.model, self.store)
@@ -151,6 +153,21 @@ class Compiler:
         """`requires_grad` may have changed since the capture."""
         flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
+
+    def whole_entries(self, batch: Mapping[str, Any], parts: int) -> frozenset[str]:
+        """Entries of a global batch without a sample dimension, which are not cut, as a trace of it shows; none if it
+        cannot be traced.
+        """
+        tensors, _ = split_batch(batch)
+        among = doubtful(tensors, parts)
+        key = frozenset(tensors), among
+        if among and key not in self.whole:
+            try:
+                captured = with_sizes_of(self._captured(batch, quiet, False), split_batch(self.complete(batch))[0])
+                self.whole[key] = frozenset(combination(captured, captured.graph).whole)
+            except CscError:  # its microbatches say why, or can be traced
+                self.whole[key] = frozenset()
+        return self.whole.get(key, frozenset())
 
     def emit(
         self,

@@ -1,7 +1,6 @@
 """How the losses of microbatches make the loss of the whole batch, proven from the captured graph.
 
     combination(program, graph) -> Combination        graph: as captured, sizes in symbols
-    entries_whole(program, graph) -> entries that have no sample dimension, as the graph shows
 
 The samples are followed from the batch to the loss (csc.analysis.samples). The loss is found to be a sum over them, or
 one divided by a number that adds up over microbatches; or the operation is named that makes it anything else.
@@ -9,7 +8,9 @@ one divided by a number that adds up over microbatches; or the operation is name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,26 +23,45 @@ from csc.ir import graph as g
 from csc.ir.program import Combination, Input, Program
 from csc.ir.sizes import evaluated
 
+ONE_NUMBER = "it was traced for one number of samples, as code with len(x) or range(n) in it is; x.shape[0] can vary"
+MOST = 3  # entries that are tried for having no samples
 FACTORS = (5, 3, 2)  # more samples than a batch has: a dimension that counts them is then like no other
 
 
 def combination(program: Program, graph: fx.Graph) -> Combination:
-    """Never raises: what cannot be proven is the Combination's problem."""
+    """Never raises: what cannot be proven is the Combination's problem.
+
+    An entry whose rows turn out to be no samples (a number for each layer) is whole, if with that the loss is proven.
+    """
     primary = _primary(program)
-    rows = primary.name if primary is not None else ""
     if primary is None:
         return Combination(problem="the batch has no entry with samples", where="batch")
-    for shapes, scaled in _sizes(program, primary):
+    found = _followed(program, graph, primary, ())
+    if found.problem:
+        others = [one.name for one in _given(program) if 0 < len(one.shape) <= 2 and _own_rows(program, one, primary)]
+        for number in range(1, len(others) + 1):
+            for whole in combinations(others[:MOST], number):
+                again = _followed(program, graph, primary, whole)
+                if not again.problem:
+                    return replace(again, whole=whole)
+    return found
+
+
+def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collection[str]) -> Combination:
+    for shapes, scaled in _sizes(program, whole):
         try:
             at_size = sized(graph, shapes)
         except Exception:  # whatever an operation raises: these sizes are none that the graph is for
             continue
-        entries = _entries(program, primary, shapes)
-        following = Following(entries, RULES, specialised=not scaled or _fixed(program))
+        entries = _entries(program, primary, shapes, whole)
+        following = Following(entries, RULES, specialised=not scaled or _fixed(program, whole))
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
-        return _verdict(loss, states[loss], rows)
-    return Combination(problem="the graph runs on no batch of the sizes it was traced for", where="model", rows=rows)
+        found = _verdict(loss, states[loss], primary.name)
+        return replace(found, problem=f"{found.problem} ({ONE_NUMBER})") if found.problem and not scaled else found
+    return Combination(
+        problem="the graph runs on no batch of the sizes it was traced for", where="model", rows=primary.name
+    )
 
 
 def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:
@@ -73,16 +93,22 @@ def _primary(program: Program) -> Input | None:
     return next(iter([one for one in tokens if one.name in ("input_ids", "labels")] or tokens or given), None)
 
 
-def _given(program: Program) -> list[Input]:
+def _given(program: Program, whole: Collection[str] = ()) -> list[Input]:
     """What a batch has, and is cut; not what the model's own code makes of a microbatch."""
-    return [one for one in program.inputs if one.name not in program.made and one.name not in program.whole]
+    return [one for one in program.inputs if one.name not in program.made and one.name not in whole]
 
 
-def _fixed(program: Program) -> bool:
+def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
+    """Whether nothing says that an entry has as many rows as there are samples."""
+    symbol = _symbol(program, entry, 0)
+    return entry is not primary and not (symbol is not None and symbol == _symbol(program, primary, 0))
+
+
+def _fixed(program: Program, whole: Collection[str]) -> bool:
     """Whether some entry's number of rows is a plain number of the trace."""
     if program.sizes is None:
         return True
-    return any(one.shape and isinstance(_expressions(program, one)[0], int) for one in _given(program))
+    return any(one.shape and isinstance(_expressions(program, one)[0], int) for one in _given(program, whole))
 
 
 def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
@@ -90,7 +116,7 @@ def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
     return program.sizes.entries[entry.name][1] if entry.name in program.sizes.entries else entry.shape
 
 
-def _sizes(program: Program, primary: Input) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
+def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
     """Shapes to look at the graph in: with more samples, as long as nobody says that it is for these alone."""
     own = {one.name: one.shape for one in program.inputs}
     if program.sizes is not None:
@@ -100,7 +126,7 @@ def _sizes(program: Program, primary: Input) -> Iterator[tuple[Mapping[str, tupl
             for size, found in zip(_expressions(program, one), one.shape)
             if not isinstance(size, int) and size.is_Symbol
         }
-        first = {str(_expressions(program, one)[0]) for one in _given(program) if one.shape}
+        first = {str(_expressions(program, one)[0]) for one in _given(program, whole) if one.shape}
         made = {str(_expressions(program, one)[0]) for one in program.inputs if one.name in program.made and one.shape}
         for factor in FACTORS:
             for more in (first | made, first):
@@ -116,14 +142,16 @@ def _shape(program: Program, entry: Input, values: Mapping[str, int]) -> tuple[i
     )
 
 
-def _entries(program: Program, primary: Input, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, State]:
+def _entries(
+    program: Program, primary: Input, shapes: Mapping[str, tuple[int, ...]], whole: Collection[str]
+) -> dict[str, State]:
     """What each entry is to the samples."""
     found: dict[str, State] = {}
     symbols: dict[
         Any, tuple[int, str]
     ] = {}  # of what counts samples, or images: how many there are, and of which entry
     count = shapes[primary.name][0]
-    for one in sorted(_given(program), key=lambda entry: entry is not primary):
+    for one in sorted(_given(program, whole), key=lambda entry: entry is not primary):
         if not one.shape:
             continue
         size, symbol = shapes[one.name][0], _symbol(program, one, 0)

@@ -541,18 +541,19 @@ def _embedding(following: Following, node: fx.Node) -> State:
 
 def _index_put(following: Following, node: fx.Node) -> State:
     """Written to each sample's own places."""
-    table, indices, values = node.args[:3]
+    table, values = node.args[0], node.args[2]
+    indices: Any = node.args[1]
     state, value = _of(following, table), _of(following, values)
     if not isinstance(state, Rows | Made) or _powers(state) or _powers(value) or isinstance(value, Parts):
         raise Lost(UNKNOWN)
     if isinstance(state, Made):
         return state
-    picked = Made() if any(isinstance(_of(following, one), Made) for one in indices if one is not None) else None  # type: ignore[union-attr]
+    picked = Made() if any(isinstance(_of(following, one), Made) for one in indices if one is not None) else None
     if picked is not None:
         return state
     shape = torch.empty(shape_of(table), device="meta")[  # type: ignore[arg-type]
         tuple(slice(None) if one is None else torch.empty(shape_of(one), dtype=torch.int64, device="meta")
-              for one in indices)  # type: ignore[union-attr]
+              for one in indices)
     ].shape  # fmt: skip
     written = _looked_up(following, table, list(indices), tuple(shape), NONE)  # type: ignore[arg-type]
     if isinstance(value, Rows) and isinstance(written, Rows):
@@ -690,8 +691,20 @@ def _batch_norm(following: Following, node: fx.Node) -> State:
 
 
 def _item(following: Following, node: fx.Node) -> State:
-    """One of several results."""
-    return _of(following, node.args[0])
+    """One of several results; of tensors that were broadcast together, each is its own operand."""
+    several: Any = node.args[0]
+    if g.op_name(several) != "aten::broadcast_tensors":
+        return _of(following, several)
+    operand: fx.Node = several.args[0][node.args[1]]
+    state = _of(following, operand)
+    if isinstance(state, Rows | Numbers):
+        return replace(state, axis=(state.axis[0] + len(shape_of(node)) - len(shape_of(operand)), state.axis[1]))
+    return state
+
+
+def _broadcast(following: Following, node: fx.Node) -> State:
+    """Looked at one by one, as its results are taken."""
+    return Made()
 
 
 _BINARY = {"mul": _number(1), "truediv": _number(-1), "floordiv": _number(-1), "add": _number_sum, "sub": _number_sum,
@@ -743,5 +756,6 @@ RULES: dict[str, Rule] = {
     "aten::argsort": _order,
     "aten::slice_scatter": _overwritten,
     "aten::type_as": _typed,
+    "aten::broadcast_tensors": _broadcast,
     "getitem": _item,
 }

@@ -242,7 +242,7 @@ class Combination:
     weight: "tokens", "mean" or "sum"; "" if it could not be proven, and `problem` (a phrase with an operation as its
     subject) and `where` say why. rows: the batch entry whose rows count, with "mean". counted: with "tokens", the call
     of the captured graph whose labels are counted, or the value that is the count; a loss is divided by
-    max(count + added, least).
+    max(count + added, least). whole: batch entries without a sample dimension, which every microbatch has whole.
     """
 
     weight: str = ""
@@ -250,6 +250,7 @@ class Combination:
     counted: str = ""
     added: float = 0.0
     least: float = 0.0
+    whole: tuple[str, ...] = ()
     problem: str = ""
     where: str = ""
 
@@ -301,7 +302,6 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
-    whole: tuple[str, ...] = ()  # batch entries without a sample dimension, that every microbatch has whole
     sizes: Sizes | None = None  # that the graph as captured is for
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model

@@ -27,11 +27,12 @@ LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor of a microbatch."""
+    """One tensor of a microbatch. whole: it has no sample dimension and is the same in every microbatch."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,10 @@ def manifest(table: Any, where: str) -> Manifest:
         mesh=mesh,
         device=top.get("device", str),
         microbatches=microbatches,
-        inputs=tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs")),
+        inputs=tuple(
+            InputSpec(r.get("name", str), r.sizes("shape"), r.dtype(), r.get("whole", bool, False))
+            for r in top.rows("inputs")
+        ),
         fixed=top.get("fixed", dict, {}),
         parameters=tuple(_parameter(row, stages) for row in top.rows("parameters")),
         constants=tuple(
