@@ -30,11 +30,12 @@ def loss(program: Program, options: Options) -> Program:
     (result,) = g.outputs(program.graph)
     assert program.symbolic is not None
     found = combination(program, program.symbolic)
-    weight = found.weight or "mean" if options.loss_weight == "auto" else options.loss_weight
+    weight = found.weight if options.loss_weight == "auto" else options.loss_weight
     counted = _named(program.graph, found.counted)
-    if options.mesh.cp > 1 or (weight == "tokens" and counted is None):
+    if options.mesh.cp > 1 or not weight or (weight == "tokens" and counted is None):
         counted = labels_of(result)
-        weight = "tokens" if counted is not None and options.loss_weight == "auto" else weight
+        if options.loss_weight == "auto":
+            weight = "mean" if counted is None else "tokens"
     program = replace(program, combination=found, loss_weight=weight)
     if weight != "tokens":
         return program

@@ -38,11 +38,11 @@ def combination(program: Program, graph: fx.Graph) -> Combination:
         return Combination(problem="the batch has no entry with samples", where="batch")
     found = _followed(program, graph, primary, ())
     if found.problem:
-        others = [one.name for one in _given(program) if 0 < len(one.shape) <= 2 and _own_rows(program, one, primary)]
+        others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
         for number in range(1, len(others) + 1):
             for whole in combinations(others[:MOST], number):
                 again = _followed(program, graph, primary, whole)
-                if not again.problem:
+                if not again.problem and again.weight:
                     return replace(again, whole=whole)
     return found
 
@@ -54,7 +54,8 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
         except Exception:  # whatever an operation raises: these sizes are none that the graph is for
             continue
         entries = _entries(program, primary, shapes, whole)
-        following = Following(entries, RULES, specialised=not scaled or _fixed(program, whole))
+        apart = {primary.name} if program.fixed else {one.name for one in program.inputs}
+        following = Following(entries, RULES, not scaled or _fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
         found = _verdict(loss, states[loss], primary.name)

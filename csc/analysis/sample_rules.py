@@ -251,7 +251,8 @@ def _sum(following: Following, node: fx.Node) -> State:
     for value, state, other, rest in zip(terms, states, reversed(terms), reversed(states)):
         if isinstance(state, Parts) and isinstance(rest, Whole) and not isinstance(other, fx.Node):
             count = following.counting(value) if isinstance(value, fx.Node) else None
-            if count is not None and rest.powers == NONE and isinstance(other, (int, float)) and value is terms[0]:
+            plain = g.op_name(node) != "aten::rsub" and rest.powers == NONE
+            if count is not None and plain and isinstance(other, (int, float)) and value is terms[0]:
                 sign = -1 if g.op_name(node) == "aten::sub" else 1
                 return Whole(frozenset({(replace(count, added=sign * float(other)), 1)}))
     return added(following, node, states)
@@ -441,6 +442,8 @@ def _split(following: Following, node: fx.Node) -> State:
     if isinstance(state, Rows) and g.op_name(node) != "aten::unbind" and dim == state.axis[0]:
         block = state.axis[1] * state.count
         if any(part.shape[dim] % block for part in node.meta["val"]):
+            if state.entry not in following.apart and not state.powers:
+                return Made()
             raise Lost("takes samples apart")
         return state
     return following.by_links(node, linear=True)
@@ -728,6 +731,7 @@ RULES: dict[str, Rule] = {
     "aten::div": _product(-1),
     "aten::add": _sum,
     "aten::sub": _sum,
+    "aten::rsub": _sum,
     "aten::pow": _power,
     "aten::reciprocal": _power,
     "aten::clamp": _clamp,

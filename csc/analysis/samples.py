@@ -15,7 +15,7 @@ sum of those of its microbatches. So a mean over samples is Parts with the numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -120,12 +120,15 @@ def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
 class Following:
     """The states of a graph's values, as far as they are known; what the rules of csc.analysis.sample_rules ask."""
 
-    def __init__(self, entries: Mapping[str, State], special: Mapping[str, Any], specialised: bool = False) -> None:
+    def __init__(
+        self, entries: Mapping[str, State], special: Mapping[str, Any], specialised: bool, apart: Collection[str]
+    ) -> None:
         """special: rules by the name of the operation, (following, node) -> State, before those of the table of links.
 
-        specialised: the trace may hold numbers of samples as plain numbers.
+        specialised: the trace may hold numbers of samples as plain numbers. apart: entries whose rows are never split
+        by values of the batch that the model has decided by (how many patches each image has).
         """
-        self.entries, self.special, self.specialised = entries, special, specialised
+        self.entries, self.special, self.specialised, self.apart = entries, special, specialised, apart
         self.states: dict[fx.Node, State] = {}
         self.of_batch: set[fx.Node] = set()  # made of the batch and constants alone
 
