@@ -26,6 +26,7 @@ from csc.capture import Learned, capture, doubtful, serves, split_batch, with_si
 from csc.codegen.write import write
 from csc.errors import CscError
 from csc.ir.program import Options, Program
+from csc.passes.attention import attention
 from csc.passes.loss import check_combination
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
@@ -103,7 +104,7 @@ class Compiler:
             tensors, _ = split_batch(self.complete(microbatch))
             alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
             history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
-            places = places_for_features(history[1 + TRACING.index(shapes)])
+            places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
             from_cache = any(captured is one for several in self.restored.values() for one in several)
             shown = () if from_cache else tuple(history)
             found = Traced(history[-1], places, snapshot(self.learned), shown)
