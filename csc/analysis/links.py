@@ -83,6 +83,8 @@ def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
     if name in NORMS:
         first = len(out) - len(bound["normalized_shape"])
         return [(node.args[0], tuple(d if d < first else None for d in range(len(out))))]  # type: ignore[list-item]
+    if name in _MORE:
+        return _MORE[name](node, bound, out)
     if name in ("aten::embedding", "aten::one_hot"):
         indices = bound["indices" if name == "aten::embedding" else "self"]
         return [(indices, (*range(len(out) - 1), None))]
@@ -104,8 +106,6 @@ def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
         return [
             (used, _same(shape_of(used), out, from_right=used is not node.args[0])) for used in node.all_input_nodes
         ]
-    if name in _MORE:
-        return _MORE[name](node, bound, out)
     if is_pointwise(node) or name in _BROADCASTING:
         return [(used, _same(shape_of(used), out, from_right=True)) for used in node.all_input_nodes]
     return []

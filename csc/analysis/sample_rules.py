@@ -149,17 +149,18 @@ def _range(following: Following, node: fx.Node) -> State:
 
 
 def _expand(following: Following, node: fx.Node) -> State:
+    """`expand` and `repeat`: of what is the same for every batch, a copy for each sample."""
     bound = given(node)
     state, sizes = _of(following, bound["self"]), bound.get("size", bound.get("repeats"))
     if state == Whole():
         found = _axis_of_sizes(following, sizes)
         if found is None:
             return Made() if any(isinstance(_of(following, size), Made) for size in sizes or ()) else Whole()
-        dim, inner, count, entry = found
+        dim, _, count, entry = found
         own = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
-        if own >= 0 and shape_of(bound["self"])[own] > 1 and inner * count != shape_of(node)[dim]:
+        if g.op_name(node) == "aten::expand" and own >= 0 and shape_of(bound["self"])[own] > 1:
             raise Lost(FIXED)
-        return Rows((dim, inner), count, entry)
+        return Rows((dim, shape_of(node)[dim] // count), count, entry)
     return following.by_links(node, linear=True)
 
 
@@ -183,6 +184,8 @@ def _product(sign: int) -> Rule:
             raise Lost(NOT_LINEAR)
         if isinstance(left, Parts) and isinstance(right, Rows):
             raise Lost(NOT_LINEAR)
+        if isinstance(left, Made) or isinstance(right, Made):
+            _check_made(one if isinstance(left, Made) else other, right if isinstance(left, Made) else left)
         if isinstance(left, Parts) or isinstance(right, Parts):
             _check_literal(following, one if isinstance(right, Parts) else other)
         if isinstance(left, Numbers) or isinstance(right, Numbers):
@@ -200,6 +203,12 @@ def _as_count(following: Following, value: Any, state: State) -> State:
     """A sum made of the batch alone as the number that it is."""
     count = following.counting(value) if isinstance(value, fx.Node) else None
     return Whole(frozenset({(count, 1)})) if count is not None and state == Parts() else state
+
+
+def _check_made(value: fx.Node, other: State) -> None:
+    """What was made for a microbatch is for its rows; a single number may be anything."""
+    if isinstance(other, Parts) or (isinstance(other, Rows) and prod(shape_of(value)) == 1):
+        raise Lost("scales by a number that was made for the microbatch")
 
 
 def _check_literal(following: Following, value: Any) -> None:
@@ -727,6 +736,7 @@ RULES: dict[str, Rule] = {
     "aten::sym_size": _size,
     "aten::arange": _range,
     "aten::expand": _expand,
+    "aten::repeat": _expand,
     "aten::mul": _product(1),
     "aten::div": _product(-1),
     "aten::add": _sum,

@@ -105,6 +105,7 @@ class Lost(Exception):
 UNKNOWN = "is an operation of which csc does not know that it keeps samples apart"
 ALONG_SAMPLES = "works along the samples"
 EVERY_OTHER = "combines every sample with every other"
+BY_NUMBER = "takes as much of a value as there are samples"
 NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
@@ -188,27 +189,39 @@ class Following:
 
         linear: in all operands with powers, which must agree. powers: of the result, if they are known.
         """
-        used = [(one, self.states[one]) for one in node.all_input_nodes]
-        extra = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
+        used = [self.states[one] for one in node.all_input_nodes]
+        kinds = {type(one) for one in used}
         if powers is None:
-            powers = self._common_powers([one for _, one in used], linear)
-            if any(one.powers for one in extra if isinstance(one, Whole | Rows | Parts)) and not linear:
-                self._sizes_only(node)
-        if any(isinstance(one, Parts) for _, one in used):
-            if not linear or any(isinstance(one, Rows | Numbers) for _, one in used):
+            powers = self._common_powers(used, linear)
+        if Parts in kinds:
+            if not linear or kinds != {Parts} or self._sized_by_samples(node):
                 raise Lost(NOT_LINEAR)
             return Parts(powers)
-        kinds = {type(one) for _, one in used}
-        if kinds <= {Numbers, Made, Whole} and {Numbers, Made} <= kinds:
+        if kinds & {Rows, Numbers} and not (kinds <= {Numbers, Made, Whole} and {Numbers, Made} <= kinds):
+            result = self._joined(node, powers)
+            sized = self._sized_by_samples(node)
+            if (
+                sized
+                and g.op_name(node) not in RESHAPES
+                and (g.op_name(node) != "aten::expand" or sized != {result.axis[0]})
+            ):
+                raise Lost(BY_NUMBER)
+            return result
+        if Made in kinds:
             return Made()
-        if kinds & {Rows, Numbers}:
-            return self._joined(node, powers)
-        return Made() if any(isinstance(one, Made) for _, one in used) else Whole(powers)
+        if self._sized_by_samples(node):
+            raise Lost(BY_NUMBER)
+        return Whole(powers)
 
-    def _sizes_only(self, node: fx.Node) -> None:
-        """A number of samples among a call's arguments is a size, or what it does is not known."""
-        if not (g.is_view(node) or g.op_name(node) in SIZED):
-            raise Lost(UNKNOWN)
+    def _sized_by_samples(self, node: fx.Node) -> set[int]:
+        """The dimensions that a reshape or an `expand` gives a number of samples as their size; {-1} if another call
+        has such a number among its arguments.
+        """
+        numbers = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
+        if not any(self._by_samples(one) for one in numbers):
+            return set()
+        sizes = g.op_name(node) in (*RESHAPES, "aten::expand")
+        return (self._given_sizes(node) or set()) if sizes else {-1}
 
     def _common_powers(self, states: list[State], linear: bool) -> Powers:
         found = {one.powers for one in states if isinstance(one, Whole | Rows | Parts)}
@@ -218,7 +231,7 @@ class Following:
             raise Lost(NOT_LINEAR)
         return found.pop()
 
-    def _joined(self, node: fx.Node, powers: Powers) -> State:
+    def _joined(self, node: fx.Node, powers: Powers) -> Rows | Numbers:
         """The rows of all operands that have some, which must come to lie on one axis of the result."""
         linked = links(node)
         rows = [one for one in node.all_input_nodes if isinstance(self.states[one], Rows | Numbers)]
@@ -315,6 +328,3 @@ UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
 MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
          "aten::reshape", "aten::type_as"}  # fmt: skip
-SIZED = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::repeat", "aten::pad",
-         "aten::constant_pad_nd", "aten::slice_scatter", "aten::upsample_bilinear2d", "aten::upsample_bicubic2d",
-         "aten::repeat_interleave", "aten::split_with_sizes"}  # fmt: skip

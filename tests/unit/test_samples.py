@@ -129,6 +129,10 @@ PROVEN: dict[str, tuple[str, Loss]] = {
     ),
     "the best tokens of each": ("mean", lambda p, **_: p.topk(2, dim=1).values.mean()),
     "attention": ("mean", lambda h, **_: F.scaled_dot_product_attention(h, h, h).mean()),
+    "a copy for each sample": (
+        "mean", lambda h, head, **_: (h[:, 0] * head.weight[:1].repeat(h.shape[0], 1)).mean()
+    ),
+    "log-likelihoods": ("mean", lambda x, y, **_: -x.log_softmax(-1).gather(2, y.clamp(min=0)[..., None]).mean()),
     "einsum": ("sum", lambda h, w, **_: torch.einsum("ntd,n->td", h, w).sum()),
     "a matrix of samples": ("sum", lambda h, w, **_: (w @ h.flatten(1)).sum()),
     "twice the batch": ("mean", lambda h, **_: torch.cat([h, h * 2]).square().mean()),
@@ -158,6 +162,11 @@ REFUSED: dict[str, tuple[str, Loss]] = {
     "a shuffle of memory": ("joins or cuts samples", lambda h, **_: (h.flatten(1).view(-1, h.shape[0])[0]).mean()),
     "one row for all": ("puts something behind", lambda h, **_: torch.cat([h[:, 0], h.new_zeros(1, WIDTH)]).mean()),
     "every sample with every other": ("", lambda p, **_: (p[:, None] * p[None]).mean()),
+    "copies": ("", lambda p, head, **_: head.weight[:1].repeat(p.shape[0], 1).sum() * 0.1 + p.mean()),
+    "a table as long": ("takes as much", lambda p, head, **_: p.mean() + head.weight.flatten()[: p.shape[0]].sum()),
+    "as many columns": ("takes as much", lambda x, **_: x.flatten(1)[:, : x.shape[0]].mean()),
+    "copies of a sum": ("", lambda p, **_: p.mean().expand(p.shape[0]).sum() + p.mean()),
+    "one row beside": ("", lambda p, head, **_: torch.stack([p.sum(), head.weight.sum()]).sum()),
     "the number of samples": ("", lambda p, **_: p.sum() / (p.shape[0] + 1)),
     "another number": ("", lambda p, **_: p.sum() / (p.shape[0] // 2)),
 }  # fmt: skip
