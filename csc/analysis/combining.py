@@ -132,7 +132,7 @@ def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[s
         for factor in FACTORS:
             for more in (first | made, first):
                 values = {name: size * factor if name in more else size for name, size in known.items()}
-                if values != known:
+                if values != known and program.sizes.holds(values):
                     yield {one.name: _shape(program, one, values) for one in program.inputs}, True
     yield own, False
 

@@ -18,6 +18,7 @@ from csc.analysis.sample_losses import LOSS_RULES
 from csc.analysis.samples import (
     ALONG_SAMPLES,
     EVERY_OTHER,
+    FILLED,
     FIXED,
     NONE,
     NOT_LINEAR,
@@ -186,8 +187,9 @@ def _product(sign: int) -> Rule:
             raise Lost(NOT_LINEAR)
         if isinstance(left, Made) or isinstance(right, Made):
             _check_made(one if isinstance(left, Made) else other, right if isinstance(left, Made) else left)
-        if isinstance(left, Parts) or isinstance(right, Parts):
-            _check_literal(following, one if isinstance(right, Parts) else other)
+        for state, value, factor in ((left, one, other), (right, other, one)):
+            if isinstance(state, Parts) or (isinstance(state, Rows) and len(shape_of(value)) <= 2):
+                _check_literal(following, factor)
         if isinstance(left, Numbers) or isinstance(right, Numbers):
             return _scaled_numbers(following, node, one, other, sign)
         return _pointwise(following, node, {one: left, other: right}, times(_powers(left), _powers(right), sign))
@@ -212,14 +214,29 @@ def _check_made(value: fx.Node, other: State) -> None:
 
 
 def _check_literal(following: Following, value: Any) -> None:
-    """In a trace for one number of samples, a literal that is a multiple of it may be that number."""
-    if not following.specialised or isinstance(value, fx.Node) or not float(value).is_integer():
+    """In a trace for one number of samples, a literal that is a multiple of it may be that number, and so may be what
+    is computed from literals alone.
+    """
+    if not following.specialised:
+        return
+    if isinstance(value, fx.Node):
+        if _of_literals(value) and following.states[value] == Whole() and prod(shape_of(value)) == 1:
+            raise Lost("scales the loss by a number that may be that of the samples: the trace has it as a number")
+        return
+    if not float(value).is_integer():
         return
     counts = {state.count for state in following.entries.values() if isinstance(state, Rows)}
     if any(value and value % count == 0 for count in counts):
         raise Lost(
             f"scales the loss by {value}, which may be the number of samples: the trace has it as a plain number"
         )
+
+
+def _of_literals(node: fx.Node) -> bool:
+    """Whether a value is computed from plain numbers alone."""
+    if node.op != "call_function":
+        return False
+    return g.op_name(node) in FILLED or all(map(_of_literals, node.all_input_nodes))
 
 
 def _scaled_numbers(following: Following, node: fx.Node, one: Any, other: Any, sign: int) -> State:

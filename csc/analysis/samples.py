@@ -307,9 +307,17 @@ class Following:
 
     def _varies(self, operand: fx.Node, dim: int | None) -> bool:
         """Whether an operand has values of its own along a dimension, not one that is repeated."""
+        if self._uniform(operand):
+            return False
         val = operand.meta["val"]
         val = val[0] if isinstance(val, (tuple, list)) else val
         return dim is not None and val.shape[dim] > 1 and val.stride(dim) != 0
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """Whether all entries of a value are the same number, as a trace for one number of samples fills tensors."""
+        while node.op == "call_function" and (g.is_view(node) or g.op_name(node) in MOVES):
+            node = node.args[0]  # type: ignore[assignment]
+        return g.op_name(node) in FILLED if node.op == "call_function" else False
 
     def outermost(self, node: fx.Node, state: Rows | Numbers) -> bool:
         """Whether a value's samples lie one behind the other in its order of elements."""
@@ -325,6 +333,7 @@ class Following:
 SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
                 "aten::rand_like", "aten::randn_like"}  # fmt: skip
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
+FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones")}
 LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
 MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
          "aten::reshape", "aten::type_as"}  # fmt: skip

@@ -189,6 +189,30 @@ def test_what_mixes_samples_is_found(name: str) -> None:
     assert not any(holds(model, program, Combination(weight, "ids"), [1, 3]) for weight in ("mean", "sum"))
 
 
+FIXED: dict[str, Loss] = {  # len(x) makes a plain number of what the number of samples is
+    "over len": lambda p, y, **_: p.sum() / len(y),
+    "each over len": lambda p, y, **_: (p / len(y)).sum(),
+    "times len": lambda p, y, **_: p.mean() * len(y),
+    "over ones": lambda p, y, **_: p.sum() / p.new_ones(len(y)).sum(),
+    "one by one": lambda p, y, **_: sum((p[i].mean() for i in range(len(y))), p.new_zeros(())) / len(y),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_trace_for_one_number_of_samples_proves_nothing_of_it(name: str) -> None:
+    _, _, found = captured(FIXED[name])
+    assert found.weight == "" and "one number of samples" in found.problem
+
+
+def test_rows_that_are_all_the_same_may_be_of_a_plain_number() -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor, **_: Any) -> torch.Tensor:
+        ignored = y.new_full((len(y), 1), -100)
+        return F.cross_entropy(x.transpose(1, 2), torch.cat([ignored, y[:, 1:]], 1))
+
+    _, _, found = captured(loss)
+    assert (found.weight, found.problem) == ("tokens", "")
+
+
 VALUES: list[tuple[str, Callable[..., torch.Tensor]]] = [
     ("p", lambda p, **_: p), ("p * m", lambda p, m, **_: p * m), ("p * w", lambda p, w, **_: p * w[:, None]),
     ("h", lambda h, **_: h.square().mean(-1)), ("w", lambda p, w, **_: p * (w / w.sum())[:, None]),
