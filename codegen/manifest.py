@@ -49,7 +49,11 @@ def manifest(
         "device": program.device,
         "microbatches": options.microbatches,
         "inputs": [
-            {"name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype)} for item in program.inputs
+            {
+                "name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype),
+                **({"whole": True} if item.name in program.combination.whole else {}),
+            }
+            for item in program.inputs
         ],
         **({"fixed": {name: tensor.tolist() for name, tensor in program.fixed.items()}} if program.fixed else {}),
         "parameters": [
@@ -83,7 +87,7 @@ def manifest(
         ],
         **_context(program),
         **({"random": True} if seeds(program) else {}),
-        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight},
+        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight, **_loss_count(program)},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
             "schedule": program.schedule.name if program.schedule is not None else "",
@@ -150,6 +154,16 @@ def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
             if gradient is not None:
                 found[home[region.name], value] = gradient.meta["val"]
     return found
+
+
+def _loss_count(program: Program) -> dict[str, Any]:
+    """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to a count."""
+    found = program.combination
+    if program.loss_weight == "mean":
+        return {"rows": found.rows} if found.rows else {}
+    if program.loss_weight == "sum" or (found.added, found.least) == (0, 0):
+        return {}
+    return {"added": found.added, "least": found.least}
 
 
 def _loss_stage(program: Program) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.cache.store import store
-from csc.capture import pieces, split_batch
+from csc.capture import check_lists, pieces, split_batch
 from csc.capture.state import State
 from csc.check.eager import Step
 from csc.check.first import Checked
@@ -267,8 +268,15 @@ class CompiledModel:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""
         if isinstance(batch, (list, tuple)):
             return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
+        return self.cut(batch, options.microbatches * options.mesh.dp)
+
+    def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
+        """A batch as `parts` microbatches of as many samples each. InputError for an entry that cannot be cut."""
         tensors, extra = split_batch(batch)
-        return [piece | extra for piece in pieces(tensors, options.microbatches * options.mesh.dp)]
+        if parts == 1:
+            return [{**tensors, **extra}]
+        check_lists(extra, tensors)
+        return [piece | extra for piece in pieces(tensors, parts, self.compiler.whole_entries(batch, parts))]
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -347,19 +355,25 @@ class CompiledModel:
                 trainer = serving.serves(ready, options)
                 if trainer is None:
                     return Said((*sizes(ready), "no program yet")), (ready, None, [])
+                self._check_cut(batch, options, trainer)
                 said, pieces = trainer.ready(self._complete(ready, trainer))
                 return replace(said, signature=sizes(ready)), (ready, trainer, pieces)
+
+        def prepare_new(made: Trainer) -> tuple[Said, Pieces]:
+            self._check_cut(batch, options, made)
+            return made.ready(self._complete(ready, made))
 
         with meeting.turn("train_step"):
             ready, trainer, pieces = meeting.hold("train_step", prepare)
             if trainer is None:
                 serving = self._current_programs()
-                made = trainer = serving.trainer(ready, options, self.progress, batch)
-                pieces = meeting.hold(FIRST_STEP, lambda: made.ready(self._complete(ready, made)))
+                ready = self._ready(batch, options)
+                trainer = serving.trainer(ready, options, self.progress, batch)
+                pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
             elif self._check is not True and self._check and self._steps % self._check == 0:
                 self.gather()
                 serving.check(ready, options, batch, self.progress)
-                pieces = meeting.hold(FIRST_STEP, lambda: trainer.ready(self._complete(ready, trainer)))
+                pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
             self._steps += 1
             serving.last = trainer
             return trainer.run(pieces)
@@ -397,6 +411,20 @@ class CompiledModel:
                 "the model has been put in eval mode since it was compiled", "train_step",
                 "call model.train() before a training step",
             )  # fmt: skip
+
+    def _check_cut(self, batch: Any, options: Options, trainer: Trainer) -> None:
+        """InputError if an entry was cut of which the compiled graph shows that it has no sample dimension."""
+        parts = options.microbatches * options.mesh.dp
+        if parts == 1 or isinstance(batch, (list, tuple)):
+            return
+        whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
+        for name in whole - self.compiler.whole_entries(batch, parts):
+            raise InputError(
+                f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
+                f"{parts} pieces",
+                "batch",
+                f"give a list of {parts} ready microbatches, each with the whole of it",
+            )
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""

@@ -17,17 +17,18 @@ from typing import Any
 
 from torch import nn
 
+from csc.analysis.combining import combination
 from csc.cache.kept import Kept
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Captured, Traced
 from csc.cache.store import Store
-from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
+from csc.capture import Learned, capture, doubtful, serves, split_batch, with_sizes_of
 from csc.capture.functions import refuse_hooks
 from csc.codegen.write import write
 from csc.errors import CscError
-from csc.ir import graph as g
 from csc.ir.program import Options, Program
-from csc.passes.loss import combined
+from csc.passes.attention import attention
+from csc.passes.loss import check_combination
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 from csc.placeholders import places_for_features
@@ -56,6 +57,7 @@ class Compiler:
     restored: dict[Any, list[Program]] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, Traced] = field(default_factory=dict)
     learned: Learned = field(default_factory=Learned)
+    whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
         refuse_hooks(self.model)
@@ -85,7 +87,7 @@ class Compiler:
             return self._planned([traced.program], options, progress)[-1]
 
     def _planned(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
-        combined(g.outputs(history[-1].graph)[0], options)  # with the real number of microbatches it may have to refuse
+        check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
 
     def trace(
@@ -104,7 +106,7 @@ class Compiler:
             tensors, _ = split_batch(self.complete(microbatch))
             alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
             history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
-            places = places_for_features(history[1 + TRACING.index(shapes)])
+            places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
             from_cache = any(captured is one for several in self.restored.values() for one in several)
             shown = () if from_cache else tuple(history)
             found = Traced(history[-1], places, snapshot(self.learned), shown)
@@ -154,6 +156,21 @@ class Compiler:
         """`requires_grad` may have changed since the capture."""
         flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
+
+    def whole_entries(self, batch: Mapping[str, Any], parts: int) -> frozenset[str]:
+        """Entries of a global batch without a sample dimension, which are not cut, as a trace of it shows; none if it
+        cannot be traced.
+        """
+        tensors, _ = split_batch(batch)
+        among = doubtful(tensors, parts)
+        key = frozenset(tensors), among
+        if among and key not in self.whole:
+            try:
+                captured = with_sizes_of(self._captured(batch, quiet, False), split_batch(self.complete(batch))[0])
+                self.whole[key] = frozenset(combination(captured, captured.graph).whole)
+            except CscError:  # its microbatches say why, or can be traced
+                self.whole[key] = frozenset()
+        return self.whole.get(key, frozenset())
 
     def emit(
         self,

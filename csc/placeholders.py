@@ -1,16 +1,18 @@
-"""Whether a batch has as many placeholders as there are features to put in their places.
+"""Whether a batch is one that a program's graph can be run on, asked before the step.
 
 A traced graph scatters rows of features to the places of a mask and cannot ask whether they are as many: with too few
 placeholders the last rows would be dropped in silence. The mask depends on the batch alone: it is asked beforehand.
 
-    places_for_features(program) -> Places            program: with concrete sizes (after pass `shapes`)
+Groups of tokens (documents) that a mask compares have to stand together: that too is asked beforehand.
+
+    places_for_features(program, masked) -> Places    programs after the passes `shapes` and `attention`
     places.check(microbatch, name)                    InputError that counts placeholders sample by sample
     to_tree(places) -> JSON, {name: tensor}           from_tree(JSON, tensors) -> Places
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +41,33 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """graph: from the batch to the ranges of keys that the groups of a mask stand in."""
+
+    graph: fx.Graph
+    source: str
+
+
+@dataclass(frozen=True)
 class Places:
-    """All scatters of a program, and what it takes to ask a batch."""
+    """All scatters of a program, the groups of its masks, and what it takes to ask a batch."""
 
     scatters: tuple[Scatter, ...]
+    groups: tuple[Groups, ...]
     constants: Mapping[str, torch.Tensor]
     device: str
 
     def check(self, microbatch: Mapping[str, Any], name: str) -> None:
-        """InputError if a microbatch, called `name`, has another number of placeholders than rows for them."""
+        """InputError if a microbatch, called `name`, has another number of placeholders than rows for them, or groups
+        of tokens that do not stand together.
+        """
+        for group in self.groups:
+            try:
+                _evaluated(group.graph, self, microbatch)
+            except InputError as torn:
+                raise InputError(f"{name}: {torn.what}", group.source, torn.remedy) from None
         for scatter in self.scatters:
-            mask, selected = _evaluated(scatter, self, microbatch)
+            mask, selected = _evaluated(scatter.graph, self, microbatch)
             places = mask.expand(scatter.shape).flatten(1).sum(1).tolist()
             expected = scatter.numbers
             if selected is not None:  # some of the rows that were put together, each as long as all are
@@ -65,8 +83,8 @@ class Places:
                 )
 
 
-def places_for_features(program: Program) -> Places:
-    """The scatters whose places depend on the batch alone."""
+def places_for_features(program: Program, masked: Program) -> Places:
+    """The scatters whose places, and the masks whose groups depend on the batch alone."""
     found = []
     for node in g.calls(program.graph):
         if g.op_name(node) != "aten::masked_scatter":
@@ -80,23 +98,34 @@ def places_for_features(program: Program) -> Places:
         shape = tuple(whole.meta["val"].shape)
         found.append(
             Scatter(
-                graph=_masks(program.graph, needed, places, selected),
+                graph=_part(program.graph, needed, places, selected),
                 shape=shape,
                 numbers=rows.meta["val"].numel(),
                 width=shape[-1],
                 source=node.meta.get("source") or node.meta.get("module") or "model",
             )
         )
+    groups = tuple(_groups(masked))
     constants = {
         name: program.constants[name]
-        for scatter in found
-        for kind, name in (node.meta["role"] for node in g.placeholders(scatter.graph))
+        for part in [*(one.graph for one in found), *(one.graph for one in groups)]
+        for kind, name in (node.meta["role"] for node in g.placeholders(part))
         if kind == "constant"
     }
-    return Places(tuple(found), constants, program.device)
+    return Places(tuple(found), groups, constants, program.device)
 
 
-def _masks(graph: fx.Graph, needed: set[fx.Node], places: fx.Node, selected: fx.Node | None) -> fx.Graph:
+def _groups(program: Program) -> Iterator[Groups]:
+    """Of each mask that compares groups."""
+    for node in g.calls(program.graph):
+        if g.op_name(node) == "csc::group_ranges":
+            needed = g.ancestors([node])
+            if not any(one.op == "placeholder" and one.meta["role"][0] == "parameter" for one in needed):
+                where = node.meta.get("source") or node.meta.get("module") or "model"
+                yield Groups(_part(program.graph, needed, node, None), where)
+
+
+def _part(graph: fx.Graph, needed: set[fx.Node], places: fx.Node, selected: fx.Node | None) -> fx.Graph:
     """A graph of the needed nodes alone, which returns the two."""
     part = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
@@ -114,10 +143,10 @@ def _selected(rows: fx.Node) -> fx.Node | None:
     return others.args[0] if g.op_name(others) == "aten::logical_not" else None  # type: ignore[arg-type, union-attr, return-value]
 
 
-def _evaluated(scatter: Scatter, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, Any]:
+def _evaluated(graph: fx.Graph, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, Any]:
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
-        for node in scatter.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 kind, name = node.meta["role"]
                 given = known.constants[name] if kind == "constant" else microbatch[name]
@@ -125,14 +154,15 @@ def _evaluated(scatter: Scatter, known: Places, microbatch: Mapping[str, Any]) -
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-    mask, selected = g.outputs(scatter.graph)
+    mask, selected = g.outputs(graph)
     return values[mask], values[selected] if selected is not None else None
 
 
 def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:
     """Plain JSON, and the constants. Unstorable as of csc.ir.stored."""
     rows = [[graph_to_tree(s.graph), list(s.shape), s.numbers, s.width, s.source] for s in places.scatters]
-    return {"device": places.device, "scatters": rows}, dict(places.constants)
+    groups = [[graph_to_tree(one.graph), one.source] for one in places.groups]
+    return {"device": places.device, "scatters": rows, "groups": groups}, dict(places.constants)
 
 
 def from_tree(tree: Any, constants: Mapping[str, torch.Tensor]) -> Places:
@@ -142,4 +172,5 @@ def from_tree(tree: Any, constants: Mapping[str, torch.Tensor]) -> Places:
         Scatter(graph_from_tree(graph, mode), tuple(shape), numbers, width, source)
         for graph, shape, numbers, width, source in tree["scatters"]
     ]
-    return Places(tuple(scatters), constants, tree["device"])
+    groups = tuple(Groups(graph_from_tree(graph, mode), source) for graph, source in tree["groups"])
+    return Places(tuple(scatters), groups, constants, tree["device"])

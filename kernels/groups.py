@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from csc.errors import InputError
+
 
 def ranges(
     queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
@@ -14,7 +16,7 @@ def ranges(
     """(first, last + 1) slot of the keys of each query's group; (0, 0) for a query that does not count or has no keys.
 
     queries: [B, Tq], keys: [B, Tk]: group numbers of any integer type. counting_*: bool of the same shapes; keys that
-    do not count may lie anywhere (the mask hides them in another way). ValueError if the keys that count of some group
+    do not count may lie anywhere (the mask hides them in another way). InputError if the keys that count of some group
     do not stand together, since then no range says who sees whom.
     """
     batch, tokens = keys.shape
@@ -35,9 +37,12 @@ def ranges(
         sample, group = (int(x) for x in torn.nonzero()[0])
         start, stop = int(first[sample, group]), int(last[sample, group])
         number = int(keys[sample, start])
-        raise ValueError(
+        raise InputError(
             f"group {number} of sample {sample} does not stand together: its keys lie between {start} and {stop} with "
-            "others among them, so no range of keys describes what its tokens see"
+            "others among them, so no range of keys describes what its tokens see",
+            "attention mask",
+            "order the tokens so that those of a group stand together, or number each stretch of them as a group of "
+            "its own if it need not see the others",
         )
     low, high = first.gather(1, of_queries), last.gather(1, of_queries)
     there = counting_queries & (low < high)

@@ -8,7 +8,7 @@ from itertools import accumulate, product
 from csc.passes.attention import attention
 from csc.passes.dropout import dropout
 from csc.passes.encoders import component_of, named, sizes_for, spread_encoder
-from csc.passes.loss import reduction
+from csc.passes.loss import labels_of
 from csc.passes.precision import precision
 from csc.passes.shapes import lowered
 from csc.passes.spreading import Spreading
@@ -38,13 +38,14 @@ def context(program: Program, options: Options) -> Program:
         named(program, options, ())
         return program
     (loss,) = g.outputs(program.graph)
-    weight, labels, ignored = reduction(loss)
-    if weight != "tokens" or labels is None:
+    averaged = labels_of(loss)
+    if averaged is None:
         raise InputError(
             "with cp > 1 the loss must be a mean over labels (cross entropy): the ranks' shares of it are added up",
             loss.meta.get("source") or "model output",
             "leave cp at 1",
         )
+    labels, ignored = g.bind(averaged)["target"], int(g.bind(averaged)["ignore_index"])
     dims = _Dims(program, labels, options)
     spread = [node for node in g.calls(program.graph) if dims.is_spread(node)]
     lengths = {int(node.args[0].meta["val"].shape[2]) for node in spread}  # type: ignore[union-attr]

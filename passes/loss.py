@@ -8,97 +8,76 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.combining import combination
+from csc.analysis.sample_losses import LABELS, MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.torch_private import OpOverload
 
-TOKEN_LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
-MEAN, SUM = 1, 2  # values of ATen's `reduction` argument
+aten = torch.ops.aten
 
 
 def loss(program: Program, options: Options) -> Program:
-    """Find what the loss averages over, and count it.
+    """Find what the loss is a sum over and what it is divided by, and count it.
 
     Requires  pass `shapes`.
     Ensures   `loss_weight` is "tokens", "mean" or "sum"; for "tokens" the graph's second output counts the microbatch's
-              labels, from the batch alone.
+              labels, or whatever else the loss is divided by, from the batch alone. `combination` says what is proven.
     Before    %loss = aten.cross_entropy_loss(%logits, %labels);  return (%loss,)
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
     (result,) = g.outputs(program.graph)
-    weight, target, ignored = combined(result, options)
+    assert program.symbolic is not None
+    found = combination(program, program.symbolic)
+    weight = found.weight if options.loss_weight == "auto" else options.loss_weight
+    counted = _named(program.graph, found.counted)
+    if options.mesh.cp > 1 or not weight or (weight == "tokens" and counted is None):
+        counted = labels_of(result)
+        if options.loss_weight == "auto":
+            weight = "mean" if counted is None else "tokens"
+    program = replace(program, combination=found, loss_weight=weight)
     if weight != "tokens":
-        return replace(program, loss_weight=weight)
-    graph, mapping = g.copy_graph(program.graph)
-    assert target is not None
-    labels = mapping[target]
-    with program.fake_mode, graph.inserting_before(graph.output_node()):
-        mask = graph.call_function(torch.ops.aten.ne.Scalar, (labels, ignored))
-        mask.meta.update(val=labels.meta["val"] != ignored, source="", module="")
-        count = graph.call_function(torch.ops.aten.sum.default, (mask,))
-        count.meta.update(val=mask.meta["val"].sum(), source="", module="", hint="counted_labels")
-    graph.output_node().args = ((mapping[result], count),)
-    return replace(program, graph=graph, loss_weight="tokens")
-
-
-def combined(result: Any, options: Options) -> tuple[str, fx.Node | None, int]:
-    """(weight, labels, ignored label) as the options want it, for this number of microbatches.
-
-    InputError if the options ask for what the loss is not, or if it cannot be told and there are several microbatches.
-    """
-    weight, target, ignored = reduction(result)
-    if options.loss_weight != "auto" and options.loss_weight != weight:
-        weight, target = options.loss_weight, None if options.loss_weight != "tokens" else target
-    if weight == "tokens" and target is None:
+        return program
+    if counted is None:
         raise InputError(
             "the loss is no mean over labels, so its labels cannot be counted", "loss_weight='tokens'",
             "use loss_weight='mean' or 'sum'",
         )  # fmt: skip
-    if not weight:
-        if options.microbatches * options.mesh.dp > 1:
-            raise InputError(
-                f"csc cannot see what the loss averages over (it ends in {g.short_op(result)})",
-                result.meta.get("source") or "model output",
-                "say how the losses of microbatches combine: loss_weight='mean' (each counts the same) or 'sum'; or "
-                "use one microbatch and dp=1",
-            )
-        weight = "mean"
-    return weight, target, ignored
+    graph, mapping = g.copy_graph(program.graph)
+    with program.fake_mode, graph.inserting_before(graph.output_node()):
+        count = _counted(graph, mapping[counted])
+    graph.output_node().args = ((mapping[result], count),)
+    return replace(program, graph=graph)
 
 
-def reduction(result: Any) -> tuple[str, fx.Node | None, int]:
-    """(weight, labels, ignored label) of the op that the loss ends in; ("", None, 0) if it cannot be told."""
+def check_combination(program: Program, options: Options) -> None:
+    """InputError if the batch is cut into microbatches and nothing proves how their losses combine."""
+    problem = program.combination.problem
+    if problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
+        raise InputError(
+            f"csc cannot prove that the losses of microbatches make the loss of the batch: {problem}",
+            program.combination.where,
+            "use one microbatch and dp=1, with which the step is the model's own; or, if its samples do not depend on "
+            "each other, say how their losses combine: loss_weight='mean' (by the number of samples) or 'sum'",
+        )
+
+
+def labels_of(result: Any) -> fx.Node | None:
+    """The mean over integer labels, known from the batch alone, that a loss ends in; None if it ends otherwise."""
     node = result
     while isinstance(node, fx.Node) and _scales_only(node):
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return "", None, 0
-    name, bound = g.op_name(node), g.bind(node) if isinstance(node.target, OpOverload) else {}
-    if name in TOKEN_LOSSES and bound.get("weight") is None:
-        reduction = bound.get("reduction", MEAN)
-        target = bound["target"]
-        if reduction == MEAN and target.meta["val"].dtype is torch.int64 and not _depends_on_parameters(target):
-            return "tokens", target, int(bound.get("ignore_index", -100))
-        if reduction == SUM:
-            return "sum", None, 0
-    if name in (
-        "aten::mse_loss",
-        "aten::l1_loss",
-        "aten::smooth_l1_loss",
-        "aten::binary_cross_entropy_with_logits",
-    ):
-        return {MEAN: "mean", SUM: "sum"}.get(bound.get("reduction", MEAN), ""), None, 0
-    if name == "aten::mean":
-        return "mean", None, 0
-    if name == "aten::sum":
-        return "sum", None, 0
-    return "", None, 0
+    if not isinstance(node, fx.Node) or g.op_name(node) not in LABELS:
+        return None
+    bound = g.bind(node)
+    whole = bound["target"].meta["val"].dtype is torch.int64 and bound.get("weight") is None
+    return node if whole and bound["reduction"] == MEAN and not _depends_on_parameters(bound["target"]) else None
 
 
 def _scales_only(node: fx.Node) -> bool:
     """Casts, views and products with a literal: they do not change what is averaged over."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if g.op_name(node) in ("aten::mul", "aten::div"):
         return isinstance(node.args[0], fx.Node) and not isinstance(node.args[1], fx.Node)
@@ -107,3 +86,29 @@ def _scales_only(node: fx.Node) -> bool:
 
 def _depends_on_parameters(node: fx.Node) -> bool:
     return any(found.meta.get("role", ("",))[0] == "parameter" for found in g.ancestors([node]))
+
+
+def _named(graph: fx.Graph, name: str) -> fx.Node | None:
+    return next((node for node in graph.nodes if node.name == name), None) if name else None
+
+
+def _counted(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What a loss function is a mean over; of a value that is the count, a copy that nothing else reads."""
+    if g.op_name(node) not in LABELS:
+        return _made(graph, aten._to_copy.default, node, dtype=torch.float64)
+    bound = g.bind(node)
+    labels, ignored, weight = bound["target"], int(bound["ignore_index"]), bound.get("weight")
+    mask = _made(graph, aten.ne.Scalar, labels, ignored)
+    if weight is not None:  # each label counts as much as its class weighs
+        classes = _made(graph, aten.mul.Tensor, labels, mask)
+        mask = _made(graph, aten.mul.Tensor, _made(graph, aten.index.Tensor, weight, [classes]), mask)
+    count = _made(graph, aten.sum.default, mask)
+    count.meta["hint"] = "counted_labels"
+    return count
+
+
+def _made(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    node = graph.call_function(target, args, kwargs)
+    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    node.meta.update(val=target(*values[0], **values[1]), source="", module="")
+    return node

@@ -299,6 +299,8 @@ class Spreading:
                 behind = self._call(node, aten.view.default, behind, shape)
                 result = self._call(node, aten.where.self, behind, share, result)
             edge += length
+        if first < 0 or edge > self.sizes.tokens:
+            raise self._mixed(node, "puts something in front of the first token or behind the last one")
         self.mapping[node], self.places[node] = result, (first, edge)
 
     def _attention(self, node: fx.Node) -> None:

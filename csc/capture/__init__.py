@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from csc.capture.assumed import sizes_of
-from csc.capture.batch import device_of, dynamic_dimensions, pieces, placed, split_batch, twice
+from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
 from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
@@ -30,7 +30,9 @@ from csc.torch_private import conditions_of_models, one_is_no_special_size
 __all__ = [
     "Learned",
     "capture",
+    "check_lists",
     "device_of",
+    "doubtful",
     "dynamic_dimensions",
     "loss_of",
     "pieces",
@@ -195,6 +197,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
+        made=tuple(sorted(taken & tensors.keys() - split_batch(example)[0].keys())),
         sizes=sizes,
         checkpoints=flat.checkpoints,
         history=history,

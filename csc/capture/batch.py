@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,11 +89,35 @@ def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool
     return tensor.shape[:2] != tokens.shape[:2] and tensor.shape[-2:] != tokens.shape[:2]
 
 
-def pieces(tensors: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """`parts` equal slices along dimension 0. InputError for an entry whose rows do not divide."""
+def doubtful(tensors: Mapping[str, torch.Tensor], parts: int) -> frozenset[str]:
+    """Entries that may not count samples: those with one dimension, and those that cannot be cut in so many parts."""
+    return frozenset(
+        name for name, tensor in tensors.items() if tensor.dim() == 1 or (tensor.dim() and tensor.shape[0] % parts)
+    )
+
+
+def check_lists(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """InputError for a list that is as long as the batch: its values would be the same in every microbatch."""
+    rows = {tensor.shape[0] for tensor in tensors.values() if tensor.dim()}
+    for name, value in others.items():
+        if isinstance(value, list) and len(value) in rows and len(value) > 1:
+            raise InputError(
+                f"the batch entry {name!r} is a list of {len(value)} values, as many as there are samples, and a list "
+                "is not cut into microbatches",
+                "batch",
+                "make it a tensor, or a tuple if it is no value for each sample; or use one microbatch and dp=1",
+            )
+
+
+def pieces(
+    tensors: Mapping[str, torch.Tensor], parts: int, whole: Collection[str] = ()
+) -> list[dict[str, torch.Tensor]]:
+    """`parts` equal slices along dimension 0; entries without one, and those named, whole in each. InputError for an
+    entry whose rows do not divide.
+    """
     sliced: dict[str, Sequence[torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or name in whole:
             sliced[name] = [tensor] * parts
         elif tensor.shape[0] % parts:
             raise InputError(

@@ -89,11 +89,12 @@ def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[
             loss = _weighted(losses, weights[found])
             if whole is not None and abs(float(loss.detach()) - whole) <= ALIKE * abs(whole):
                 return loss, True
-    return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights
+    return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights and whole is None
 
 
-def _shares(counts: Sequence[int]) -> list[float]:
-    return [count / max(sum(counts), 1) for count in counts]
+def _shares(counts: Sequence[float]) -> list[float]:
+    whole = sum(counts)
+    return [count / whole if whole else 0.0 for count in counts]
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -146,11 +147,11 @@ def _joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
 
 
 class _Counting(TorchFunctionMode):
-    """Counts the targets that each mean of cross entropies is over."""
+    """Counts the targets that each mean of cross entropies is over, each by the weight of its class."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._means: list[tuple[torch.Tensor, int]] = []
+        self._means: list[tuple[torch.Tensor, float]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,10 +159,13 @@ class _Counting(TorchFunctionMode):
         if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
             if isinstance(target, torch.Tensor) and not target.is_floating_point():
-                self._means.append((result, int((target != kwargs.get("ignore_index", -100)).sum())))
+                counted = target[target != kwargs.get("ignore_index", -100)]
+                weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+                count = counted.numel() if weight is None else float(weight.detach()[counted].sum())
+                self._means.append((result, count))
         return result
 
-    def of(self, loss: torch.Tensor) -> int | None:
+    def of(self, loss: torch.Tensor) -> float | None:
         """The number of targets that this loss is a mean over; None if it is no such mean."""
         for mean, count in reversed(self._means):
             if count and bool((mean == loss).all()):

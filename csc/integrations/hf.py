@@ -9,7 +9,7 @@ gradients are those of all of them together. Data, logging, schedulers, callback
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from csc.api import CompiledModel
-from csc.capture import pieces, split_batch
 from csc.errors import InputError
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.
@@ -69,7 +68,7 @@ class CompiledTrainer(Trainer):
         if len(batches) == 1:
             loss = self.compiled.train_step(batches[0])
         else:
-            ready = _microbatches(batches, options.mesh.dp, options.microbatches)
+            ready = _microbatches(self.compiled.cut, batches, options.mesh.dp, options.microbatches)
             loss = self.compiled.train_step(ready, microbatches=options.microbatches * len(batches))
         return loss.to(self.args.device)
 
@@ -186,12 +185,13 @@ def _state_file(directory: str, rank: int) -> Path:
     return Path(directory) / f"optimizer_{rank}.pt"
 
 
-def _microbatches(batches: list[Mapping[str, Any]], replicas: int, each: int) -> list[dict[str, Any]]:
-    """Every batch in `each` microbatches per replica; replica after replica, as train_step wants them."""
+def _microbatches(
+    cut: Callable[[Any, int], list[dict[str, Any]]], batches: list[Mapping[str, Any]], replicas: int, each: int
+) -> list[dict[str, Any]]:
+    """Every batch cut into `each` microbatches per replica; replica after replica, as train_step wants them."""
     ready: list[list[dict[str, Any]]] = [[] for _ in range(replicas)]
     for batch in batches:
-        tensors, extra = split_batch(batch)
-        cut = [piece | extra for piece in pieces(tensors, each * replicas)]
+        pieces = cut(batch, each * replicas)
         for replica, own in enumerate(ready):
-            own += cut[replica * each : (replica + 1) * each]
+            own += pieces[replica * each : (replica + 1) * each]
     return [microbatch for own in ready for microbatch in own]

@@ -249,6 +249,26 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Combination:
+    """How the losses of microbatches make that of the batch, as the graph shows (csc.analysis.combining).
+
+    weight: "tokens", "mean" or "sum"; "" if it could not be proven, and `problem` (a phrase with an operation as its
+    subject) and `where` say why. rows: the batch entry whose rows count, with "mean". counted: with "tokens", the call
+    of the captured graph whose labels are counted, or the value that is the count; a loss is divided by
+    max(count + added, least). whole: batch entries without a sample dimension, which every microbatch has whole.
+    """
+
+    weight: str = ""
+    rows: str = ""
+    counted: str = ""
+    added: float = 0.0
+    least: float = 0.0
+    whole: tuple[str, ...] = ()
+    problem: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class ContextMask:
     """Which tensors a mask of spread tokens is given by, and how many layers have it."""
 
@@ -294,12 +314,14 @@ class Program:
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
+    made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
     sizes: Sizes | None = None  # that the graph as captured is for
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
     shared: fx.Graph | None = None
     loss_weight: str = ""
+    combination: Combination = field(default_factory=Combination)  # how the graph says that losses combine
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"
     templates: Mapping[str, Template] = field(default_factory=dict)
     regions: tuple[Region, ...] = ()

@@ -72,10 +72,11 @@ class Sizes:
                     fits = found > 0
                 if not fits:
                     return None
-        hold = all(_solved(size, found, values) for size, found in made) and self._hold(values)
+        hold = all(_solved(size, found, values) for size, found in made) and self.holds(values)
         return values if hold else None
 
-    def _hold(self, values: Mapping[str, int]) -> bool:
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether the graph is for symbols of these values."""
         for name, value in values.items():
             low, high = self.ranges.get(name, (0, None))
             if value < low or (high is not None and value > high):

@@ -26,6 +26,7 @@ from csc.ir import graph as g
 from csc.ir import sizes
 from csc.ir.program import (
     Checkpoint,
+    Combination,
     Context,
     ContextMask,
     Input,
@@ -39,7 +40,7 @@ from csc.ir.program import (
 from csc.torch_private import FakeTensorMode, OpOverload
 
 FORMAT = 1
-_KEPT = (Checkpoint, Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)
+_KEPT = (Checkpoint, Combination, Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)
 CLASSES = {one.__name__: one for one in _KEPT}
 META = (*g.KEPT_META, "names")
 APART = ("constants", "fixed")  # mappings to tensors

@@ -68,6 +68,7 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]
             "batch",
             "Give a dict of tensors, or a list of microbatches",
         )
+    _check_whole(first, ready)
     placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
     return [placed[d * count : (d + 1) * count] for d in range(replicas)]
 
@@ -155,6 +156,8 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
 
 
 def _pieces(manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
+    if any(spec.name == name and (spec.whole or not spec.shape) for spec in manifest.inputs):
+        return (tensor,) * pieces
     how = f"{manifest.microbatches} microbatches on {manifest.mesh.dp} replicas"
     if tensor.dim() == 0:
         raise InputError(
@@ -167,6 +170,20 @@ def _pieces(manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int) ->
             f"Make it a multiple of {pieces}, or give a list of {pieces} ready microbatches",
         )
     return tensor.split(tensor.shape[0] // pieces) if tensor.shape[0] else (tensor,) * pieces
+
+
+def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """InputError if microbatches differ in an entry that all of a batch's samples share."""
+    for spec in manifest.inputs:
+        if spec.whole or not spec.shape:
+            first = ready[0][spec.name]
+            if any(one[spec.name] is not first and not torch.equal(one[spec.name], first) for one in ready[1:]):
+                raise InputError(
+                    f"key {spec.name!r} has no sample dimension, and microbatches differ in it",
+                    "batch",
+                    "Give every microbatch the same, as the whole batch has it; what differs from sample to sample "
+                    "needs a dimension for samples, the first one",
+                )
 
 
 def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> None:

@@ -2,7 +2,8 @@
 
 Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it is n / N: its counted labels
 over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
-process would compute it. With `mean` it is 1 / (microbatches * dp), with `sum` it is 1.
+process would compute it. With `mean` it is the same with its samples, with `sum` it is 1. A loss that is divided by
+no count but by max(n + added, least) has the weight max(n + added, least) / max(N + added, least).
 
     weights(ranks, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
     combine(rank, losses, weights) -> generator -> Losses               every rank, after the last action
@@ -21,6 +22,7 @@ import torch
 from csc.errors import CscError
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
+from csc.runtime.specs import Manifest
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -65,20 +67,37 @@ def weights(
     mesh, count = manifest.mesh, len(microbatches)
     if manifest.loss.weight == "sum":
         return dict.fromkeys(range(count), 1.0)
-    if manifest.loss.weight == "mean":
-        return dict.fromkeys(range(count), 1.0 / (count * mesh.dp))
-    counts = []
-    for one, batch in zip(ranks, microbatches, strict=True):
-        counted = one.functions[manifest.loss.stage].loss_tokens
-        assert counted is not None
-        counts.append(counted(batch, one.constants).reshape(()))
-    tokens = torch.stack(counts)
-    total = tokens.sum().reshape(1)
+    counts = _samples(manifest, microbatches) if manifest.loss.weight == "mean" else _labels(ranks, microbatches)
+    total = counts.sum().reshape(1)
     yield from wait_sum(rank.endpoint, total, mesh.sharing(manifest.loss_rank), "count of labels over dp and cp")
-    whole = int(total)
+    if manifest.loss.weight == "mean":
+        total = total / mesh.cp  # its ranks have counted the same samples
+    whole = _divisor(manifest, float(total))
     if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step
         return dict.fromkeys(range(count), 1.0 if count * mesh.dp * mesh.cp == 1 else float("nan"))
-    return {mb: n / whole for mb, n in enumerate(tokens.tolist())}
+    return {mb: _divisor(manifest, float(n)) / whole for mb, n in enumerate(counts.tolist())}
+
+
+def _divisor(manifest: Manifest, count: float) -> float:
+    return max(count + manifest.loss.added, manifest.loss.least)
+
+
+def _samples(manifest: Manifest, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Rows of the microbatches, as the loss counts them."""
+    rows = manifest.loss.rows
+    device = torch.device(manifest.device)
+    found = [batch[rows].shape[0] if rows in batch else 1 for batch in microbatches]
+    return torch.tensor(found, dtype=torch.float64, device=device)
+
+
+def _labels(ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """What the microbatches' losses are divided by."""
+    counts = []
+    for one, batch in zip(ranks, microbatches, strict=True):
+        counted = one.functions[one.program.manifest.loss.stage].loss_tokens
+        assert counted is not None
+        counts.append(counted(batch, one.constants).reshape(()))
+    return torch.stack(counts)
 
 
 def combine(

@@ -28,11 +28,12 @@ LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor of a microbatch."""
+    """One tensor of a microbatch. whole: it has no sample dimension and is the same in every microbatch."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,17 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean."""
+    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean.
+
+    rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
+    the loss is divided by max(count + added, least).
+    """
 
     stage: int
     weight: str
+    rows: str = ""
+    added: float = 0.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -286,7 +294,10 @@ def manifest(table: Any, where: str) -> Manifest:
     microbatches = top.get("microbatches", int)
     if microbatches < 1:
         raise ProgramError(f"it has {microbatches} microbatches", where, _REMEDY)
-    inputs = tuple(InputSpec(r.get("name", str), r.sizes("shape"), r.dtype()) for r in top.rows("inputs"))
+    inputs = tuple(
+        InputSpec(r.get("name", str), r.sizes("shape"), r.dtype(), r.get("whole", bool, False))
+        for r in top.rows("inputs")
+    )
     parameters = tuple(_parameter(row, stages) for row in top.rows("parameters"))
     constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
     messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
@@ -311,7 +322,13 @@ def manifest(table: Any, where: str) -> Manifest:
         constants=constants,
         messages=messages,
         stages=stages,
-        loss=LossSpec(_end(loss, "stage", len(stages)), weight),
+        loss=LossSpec(
+            _end(loss, "stage", len(stages)),
+            weight,
+            loss.get("rows", str, ""),
+            _finite(loss, "added"),
+            _finite(loss, "least"),
+        ),
         contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
         frozen=top.names("frozen", []),
@@ -361,6 +378,13 @@ def _context(row: _Table, mesh: Mesh) -> ContextSpec:
         row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
         inputs=row.names("inputs"),
     )  # fmt: skip
+
+
+def _finite(row: _Table, key: str) -> float:
+    value = float(row.get(key, (int, float), 0.0))
+    if not math.isfinite(value):
+        raise ProgramError(f"field {key!r} is {value}", row.where, _REMEDY)
+    return value
 
 
 def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from csc.capture import capture
+from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 
@@ -280,7 +281,7 @@ def test_documents_that_are_torn_apart_are_an_error() -> None:
     _, after = traced(documents)
     batch = batch_of(20)
     batch["document"] = torch.tensor([0, 1, 0, 1] * 5).expand(2, -1).contiguous()
-    with pytest.raises(ValueError, match="group 0 of sample 0 does not stand together"):
+    with pytest.raises(InputError, match="group 0 of sample 0 does not stand together"):
         values(after, batch)
 
 

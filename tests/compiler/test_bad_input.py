@@ -333,7 +333,8 @@ class TwoLosses(Base):
 def test_a_loss_that_cannot_be_weighted_and_the_remedy() -> None:
     refused(
         lambda: csc.compile(TwoLosses(), example=batch(), microbatches=2),
-        "cannot see what the loss averages over (it ends in add)", line_of(TwoLosses.forward, "self.loss(x, labels) +"),
+        "add adds terms of the loss that are divided by different numbers",
+        line_of(TwoLosses.forward, "self.loss(x, labels) +"),
         "loss_weight='mean'",
     )  # fmt: skip
     one = verify(csc.compile(TwoLosses(), example=batch()))

@@ -187,6 +187,61 @@ def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:
     check(model, batch, 7, mesh="cp=2")
 
 
+class Shifted(Mixing):
+    """What is in front of, or behind the sequence joins it after the layers."""
+
+    def __init__(self, shift: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(lambda x: x)
+        self.shift, self.start = shift, nn.Parameter(torch.randn(1, 1, 16))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[1](self.layers[0](self.embed(ids)))
+        hidden = self.shift(self.start.expand(hidden.shape[0], 1, 16), hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "shift", [lambda s, x: torch.cat([s, x[:, :-1]], 1), lambda s, x: torch.cat([x[:, 1:], s], 1)], ids=["bos", "eos"]
+)
+def test_what_shifts_the_sequence_behind_the_layers_is_refused(shift: Any) -> None:
+    """A label would be lost: that of the token which the sequence has no place for."""
+    torch.manual_seed(0)
+    _, batch = mixing(torch.tanh)
+    whole = csc.compile(Shifted(shift), example=batch)
+    with pytest.raises(InputError, match=r"test_context.py.*in front of the first token or behind the last.*cp=2"):
+        whole.with_options(mesh="cp=2").prepare()
+    assert verify(whole).grad_rel_max <= FLOAT32
+
+
+class Grouped(Mixing):
+    """Each token sees its group."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+        mask = groups[:, None, :, None] == groups[:, None, None, :]
+        hidden = hidden + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "cp=2"])
+def test_groups_that_do_not_stand_together_are_an_error_before_the_step(mesh: str) -> None:
+    torch.manual_seed(0)
+    _, batch = mixing(torch.tanh)
+    batch["groups"] = (torch.arange(40) // 10).expand(2, -1).contiguous()
+    compiled = csc.compile(Grouped(), example=batch, mesh=mesh)
+    assert verify(compiled).grad_rel_max <= FLOAT32
+    torn = {**batch, "groups": (torch.arange(40) % 3).expand(2, -1).contiguous()}
+    compiled.zero_grad()
+    with pytest.raises(InputError, match=r"test_context.py:\d+: the batch: group 0 of sample 0 .* order the tokens"):
+        compiled.train_step(torn)
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
 def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
     class Summed(Mixing):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

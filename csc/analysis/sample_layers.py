@@ -1,0 +1,52 @@
+"""Rules of layers and of calls with several results, for following samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.links import shape_of
+from csc.analysis.sample_asking import of
+from csc.analysis.samples import EVERY_OTHER, UNKNOWN, Following, Lost, Made, Numbers, Rows, State
+from csc.ir import graph as g
+
+
+def attention_rule(following: Following, node: fx.Node) -> State:
+    """Samples apart; those packed in one sequence are kept apart by a mask that the model's own code made of them."""
+    bound = g.bind(node)
+    query, mask = of(following, bound["query"]), of(following, bound.get("attn_mask"))
+    along = len(shape_of(node)) - 2
+    if isinstance(query, Rows) and query.axis[0] == along and isinstance(mask, Made):
+        if any(of(following, bound[which]) != query for which in ("key", "value")):
+            raise Lost(EVERY_OTHER)
+        return query
+    return following.by_links(node)
+
+
+def batch_norm_rule(following: Following, node: fx.Node) -> State:
+    bound = g.bind(node)
+    state = of(following, bound["input"])
+    if bound.get("training", bound.get("use_input_stats")) or bound.get("running_mean") is None:
+        raise Lost("normalises by statistics of all samples")
+    if not isinstance(state, Rows) or state.axis[0] == 1 or state.powers:
+        raise Lost(UNKNOWN)
+    return state
+
+
+def item_rule(following: Following, node: fx.Node) -> State:
+    """One of several results; of tensors that were broadcast together, each is its own operand."""
+    several: Any = node.args[0]
+    if g.op_name(several) != "aten::broadcast_tensors":
+        return of(following, several)
+    operand: fx.Node = several.args[0][node.args[1]]
+    state = of(following, operand)
+    if isinstance(state, Rows | Numbers):
+        return replace(state, axis=(state.axis[0] + len(shape_of(node)) - len(shape_of(operand)), state.axis[1]))
+    return state
+
+
+def broadcast_rule(following: Following, node: fx.Node) -> State:
+    """Looked at one by one, as its results are taken."""
+    return Made()

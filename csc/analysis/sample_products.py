@@ -1,0 +1,98 @@
+"""Rules of reductions and products, for following samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.links import shape_of
+from csc.analysis.sample_asking import of, powers_of
+from csc.analysis.samples import (
+    EVERY_OTHER,
+    FIXED,
+    NONE,
+    NOT_LINEAR,
+    UNKNOWN,
+    Count,
+    Following,
+    Lost,
+    Made,
+    Numbers,
+    Parts,
+    Rows,
+    State,
+    Whole,
+    times,
+)
+from csc.analysis.sized import given
+from csc.analysis.tokens import PRODUCTS
+from csc.ir import graph as g
+
+
+def reduction_rule(following: Following, node: fx.Node) -> State:
+    """`sum` and `mean`."""
+    bound, operand = given(node), node.args[0]
+    state = of(following, operand)
+    along = bound.get("dim")
+    rank = len(shape_of(operand))  # type: ignore[arg-type]
+    dims = range(rank) if along is None or along == [] else [along] if isinstance(along, int) else along
+    if isinstance(state, Rows) and state.axis[0] in {dim % max(rank, 1) for dim in dims}:
+        mean = g.op_name(node) == "aten::mean"
+        return Parts(times(state.powers, frozenset({(Count("rows", state.entry), 1)}), -1) if mean else state.powers)
+    return following.by_links(node, linear=True)
+
+
+def contraction_rule(following: Following, node: fx.Node) -> State:
+    bound = given(node)
+    left, right = (node.args[place] for place in PRODUCTS[g.op_name(node)])
+    one, other = of(following, left), of(following, right)
+    added_to = bound.get("bias", bound.get("self") if g.op_name(node) in ("aten::addmm", "aten::baddbmm") else None)
+    powers = times(powers_of(one), powers_of(other))
+    if added_to is not None and (powers or isinstance(one, Parts) or isinstance(other, Parts)):
+        raise Lost(NOT_LINEAR)
+    if isinstance(one, Parts) or isinstance(other, Parts):
+        if not (isinstance(one, Whole) or isinstance(other, Whole)):
+            raise Lost(NOT_LINEAR)
+        return Parts(powers)
+    last = len(shape_of(left)) - 1  # type: ignore[arg-type]
+    rank = len(shape_of(right))  # type: ignore[arg-type]
+    summed = rank - 1 if g.op_name(node) == "aten::linear" else max(rank - 2, 0)
+    if isinstance(one, Rows) and isinstance(other, Rows) and one.axis[0] == last and other.axis[0] == summed:
+        if one.axis != (last, other.axis[1]) or one.count != other.count or added_to is not None:
+            raise Lost(EVERY_OTHER)
+        return Parts(powers)
+    if isinstance(other, Rows) and g.op_name(node) == "aten::linear" and isinstance(one, Rows):
+        raise Lost(EVERY_OTHER)
+    return following.by_links(node, powers=powers)
+
+
+def einsum_rule(following: Following, node: fx.Node) -> State:
+    equation: str = node.args[0].replace(" ", "")  # type: ignore[union-attr]
+    operands: Any = node.args[1]
+    if "." in equation or "->" not in equation:
+        raise Lost(UNKNOWN)
+    terms, result = equation.split("->")
+    states = [of(following, one) for one in operands]
+    powers = NONE
+    for state in states:
+        powers = times(powers, powers_of(state))
+    if any(isinstance(state, Parts) for state in states):
+        if sum(not isinstance(state, Whole) for state in states) > 1:
+            raise Lost(NOT_LINEAR)
+        return Parts(powers)
+    rows = [(term[state.axis[0]], state) for term, state in zip(terms.split(","), states) if isinstance(state, Rows)]
+    if any(isinstance(state, Numbers) for state in states):
+        raise Lost("computes with the numbers of samples")
+    if not rows:
+        return Made() if any(isinstance(state, Made) for state in states) else Whole(powers)
+    letter, found = rows[0]
+    for other, state in rows:
+        if other != letter or state.axis[1] * state.count != found.axis[1] * found.count or state.count != found.count:
+            raise Lost(EVERY_OTHER)
+    for term, state, one in zip(terms.split(","), states, operands):
+        if isinstance(state, Whole) and letter in term and following._varies(one, term.index(letter)):
+            raise Lost(FIXED)
+    if letter not in result:
+        return Parts(powers)
+    return Rows((result.index(letter), found.axis[1]), found.count, found.entry, powers)

@@ -1,0 +1,111 @@
+"""Rules of single operations for following samples, where the table of links does not say all.
+
+RULES: {operation: rule}        rule(following, node) -> State; Lost if the call mixes samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from csc.analysis.sample_arithmetic import (
+    cast_rule,
+    choice_rule,
+    clamp_rule,
+    linear_rule,
+    power_rule,
+    product_rule,
+    sum_rule,
+)
+from csc.analysis.sample_layers import attention_rule, batch_norm_rule, broadcast_rule, item_rule
+from csc.analysis.sample_losses import LOSS_RULES
+from csc.analysis.sample_moves import (
+    embedding_rule,
+    index_put_rule,
+    index_rule,
+    index_select_rule,
+    join_rule,
+    order_rule,
+    overwritten_rule,
+    repeat_each_rule,
+    same_dims_rule,
+    scatter_in_order_rule,
+    slice_rule,
+    split_rule,
+    typed_rule,
+)
+from csc.analysis.sample_products import contraction_rule, einsum_rule, reduction_rule
+from csc.analysis.sample_sizes import (
+    expand_rule,
+    filled_rule,
+    number_rule,
+    number_sum_rule,
+    range_rule,
+    same_number_rule,
+    size_rule,
+)
+from csc.analysis.samples import Following, State
+from csc.analysis.tokens import PRODUCTS
+
+Rule = Callable[[Following, fx.Node], State]
+
+_NUMBERS: dict[str, Rule] = {
+    "mul": number_rule(1),
+    "truediv": number_rule(-1),
+    "floordiv": number_rule(-1),
+    **dict.fromkeys(("add", "sub"), number_sum_rule),
+    **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), same_number_rule),
+}
+_FILLED = ("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty",
+           "scalar_tensor")  # fmt: skip
+_LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
+           "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
+           "flip", "pad", "constant_pad_nd")  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **_NUMBERS,
+    **{f"aten::{name}": filled_rule for name in _FILLED},
+    **{f"aten::{name}": linear_rule for name in _LINEAR},
+    **dict.fromkeys(PRODUCTS, contraction_rule),
+    **LOSS_RULES,
+    "aten::sym_size": size_rule,
+    "aten::arange": range_rule,
+    "aten::expand": expand_rule,
+    "aten::repeat": expand_rule,
+    "aten::mul": product_rule(1),
+    "aten::div": product_rule(-1),
+    "aten::add": sum_rule,
+    "aten::sub": sum_rule,
+    "aten::rsub": sum_rule,
+    "aten::pow": power_rule,
+    "aten::reciprocal": power_rule,
+    "aten::clamp": clamp_rule,
+    "aten::clamp_min": clamp_rule,
+    "aten::_to_copy": cast_rule,
+    "aten::to": cast_rule,
+    "aten::where": choice_rule,
+    "aten::masked_fill": choice_rule,
+    "aten::sum": reduction_rule,
+    "aten::mean": reduction_rule,
+    "aten::einsum": einsum_rule,
+    "aten::slice": slice_rule,
+    "aten::split": split_rule,
+    "aten::split_with_sizes": split_rule,
+    "aten::chunk": split_rule,
+    "aten::cat": join_rule,
+    "aten::index": index_rule,
+    "aten::index_select": index_select_rule,
+    "aten::embedding": embedding_rule,
+    "aten::index_put": index_put_rule,
+    "aten::masked_scatter": scatter_in_order_rule,
+    "aten::repeat_interleave": repeat_each_rule,
+    "aten::select_scatter": same_dims_rule,
+    "aten::scaled_dot_product_attention": attention_rule,
+    "aten::batch_norm": batch_norm_rule,
+    "aten::argsort": order_rule,
+    "aten::slice_scatter": overwritten_rule,
+    "aten::type_as": typed_rule,
+    "aten::broadcast_tensors": broadcast_rule,
+    "getitem": item_rule,
+}

@@ -1,0 +1,171 @@
+"""Losses of microbatches, unequal in samples and labels too, make the loss and gradients of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.errors import InputError
+
+Batch = dict[str, Any]
+WORDS, WIDTH = 17, 8
+
+
+class Model(nn.Module):
+    """Two linear layers over tokens; `loss` has the model, the hidden values, the cross entropy of each token, and what
+    else the batch holds.
+    """
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.loss = loss
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+        hidden = self.first(self.embed(ids)).tanh()
+        logits = self.head(hidden)
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return self.loss(self, hidden, each, labels, **others)
+
+
+def tokens(samples: int = 6, length: int = 5) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (samples, length), generator=generator)
+    labels = ids.roll(1, 1)
+    labels[0, 1:] = labels[3, :3] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [{name: t[end - n : end] for name, t in batch.items()} for n, end in zip(sizes, ends)]
+
+
+def check(model: nn.Module, batch: Batch, given: Any, **options: Any) -> csc.CompiledModel:
+    """csc on `given`, the batch or its microbatches, against eager PyTorch on the batch."""
+    whole = model(**batch)
+    whole.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    compiled = csc.compile(model, example=given, **options)
+    loss = compiled.train_step(given)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=0)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    return compiled
+
+
+def masked(model: Any, hidden: Any, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return each.sum() / (labels != -100).sum()
+
+
+LOSSES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "mean": ("mean", lambda m, h, each, labels: each.mean()),
+    "mean(0).sum()": ("mean", lambda m, h, each, labels: each.mean(0).sum()),
+    "sum(0).mean()": ("sum", lambda m, h, each, labels: each.sum(0).mean()),
+    "sum over shape[0]": ("mean", lambda m, h, each, labels: each.sum() / labels.shape[0]),
+    "a masked sum over labels": ("tokens", masked),
+    "and a little": ("tokens", lambda m, h, each, labels: each.sum() / ((labels != -100).sum() + 0.5)),
+    "not less than six": ("tokens", lambda m, h, each, labels: each.sum() / (labels != -100).sum().clamp(min=6)),
+    "weights of classes": (
+        "tokens",
+        lambda m, h, each, labels: F.cross_entropy(
+            m.head(h).flatten(0, 1), labels.flatten(), weight=torch.linspace(1, 2, WORDS)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_microbatches_of_unequal_numbers_of_samples(name: str) -> None:
+    weight, loss = LOSSES[name]
+    compiled = check(Model(loss), tokens(), cut(tokens(), [1, 3, 2]), microbatches=3)
+    assert compiled.program.loss_weight == weight
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3,pp=2"])
+def test_replicas(mesh: str) -> None:
+    check(Model(masked), tokens(), tokens(), mesh=mesh)
+    check(Model(LOSSES["mean"][1]), tokens(), cut(tokens(), [1, 5] if mesh == "dp=2" else [1, 2, 3]), mesh=mesh)
+
+
+def centred(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    apart = hidden - hidden.mean(0)
+    return F.cross_entropy(model.head(apart).flatten(0, 1), labels.flatten())
+
+
+def contrast(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    pooled = F.normalize(hidden.mean(1), dim=-1)
+    return F.cross_entropy(pooled @ pooled.T * 5, torch.arange(pooled.shape[0]))
+
+
+@pytest.mark.parametrize("loss", [centred, contrast])
+def test_samples_that_depend_on_each_other(loss: Callable[..., torch.Tensor]) -> None:
+    """Not cut; as one microbatch they are right."""
+    check(Model(loss), tokens(), tokens(), mesh="pp=2")
+    for options in ({"microbatches": 2}, {"mesh": "dp=2"}):
+        with pytest.raises(InputError, match=r"test_losses.py:\d+: csc cannot prove .*one microbatch and dp=1"):
+            csc.compile(Model(loss), example=tokens(), **options)
+
+
+def test_a_weight_that_the_user_says_is_taken() -> None:
+    model = Model(centred)
+    with pytest.raises(InputError, match="loss_weight='mean'"):
+        csc.compile(model, example=tokens(), microbatches=2)
+    compiled = csc.compile(model, example=tokens(), microbatches=2, loss_weight="mean")
+    loss = compiled.train_step(tokens())
+    halves = [model(**half).item() for half in cut(tokens(), [3, 3])]
+    assert float(loss) == pytest.approx(sum(halves) / 2, rel=1e-6)
+
+
+def scaled(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    for number in range(4):
+        hidden = hidden + model.first(hidden) * scale[number]
+    return F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("samples", [4, 6])
+def test_an_entry_without_samples_is_whole_in_every_microbatch(samples: int) -> None:
+    batch = {**tokens(samples), "scale": torch.rand(4)}
+    compiled = check(Model(scaled), batch, batch, microbatches=2)
+    assert [one.name for one in compiled.trainer().program.manifest.inputs if one.whole] == ["scale"]
+    halves = [{**half, "scale": batch["scale"]} for half in cut(tokens(samples), [samples // 2] * 2)]
+    compiled.zero_grad()
+    compiled.train_step(halves)
+    halves[1]["scale"] = halves[1]["scale"] + 1
+    with pytest.raises(InputError, match="'scale' has no sample dimension, and microbatches differ in it"):
+        compiled.train_step(halves)
+
+
+def test_an_entry_of_one_value_a_sample_is_cut() -> None:
+    batch = {**tokens(), "weights": torch.rand(6)}
+    check(Model(lambda m, h, each, labels, weights: (each.mean(1) * weights).mean()), batch, batch, microbatches=3)
+    normal = Model(lambda m, h, each, labels, weights: (each.mean(1) * (weights / weights.sum())).sum())
+    check(normal, batch, cut(batch, [1, 3, 2]), microbatches=3)
+
+
+def test_entries_that_csc_would_cut_though_they_have_no_samples() -> None:
+    batch = {**tokens(), "scale": torch.ones(6, 2)}
+    model = Model(lambda m, h, each, labels, scale: each.mean() * scale.sum())
+    with pytest.raises(InputError, match=r"test_losses.py:\d+: csc cannot prove"):
+        csc.compile(model, example=batch, microbatches=2).train_step(batch)
+
+
+def test_a_list_is_not_cut() -> None:
+    batch = {**tokens(), "factors": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+    model = Model(lambda m, h, each, labels, factors: each.mean() * factors[1])
+    with pytest.raises(InputError, match="'factors' is a list of 6 values, as many as there are samples"):
+        csc.compile(model, example=batch, microbatches=2)
+    check(model, batch, batch)
+    batch = {**tokens(), "factors": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}
+    check(Model(lambda m, h, each, labels, factors: each.mean() * factors[2]), batch, batch, microbatches=2)

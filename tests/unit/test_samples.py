@@ -1,0 +1,265 @@
+"""What csc proves of a loss holds in eager PyTorch: that of a batch is a weighted sum of those of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+from csc.analysis.combining import combination
+from csc.analysis.sample_losses import LABELS
+from csc.capture import capture
+from csc.ir import graph as g
+from csc.ir.program import Combination, Program
+
+SAMPLES, LENGTH, WIDTH, CLASSES = 6, 4, 3, 5
+Loss = Callable[..., torch.Tensor]
+
+
+class Model(nn.Module):
+    """hands `loss` the hidden values h, the logits x, the labels y, cross entropies of tokens p, the mask m of labelled
+    tokens and weights w of samples.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.loss = loss
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.embed(ids))
+        x = self.head(h)
+        p = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return self.loss(h=h, x=x, y=labels, p=p, m=labels != -100, w=weights, head=self.head)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
+    labels = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
+    labels[0, :3] = labels[4, 2:] = -100
+    return {"ids": ids, "labels": labels, "weights": torch.rand(SAMPLES, generator=generator) + 0.1}
+
+
+def captured(loss: Loss) -> tuple[nn.Module, Program, Combination]:
+    model = Model(loss)
+    program = capture(model, {name: tensor[:3] for name, tensor in batch().items()})
+    return model, program, combination(program, program.graph)
+
+
+def counts(model: nn.Module, program: Program, found: Combination, part: dict[str, torch.Tensor]) -> float:
+    """What a microbatch weighs by, before it is divided by the sum: from running the traced graph itself."""
+    if found.weight == "mean":
+        return float(part[found.rows].shape[0])
+    parameters = dict(model.named_parameters())
+    sources: dict[str, Any] = {"input": part, "parameter": parameters, "constant": program.constants}
+    values = [sources[n.meta["role"][0]][n.meta["role"][1]] for n in g.placeholders(program.graph)]
+    node = next(one for one in program.graph.nodes if one.name == found.counted)
+    interpreter = fx.Interpreter(fx.GraphModule({}, program.graph), garbage_collect_values=False)
+    interpreter.run(*values)
+    if g.op_name(node) not in LABELS:
+        return float(interpreter.env[node])
+    labels, weight = (g.bind(node)[which] for which in ("target", "weight"))
+    labels = interpreter.env[labels]
+    weights = interpreter.env[weight] if weight is not None else torch.ones(CLASSES)
+    return float(weights[labels[labels != -100]].sum())
+
+
+def holds(model: nn.Module, program: Program, found: Combination, cuts: list[int]) -> bool:
+    """Whether loss and gradients of the batch are those of its parts, weighted as was found."""
+    whole = batch()
+    edges = [0, *cuts, SAMPLES]
+    parts = [{name: t[a:b] for name, t in whole.items()} for a, b in pairwise(edges)]
+    weights = [1.0] * len(parts)
+    if found.weight != "sum":
+        own = [counts(model, program, found, part) for part in parts]
+        divided = [max(one + found.added, found.least) for one in [*own, sum(own)]]
+        weights = [one / divided[-1] for one in divided[:-1]]
+
+    def gradients(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = torch.stack([loss * w for loss, w in zip(losses, weights if len(losses) > 1 else [1.0]) if w]).sum()
+        model.zero_grad()
+        total.backward()
+        return [total.detach(), *(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())]
+
+    of_parts = gradients([model(**part) for part in parts])
+    return all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(gradients([model(**whole)]), of_parts)
+    )
+
+
+def weighed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=torch.linspace(1, 2, CLASSES))
+
+
+PROVEN: dict[str, tuple[str, Loss]] = {
+    "cross entropy": ("tokens", lambda x, y, **_: F.cross_entropy(x.flatten(0, 1), y.flatten())),
+    "smoothed": ("tokens", lambda x, y, **_: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1)),
+    "weights of classes": ("tokens", lambda x, y, **_: weighed(x, y)),
+    "probabilities": ("mean", lambda x, **_: F.cross_entropy(x.flatten(0, 1), torch.full_like(x, 0.2).flatten(0, 1))),
+    "a sum over shape[0]": (
+        "mean", lambda x, y, **_: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") / y.shape[0]
+    ),
+    "a sum over numel": ("mean", lambda p, **_: p.sum() / p.numel()),
+    "a sum": ("sum", lambda p, **_: p.sum()),
+    "a mean times shape[0]": ("sum", lambda p, **_: p.mean() * p.shape[0]),
+    "mean(0).sum()": ("mean", lambda p, **_: p.mean(0).sum()),
+    "sum(0).mean()": ("sum", lambda p, **_: p.sum(0).mean()),
+    "sum(1).mean()": ("mean", lambda p, **_: p.sum(1).mean()),
+    "a mask over its sum": ("tokens", lambda p, m, **_: (p * m).sum() / m.sum()),
+    "a mask over its sum, not zero": ("tokens", lambda p, m, **_: (p * m).sum() / m.sum().clamp(min=1)),
+    "a mask over its sum and a little": ("tokens", lambda p, m, **_: (p * m).sum() / (m.sum() + 0.5)),
+    "normalised weights": ("tokens", lambda p, w, **_: (p.mean(1) * (w / w.sum())).sum()),
+    "weights": ("mean", lambda p, w, **_: (p.mean(1) * w).mean()),
+    "a mean for each sample": ("mean", lambda p, m, **_: ((p * m).sum(1) / m.sum(1).clamp(min=1)).mean()),
+    "two means": ("mean", lambda p, h, **_: p.mean() + 0.1 * h.square().mean()),
+    "a mean and decay": ("mean", lambda p, head, **_: p.mean() + 0.1 * head.weight.square().sum()),
+    "one minus a mean": ("mean", lambda h, **_: 1 - h.mean()),
+    "mse": ("mean", lambda h, w, **_: F.mse_loss(h, w[:, None, None].expand_as(h))),
+    "kl, batchmean": (
+        "mean", lambda x, **_: F.kl_div(x.log_softmax(-1), torch.full_like(x, 0.2), reduction="batchmean")
+    ),
+    "the best tokens of each": ("mean", lambda p, **_: p.topk(2, dim=1).values.mean()),
+    "attention": ("mean", lambda h, **_: F.scaled_dot_product_attention(h, h, h).mean()),
+    "a copy for each sample": (
+        "mean", lambda h, head, **_: (h[:, 0] * head.weight[:1].repeat(h.shape[0], 1)).mean()
+    ),
+    "log-likelihoods": ("mean", lambda x, y, **_: -x.log_softmax(-1).gather(2, y.clamp(min=0)[..., None]).mean()),
+    "einsum": ("sum", lambda h, w, **_: torch.einsum("ntd,n->td", h, w).sum()),
+    "a matrix of samples": ("sum", lambda h, w, **_: (w @ h.flatten(1)).sum()),
+    "twice the batch": ("mean", lambda h, **_: torch.cat([h, h * 2]).square().mean()),
+    "each sample's own row": ("mean", lambda h, y, **_: h[torch.arange(h.shape[0]), (y != -100).sum(1) - 1].mean()),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[str, Loss]] = {
+    "the best tokens of all": ("topk works along the samples", lambda p, **_: p.flatten().topk(3).values.mean()),
+    "the logarithm of a mean": ("log does more than scale", lambda p, **_: p.mean().log()),
+    "the square of a sum": ("square does more than scale", lambda p, **_: p.sum().square()),
+    "the largest": ("amax", lambda p, **_: p.amax()),
+    "a sum and decay": ("the same for every microbatch", lambda p, head, **_: p.sum() + head.weight.square().sum()),
+    "means over different numbers": (
+        "divided by different numbers",
+        lambda x, y, h, **_: F.cross_entropy(x.flatten(0, 1), y.flatten()) + h.square().mean(),
+    ),
+    "centred": ("combines every sample with every other", lambda h, **_: (h - h.mean(0)).square().mean()),
+    "cumsum": ("cumsum works along the samples", lambda p, **_: p.cumsum(0).mean()),
+    "softmax": ("softmax works along the samples", lambda p, **_: (p.softmax(0) * p).mean()),
+    "contrast": (
+        "", lambda h, **_: F.cross_entropy(h.mean(1) @ h.mean(1).T, torch.arange(h.shape[0], device=h.device))
+    ),
+    "neighbours": ("roll works along the samples", lambda h, **_: (h * h.roll(1, 0)).mean()),
+    "turned": ("flip works along the samples", lambda h, **_: (h * h.flip(0)).mean()),
+    "a covariance": ("does more than scale", lambda h, **_: (h.flatten(1).T @ h.flatten(1)).square().mean()),
+    "without the first": ("takes some of the samples", lambda p, **_: p[1:].mean()),
+    "a shuffle of memory": ("joins or cuts samples", lambda h, **_: (h.flatten(1).view(-1, h.shape[0])[0]).mean()),
+    "one row for all": ("puts something behind", lambda h, **_: torch.cat([h[:, 0], h.new_zeros(1, WIDTH)]).mean()),
+    "every sample with every other": ("", lambda p, **_: (p[:, None] * p[None]).mean()),
+    "copies": ("", lambda p, head, **_: head.weight[:1].repeat(p.shape[0], 1).sum() * 0.1 + p.mean()),
+    "a table as long": ("takes as much", lambda p, head, **_: p.mean() + head.weight.flatten()[: p.shape[0]].sum()),
+    "as many columns": ("takes as much", lambda x, **_: x.flatten(1)[:, : x.shape[0]].mean()),
+    "copies of a sum": ("", lambda p, **_: p.mean().expand(p.shape[0]).sum() + p.mean()),
+    "one row beside": ("", lambda p, head, **_: torch.stack([p.sum(), head.weight.sum()]).sum()),
+    "the number of samples": ("", lambda p, **_: p.sum() / (p.shape[0] + 1)),
+    "another number": ("", lambda p, **_: p.sum() / (p.shape[0] // 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_what_a_loss_is_divided_by_is_found(name: str) -> None:
+    weight, loss = PROVEN[name]
+    model, program, found = captured(loss)
+    assert (found.problem, found.weight) == ("", weight)
+    assert holds(model, program, found, [1, 3])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_samples_is_found(name: str) -> None:
+    why, loss = REFUSED[name]
+    model, program, found = captured(loss)
+    assert found.weight == "" and why in found.problem
+    assert "test_samples.py" in found.where
+    assert not any(holds(model, program, Combination(weight, "ids"), [1, 3]) for weight in ("mean", "sum"))
+
+
+FIXED: dict[str, Loss] = {  # len(x) makes a plain number of what the number of samples is
+    "over len": lambda p, y, **_: p.sum() / len(y),
+    "each over len": lambda p, y, **_: (p / len(y)).sum(),
+    "times len": lambda p, y, **_: p.mean() * len(y),
+    "over ones": lambda p, y, **_: p.sum() / p.new_ones(len(y)).sum(),
+    "one by one": lambda p, y, **_: sum((p[i].mean() for i in range(len(y))), p.new_zeros(())) / len(y),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_trace_for_one_number_of_samples_proves_nothing_of_it(name: str) -> None:
+    _, _, found = captured(FIXED[name])
+    assert found.weight == "" and "one number of samples" in found.problem
+
+
+def test_rows_that_are_all_the_same_may_be_of_a_plain_number() -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor, **_: Any) -> torch.Tensor:
+        ignored = y.new_full((len(y), 1), -100)
+        return F.cross_entropy(x.transpose(1, 2), torch.cat([ignored, y[:, 1:]], 1))
+
+    _, _, found = captured(loss)
+    assert (found.weight, found.problem) == ("tokens", "")
+
+
+VALUES: list[tuple[str, Callable[..., torch.Tensor]]] = [
+    ("p", lambda p, **_: p), ("p * m", lambda p, m, **_: p * m), ("p * w", lambda p, w, **_: p * w[:, None]),
+    ("h", lambda h, **_: h.square().mean(-1)), ("w", lambda p, w, **_: p * (w / w.sum())[:, None]),
+    ("x", lambda x, **_: x.logsumexp(-1)),
+]  # fmt: skip
+CHANGES: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+    ("same", lambda t: t), ("tanh", torch.tanh), ("centred 0", lambda t: t - t.mean(0)),
+    ("centred 1", lambda t: t - t.mean(1, keepdim=True)), ("cumsum 0", lambda t: t.cumsum(0)),
+    ("cumsum 1", lambda t: t.cumsum(1)), ("softmax 1", lambda t: t.softmax(1)), ("cut", lambda t: t[:, 1:]),
+    ("rest", lambda t: t[1:]), ("turned", lambda t: t.flip(1)), ("upside down", lambda t: t.flip(0)),
+    ("over n", lambda t: t / t.shape[0]), ("halves", lambda t: t.reshape(t.shape[0], -1, 1).squeeze(2)),
+    ("twice", lambda t: torch.cat([t, t])), ("beside", lambda t: torch.cat([t, t], 1)),
+    ("sorted", lambda t: t.sort(0)[0]),
+    ("normed", lambda t: t / t.sum(1, keepdim=True)), ("normed 0", lambda t: t / t.sum(0)),
+    ("pairs", lambda t: t.flatten().view(-1, 2)), ("gram", lambda t: t @ t.T), ("columns", lambda t: t.T @ t),
+]  # fmt: skip
+ENDS: list[tuple[str, Callable[..., torch.Tensor]]] = [
+    ("mean", lambda t, **_: t.mean()), ("sum", lambda t, **_: t.sum()),
+    ("mean(0).sum()", lambda t, **_: t.mean(0).sum()),
+    ("sum(0).mean()", lambda t, **_: t.sum(0).mean()), ("over n", lambda t, **_: t.sum() / t.shape[0]),
+    ("over labels", lambda t, m, **_: t.sum() / m.sum()), ("times n", lambda t, **_: t.mean() * t.shape[0]),
+    ("largest", lambda t, **_: t.amax(1).mean()), ("all largest", lambda t, **_: t.amax()),
+    ("var", lambda t, **_: t.var()), ("norm", lambda t, **_: t.norm()), ("std of each", lambda t, **_: t.std(1).sum()),
+]  # fmt: skip
+LATER: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+    ("same", lambda t: t), ("half", lambda t: t * 0.5), ("and one", lambda t: t + 1), ("minus", lambda t: 1 - t),
+    ("squared", torch.square), ("at least", lambda t: t.clamp(min=0.5)),
+]  # fmt: skip
+
+
+@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.sampled_from(VALUES), st.lists(st.sampled_from(CHANGES), max_size=2), st.sampled_from(ENDS),
+    st.sampled_from(LATER), st.sampled_from([None, *ENDS]),
+    st.lists(st.integers(1, SAMPLES - 1), min_size=1, max_size=3, unique=True).map(sorted),
+)  # fmt: skip
+def test_whatever_is_proven_holds(
+    value: Any, changes: list[Any], end: Any, later: Any, other: Any, cuts: list[int]
+) -> None:
+    def loss(**given: Any) -> torch.Tensor:
+        start = value[1](**given)
+        t = start
+        for _, change in changes:
+            t = change(t)
+        result = later[1](end[1](t, **given))
+        return result if other is None else result + 0.3 * other[1](start, **given)
+
+    model, program, found = captured(loss)
+    if found.weight:
+        assert holds(model, program, found, cuts), (value[0], [name for name, _ in changes], end[0], later[0], found)
