@@ -27,6 +27,7 @@ from torch.fx.experimental import _config as size_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy import functions as size_functions
 
@@ -51,6 +52,7 @@ __all__ = [
     "make_fx",
     "one_is_no_special_size",
     "outside_tracing",
+    "plain_checkpoints",
     "python_kernels",
     "pytree",
     "replaying",
@@ -88,6 +90,19 @@ def is_taken_apart(operation: OpOverload) -> bool:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
     views = any(argument.alias_info is not None for argument in operation._schema.arguments)
     return composite and (views or torch.Tag.maybe_aliasing_or_mutating in operation.tags)
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Within the block a checkpoint that is not reentrant runs its function and no more: what a step computes twice is
+    csc's to decide, and export takes what follows one checkpoint inside another for computed without gradients.
+    """
+
+    def only_runs(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    with patch.object(checkpoints, "_checkpoint_without_reentrant_generator", only_runs):
+        yield
 
 
 def assume_several(size: Any) -> None:

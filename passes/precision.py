@@ -59,14 +59,14 @@ FLOAT32 = LOSSES | _names(
 NOT_IN_LOW = _names(
     "linalg_inv linalg_inv_ex inverse linalg_solve linalg_solve_ex _linalg_solve_ex linalg_cholesky linalg_cholesky_ex "
     "cholesky linalg_qr linalg_svd _linalg_svd linalg_eigh _linalg_eigh linalg_det _linalg_det linalg_slogdet "
-    "_linalg_slogdet linalg_lu_factor linalg_lu_factor_ex linalg_solve_triangular linalg_matrix_exp linalg_pinv fft_fft "
-    "fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
-    "_fft_r2c _fft_c2r _fft_c2c view_as_complex complex polar"
+    "_linalg_slogdet linalg_lu_factor linalg_lu_factor_ex linalg_solve_triangular linalg_matrix_exp linalg_pinv "
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
+    "fft_irfftn _fft_r2c _fft_c2r _fft_c2c view_as_complex complex polar"
 )
 
 
 def _serves(node: fx.Node) -> bool:
-    """Whether bfloat16 has the operation, and the numbers in its arguments: the least float32, in a mask, it has not."""
+    """Whether bfloat16 has the operation, and the numbers among its arguments: the least float32 it has not."""
     numbers = [entry for entry in (*node.args, *node.kwargs.values()) if isinstance(entry, float)]
     beyond = any(math.isfinite(number) and abs(number) > torch.finfo(LOW).max for number in numbers)
     return not beyond and g.op_name(node) not in NOT_IN_LOW

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from csc import torch_private as private
 
@@ -374,3 +375,18 @@ def test_assume_several() -> None:
     with pytest.raises(private.GuardOnDataDependentSymNode):
         torch.export.export(Selects(False), (torch.ones(3, 2),), strict=False)
     private.assume_several(0)  # a number is what it is
+
+
+def test_plain_checkpoints() -> None:
+    """Export takes what follows a checkpoint inside another for computed without gradients."""
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda y: checkpoint(torch.tanh, y, use_reentrant=False) * 2, x, use_reentrant=False)
+
+    with private.plain_checkpoints():
+        found = torch.export.export(Nested(), (torch.ones(3),), strict=False)
+    assert not any(private.is_no_grad_region(node.target) for node in found.graph.nodes)
+    x = torch.ones(3, requires_grad=True)
+    Nested()(x).sum().backward()
+    assert x.grad is not None
