@@ -182,8 +182,8 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
 
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
     """What csc.compile takes, but for `freeze`."""
-    named = {name: setting[name] for name in ("recompute", "precision") if setting[name] is not None}
     mesh = {"dp": setting["dp"], "pp": setting["pp"], "cp": setting["cp"]}
+    named = {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
     return {"mesh": mesh, "microbatches": setting["microbatches"], "schedule": setting["schedule"]} | named
 
 
