@@ -69,6 +69,7 @@ __all__ = [
     "modes_that_are_on",
     "one_is_no_special_size",
     "outside_tracing",
+    "plain_checkpoints",
     "python_kernels",
     "pytree",
     "replaying",
@@ -123,6 +124,19 @@ def is_taken_apart(operation: OpOverload) -> bool:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
     views = any(argument.alias_info is not None for argument in operation._schema.arguments)
     return composite and (views or torch.Tag.maybe_aliasing_or_mutating in operation.tags)
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Within the block a checkpoint that is not reentrant runs its function and no more: what a step computes twice is
+    csc's to decide, and export takes what follows one checkpoint inside another for computed without gradients.
+    """
+
+    def only_runs(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    with patch.object(checkpoints, "_checkpoint_without_reentrant_generator", only_runs):
+        yield
 
 
 def assume_several(size: Any) -> None:

@@ -5,8 +5,9 @@
 
 seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
 from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
-draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves nothing to
-chance, so that a step can be compared with another program's: every uniform number is 0.25, every normal one 0.5.
+draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves
+nothing to chance, so that a step can be compared with another program's: every uniform number is 0.25, every normal one
+0.5.
 
 tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. Numbers
 on a GPU differ from those on the CPU.

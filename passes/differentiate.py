@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +110,7 @@ def joint_of(
         gradients += [by_position.get(i) for i in range(first_parameter, len(inputs))]
         return (*results, *gradients)
 
-    with fake_mode:
+    with fake_mode, _without_onednn():
         traced = make_fx(joint, tracing_mode="real")(values, tangents)
     graph = _tidy(_functional(traced.graph, values, tangents, fake_mode), template, sources)
     with_reshapes(graph)
@@ -120,6 +121,17 @@ def joint_of(
         activation_gradients=tuple(r is not None for r in results[:activations]),
         parameter_gradients=tuple(r is not None for r in results[activations:]),
     )
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """An LSTM in parts: oneDNN's keeps what its backward reads only while autograd records, and F runs without."""
+    flags = torch.backends.mkldnn.set_flags
+    enabled = flags(_enabled=False, _fp32_precision=None)[0]
+    try:
+        yield
+    finally:
+        flags(_enabled=enabled, _fp32_precision=None)
 
 
 def _functional(graph: fx.Graph, values: list[Any], tangents: list[Any], fake_mode: Any) -> fx.Graph:

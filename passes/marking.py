@@ -84,7 +84,7 @@ def _called(n: fx.Node, arguments: Any, keywords: Any) -> Any:
     try:
         return n.target(*arguments, **keywords)  # type: ignore[operator]
     except (RuntimeError, ValueError):
-        if g.op_name(n) != "aten::view":
+        if g.op_name(n) not in ("aten::view", "aten::_unsafe_view"):
             raise
         # Attention with a mask that trains runs another kernel than at capture, and gradients come in other layouts
         # than values have: copy if needed.

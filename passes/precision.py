@@ -10,6 +10,7 @@ Terms
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -52,6 +53,23 @@ FLOAT32 = LOSSES | _names(
     "log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus norm linalg_vector_norm dist cdist renorm "
     "cosine_similarity cumprod cumsum prod sum var var_mean"
 )
+
+
+# Of these bfloat16 has no kernel.
+NOT_IN_LOW = _names(
+    "linalg_inv linalg_inv_ex inverse linalg_solve linalg_solve_ex _linalg_solve_ex linalg_cholesky linalg_cholesky_ex "
+    "cholesky linalg_qr linalg_svd _linalg_svd linalg_eigh _linalg_eigh linalg_det _linalg_det linalg_slogdet "
+    "_linalg_slogdet linalg_lu_factor linalg_lu_factor_ex linalg_solve_triangular linalg_matrix_exp linalg_pinv "
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
+    "fft_irfftn _fft_r2c _fft_c2r _fft_c2c view_as_complex complex polar"
+)
+
+
+def _serves(node: fx.Node) -> bool:
+    """Whether bfloat16 has the operation, and the numbers among its arguments: the least float32 it has not."""
+    numbers = [entry for entry in (*node.args, *node.kwargs.values()) if isinstance(entry, float)]
+    beyond = any(math.isfinite(number) and abs(number) > torch.finfo(LOW).max for number in numbers)
+    return not beyond and g.op_name(node) not in NOT_IN_LOW
 
 
 def precision(program: Program, options: Options) -> Program:
@@ -151,6 +169,8 @@ class _Lowering:
         else:
             given = {used: self._operand(used, node, raises) for used in inputs}
         if self._mixed(node, given):
+            given = {used: self._cast(new, HIGH, node) for used, new in given.items()}
+        if not _serves(node):
             given = {used: self._cast(new, HIGH, node) for used, new in given.items()}
         self.made[node] = g.copy_node(self.new, node, given)
         self.made[node].meta["val"] = self._value(self.made[node])

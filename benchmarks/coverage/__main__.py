@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import warnings
+from pathlib import Path
 
 
 def main() -> None:
@@ -20,7 +21,15 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/models.md")
     parser.add_argument("--model", action="append", choices=CASES | MORE, help="only this model; may be repeated")
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
+    parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
+    parser.add_argument("--rows", type=Path, default=Path("build/zoo.jsonl"), help="with --all: where rows are kept")
+    parser.add_argument("--seconds", type=float, default=240, help="with --all: what an architecture may take")
+    parser.add_argument("--gigabytes", type=float, default=12, help="with --all: what its process may hold")
+    parser.add_argument("--only", default="", help="with --all: parts of names, with commas between")
     arguments = parser.parse_args()
+    if arguments.all:
+        zoo(arguments)
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # torch logs what it raises, and here a failure is a row
     rows = []
@@ -34,6 +43,20 @@ def main() -> None:
         print(markdown(rows))
     else:
         show(rows)
+
+
+def zoo(arguments: argparse.Namespace) -> None:
+    """Try what has no row yet, and print what all rows say."""
+    from benchmarks.coverage.zoo.campaign import read, run, summary, table
+    from benchmarks.coverage.zoo.names import architectures
+
+    parts = [part for part in arguments.only.split(",") if part]
+    names = [name for name in architectures() if not parts or any(part in name for part in parts)]
+    run(arguments.rows, names, arguments.seconds, arguments.gigabytes)
+    rows = read(arguments.rows)
+    print(summary(rows))
+    if arguments.markdown:
+        print(table(rows))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,7 @@ def structure(layer: nn.Module) -> Any:
 def attributes_read(layer: nn.Module) -> Iterator[Read]:
     """The attributes of the layer and the modules below it that are looked at inside of the context.
 
-    Read through the class, since what a forward does may depend on anything that it can reach from `self`. Attributes
-    of the class itself are the same for all layers.
+    Read through the class, since what a forward does may depend on anything that it can reach from `self`.
     """
     paths = {id(module): path for path, module in layer.named_modules()}
     read: Read = set()
@@ -52,8 +51,8 @@ def attributes_read(layer: nn.Module) -> Iterator[Read]:
     def watched(original: Any) -> Any:
         def __getattribute__(self: Any, name: str) -> Any:
             path = paths.get(id(self))
-            if path is not None and name not in STRUCTURE and name in object.__getattribute__(self, "__dict__"):
-                read.add((path, name))
+            if path is not None and name not in STRUCTURE:
+                read.add((path, name))  # of one that it has not, too: another layer may have it, in place of its class'
             return original(self, name)
 
         return __getattribute__

@@ -32,7 +32,7 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                     "example batch",
                     "detach it: csc trains parameters, and a batch entry is data",
                 )
-            tensors[str(name)] = value
+            tensors[str(name)] = value.contiguous()  # as the trace takes every batch to lie in memory
         elif value is not None:
             others[str(name)] = value
     if not tensors:

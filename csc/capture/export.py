@@ -34,7 +34,13 @@ from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
 from csc.ir.calls import Call
-from csc.torch_private import conditions_of_models, each_computed, one_is_no_special_size, without_messages
+from csc.torch_private import (
+    conditions_of_models,
+    each_computed,
+    one_is_no_special_size,
+    plain_checkpoints,
+    without_messages,
+)
 
 
 class LossOnly(nn.Module):
@@ -320,6 +326,7 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         layers.kept_out(),
         without_messages(),
         each_computed(),
+        plain_checkpoints(),
     ):
         yield
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ExportGraphSignature
 
+from csc.errors import ProgramError
 from csc.ir import graph as g
 from csc.torch_private import OpOverload, is_taken_apart, make_fx, python_kernels
 
@@ -91,4 +92,24 @@ def _written(written: torch.Tensor, values: torch.Tensor, non_blocking: bool = F
     return values.to(written.dtype).expand(written.shape).clone()
 
 
-_OTHER_OPERATIONS = {torch.ops.aten.copy.default: _written, torch.ops.aten.concat.default: torch.cat}
+def _strided(
+    written: torch.Tensor, values: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None
+) -> torch.Tensor:
+    """What `written` holds after `values` were written to elements of it that `as_strided` names (`fill_diagonal_`).
+    The derivative of torch's own as_strided_scatter gives `written` the gradient of just those elements.
+    """
+    if not written.is_contiguous():
+        raise ProgramError(
+            "the model writes through as_strided to a tensor that does not lie in memory row by row",
+            "capture",
+            "write to x.contiguous(), or by an index",
+        )
+    numbers = torch.arange(written.numel(), device=written.device).as_strided(size, stride, storage_offset or 0)
+    return written.reshape(-1).scatter(0, numbers.reshape(-1), values.reshape(-1)).view(written.shape)
+
+
+_OTHER_OPERATIONS = {
+    torch.ops.aten.copy.default: _written,
+    torch.ops.aten.concat.default: torch.cat,
+    torch.ops.aten.as_strided_scatter.default: _strided,
+}

@@ -23,7 +23,7 @@ from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
-from csc.torch_private import FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
+from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(
@@ -123,12 +123,34 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     flat = _Flat(exported, graph, signature, model)
     for node in graph.nodes:
         flat.add(node)
+    _apart_from_parameters(flat.constants, model)
     _each_size_once(flat.graph)
     checkpoints = settle(flat.graph)
     without_selections(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
     return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)
+
+
+def _apart_from_parameters(constants: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """CscError if a tensor that is no parameter shares memory with one that trains: it would change with every step."""
+    trained = {
+        p.untyped_storage().data_ptr(): name
+        for name, p in model.named_parameters()
+        if p.requires_grad and _has_memory(p)
+    }
+    for name, tensor in constants.items():
+        if _has_memory(tensor) and tensor.untyped_storage().data_ptr() in trained:
+            owner = trained[tensor.untyped_storage().data_ptr()]
+            raise CscError(
+                f"{name!r} shares its memory with the parameter {owner!r}, which the optimizer changes",
+                "model",
+                "read the parameter itself in forward, with detach() where it must not train; or clone it",
+            )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.numel() > 0
 
 
 def _each_size_once(graph: fx.Graph) -> None:

@@ -23,7 +23,7 @@ as long as what it looked at is what it was.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +95,8 @@ class Layers:
         first: dict[Any, str] = {}
         for path in paths:
             layer = model.get_submodule(path)
+            if "forward" in layer.__dict__:  # replaced in this one alone, perhaps
+                continue
             if all(uses[key] == count for key, count in _uses(layer).items()):
                 by_path[path], structures[path] = layer, structure(layer)
                 first.setdefault(structures[path], path)
@@ -212,7 +214,8 @@ class Repeats:
     def _forward(self, path: str, layer: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._real((args, kwargs))
+            given = (args, kwargs)
+            args, kwargs = self._real(given)
             called = _called(args, kwargs)
             if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)
@@ -222,7 +225,7 @@ class Repeats:
                     return _repeated(first, called, path)
             if path in self._layers.hidden:
                 raise NotHidden(self._unlike(path, firsts))
-            return self._traced(firsts, path, layer, real, called)
+            return self._traced(firsts, path, layer, real, called, given)
 
         return forward
 
@@ -247,7 +250,7 @@ class Repeats:
         )  # fmt: skip
 
     def _traced(
-        self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called
+        self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called, given: Any
     ) -> Any:
         args, kwargs = pytree.tree_unflatten(list(called.leaves), called.structure)
         versions = [tensor._version for tensor in called.tensors]
@@ -255,12 +258,15 @@ class Repeats:
         looked = Looked()
         with attributes_read(layer) as read, looked.watching():
             result = real(*args, **kwargs)
+        kept = _holds((args, kwargs), called)
+        if not kept:
+            _given_back(given, (args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         unchanged = (
             versions == [tensor._version for tensor in called.tensors]
             and attributes == _attributes(layer)
-            and pytree.tree_structure((args, kwargs)) == called.structure
+            and kept
             and looked.unchanged()
         )
         inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
@@ -273,6 +279,30 @@ class Repeats:
             seen = _called(args, kwargs)  # while it ran, sizes may have been found to be equal
             firsts.append(_First(layer, seen, read, looked, token, outputs, tree))
         return result
+
+
+def _holds(arguments: Any, called: _Called) -> bool:
+    """Whether the lists and dicts among a call's arguments hold what they held before."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    return structure == called.structure and all(now is before for now, before in zip(leaves, called.leaves))
+
+
+def _given_back(given: Any, used: Any) -> Any:
+    """The lists and dicts that a layer was given, with what it wrote to the copies of them that it ran with."""
+    if isinstance(given, (list, deque)):
+        items = [_given_back(given[place], one) if place < len(given) else one for place, one in enumerate(used)]
+        given.clear()
+        given.extend(items)
+    elif isinstance(given, dict):
+        entries = {name: _given_back(given[name], one) if name in given else one for name, one in used.items()}
+        given.clear()
+        given.update(entries)
+    elif isinstance(given, tuple) and isinstance(used, tuple):
+        for one, other in zip(given, used):
+            _given_back(one, other)
+    else:
+        return used
+    return given
 
 
 def _equal_leaf(one: Any, other: Any) -> bool:

@@ -38,6 +38,19 @@ def whole(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x).copy_(y) * x
 
 
+def diagonal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Fill_diagonal_ is a write through as_strided, of which torch's own derivative is wrong."""
+    square = x[0].t() @ y[0]
+    square.fill_diagonal_(2.0)
+    return x @ square
+
+
+def strided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.as_strided((2, 3), (WIDTH, 2), 1).copy_(y[0, :2, :3])
+    return x
+
+
 def number(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x = x * y
     x[:, 0] = 3.0
@@ -86,9 +99,21 @@ def test_strides_that_are_not_those_of_the_trace() -> None:
     assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
 
 
-@pytest.mark.parametrize("write", [rows, broadcast, cast, whole, number])
+@pytest.mark.parametrize("write", [rows, broadcast, cast, whole, number, diagonal, strided])
 def test_gradients_are_those_of_eager(write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     signal = torch.arange(2 * 4 * 3).view(2, 4, 3) / 10.0
     result = verify(csc.compile(Writing(write), mesh="pp=2", example={"signal": signal}))
     assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
+
+
+def transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.transpose(1, 2).clone()
+    x.as_strided((2, 3), (WIDTH, 2), 1).copy_(y[0, :2, :3])
+    return x.transpose(1, 2)
+
+
+def test_a_write_through_strides_of_another_order_is_refused() -> None:
+    signal = torch.ones(2, 4, 3)
+    with pytest.raises(csc.CscError, match="does not lie in memory row by row"):
+        csc.compile(Writing(transposed), mesh="pp=2", example={"signal": signal})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from csc import torch_private as private
 
@@ -571,3 +572,18 @@ def test_address_of_storage() -> None:
         x = torch.ones(2, 3)
         assert private.address_of_storage(x) == private.address_of_storage(x[1:].detach())
         assert private.address_of_storage(x) != private.address_of_storage(x.clone())
+
+
+def test_plain_checkpoints() -> None:
+    """Export takes what follows a checkpoint inside another for computed without gradients."""
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda y: checkpoint(torch.tanh, y, use_reentrant=False) * 2, x, use_reentrant=False)
+
+    with private.plain_checkpoints():
+        found = torch.export.export(Nested(), (torch.ones(3),), strict=False)
+    assert not any(private.is_no_grad_region(node.target) for node in found.graph.nodes)
+    x = torch.ones(3, requires_grad=True)
+    Nested()(x).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,100 @@
+"""One architecture: made small, run eagerly, compiled in three ways, compared with eager PyTorch.
+
+python -m benchmarks.coverage.zoo.try_one NAME      prints one JSON object: the row
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.coverage.zoo.batches import candidates, encoder
+from benchmarks.coverage.zoo.names import Architecture, architectures
+from benchmarks.coverage.zoo.shrinking import tiny
+from benchmarks.judge import judge, loss_of
+
+WAYS: dict[str, dict[str, Any]] = {"pp=2": {"pp": 2}, "cp=2": {"cp": 2}, "frozen": {"pp": 2}}
+
+
+@dataclass(frozen=True)
+class Small:
+    """A model that can be made again and again, and its batch: what the judge takes."""
+
+    architecture: Architecture
+    config: Any
+    entries: dict[str, Any]
+
+    def make(self) -> nn.Module:
+        return made(self.architecture, self.config)
+
+    def batch(self, seed: int, samples: int, tokens: int) -> dict[str, Any]:
+        """The one batch that there is."""
+        return self.entries
+
+
+def made(architecture: Architecture, config: Any) -> nn.Module:
+    """The model in training mode, the same in every call, without dropout."""
+    torch.manual_seed(0)
+    model = architecture.model_class(config).float().train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def small(name: str) -> Small:
+    """A model whose eager step runs. Raises what the last batch that was tried raised."""
+    architecture = architectures()[name]
+    config = tiny(architecture.config_class)
+    config._attn_implementation = "sdpa" if architecture.model_class._supports_sdpa else "eager"
+    last: Exception = RuntimeError("no batch could be made")
+    for entries in candidates(made(architecture, config), config):
+        try:
+            loss = loss_of(made(architecture, config)(**entries))
+            loss.backward()
+            return Small(architecture, config, entries)
+        except Exception as error:
+            last = error
+    raise last
+
+
+def row(name: str) -> dict[str, Any]:
+    """{"name", "eager": reason or "", "ways": {way: [kind, reason]}, "entries", "seconds"}."""
+    start = time.perf_counter()
+    found: dict[str, Any] = {"name": name, "task": architectures()[name].task, "eager": "", "ways": {}}
+    try:
+        module = small(name)
+    except Exception as error:
+        place = [
+            f"{f.filename.split('site-packages/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
+        ]
+        return found | {"eager": f"{type(error).__name__}: {str(error)[:300]} ({place[-1] if place else ''})"}
+    found["entries"] = sorted(module.entries)
+    for way, changes in WAYS.items():
+        pattern = encoder(module.make()) if way == "frozen" else None
+        if way == "frozen" and pattern is None:
+            continue
+        outcome = judge(module, changes | {"freeze": (pattern,) if pattern else ()})
+        found["ways"][way] = [outcome.kind, outcome.reason[:600], list(map(list, outcome.differences.items()))[:3]]
+    return found | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def quiet() -> None:
+    """No warnings and no log: torch logs what it raises, and here a failure is a row."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    quiet()
+    print("ROW " + json.dumps(row(sys.argv[1]), indent=1))

@@ -1,0 +1,217 @@
+"""Eager PyTorch and csc on the same model and batches. Shares nothing with `csc verify`.
+
+    judge(module, setting) -> Outcome      module: make() -> model, batch(seed, samples, tokens) -> batch
+    setting: what differs from PLAIN. freeze: globs over parameter names; off: they are frozen by requires_grad, before
+    compilation; steps: train three steps with SGD instead of one, the second on a batch of another size.
+
+The reference is the loss of the whole batch through the model as it is, and `.grad` by named_parameters(). What differs
+is measured against what eager itself gives for weights that are moved by their last bit, so that neither a sum in
+another order nor a rounding counts as wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import csc
+
+TOLERANCE = 2e-5
+COARSE = 0.1  # of bfloat16, which has 8 bits
+SLACK = 20  # times eager's own difference for moved weights
+PLAIN: Mapping[str, Any] = {
+    "pp": 1, "dp": 1, "cp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
+    "freeze": (), "off": False, "steps": False,
+}  # fmt: skip
+Values = dict[str, torch.Tensor | None]
+
+
+class Module(Protocol):
+    """A file that `source` wrote."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: right, refused (by a csc sentence), crash, wrong, or eager (which does not run). differences: of what is
+    wrong, by parameter: eager's and csc's norm, and the relative difference."""
+
+    kind: str
+    reason: str = ""
+    differences: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss in what forward returned."""
+    if isinstance(result, Mapping):
+        return result["loss"]
+    return result[0] if isinstance(result, tuple) else result
+
+
+def sizes(setting: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """(seed, samples, tokens) of the batches to train on: two samples a microbatch, another size in the second step."""
+    samples = 2 * setting["microbatches"] * setting["dp"]
+    samples = max(4, samples)
+    return [(0, samples, 6), (1, samples * 2, 8), (2, samples, 6)] if setting["steps"] else [(0, samples, 6)]
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """The patterns that match a parameter, none if nothing were left to train."""
+    every = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, p in every if p.requires_grad]
+    found = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+    frozen = {id(p) for n, p in every if any(fnmatchcase(n, pattern) for pattern in found)}
+    return found if any(p.requires_grad and id(p) not in frozen for _, p in every) else []
+
+
+def apply(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze by requires_grad. A tied parameter is frozen by each of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def train(model: nn.Module, batches: list[dict[str, Any]], step: Callable[[dict[str, Any]], torch.Tensor]) -> Values:
+    """Losses and gradients of one step, or of three steps the losses, parameters and buffers behind them."""
+    found: Values = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for number, batch in enumerate(batches):
+        model.zero_grad(set_to_none=True)
+        found[f"loss {number}"] = step(batch).detach().clone().reshape(())
+        if len(batches) > 1:
+            optimizer.step()
+    if len(batches) == 1:
+        return found | {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    found |= {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found | {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: torch.dtype | None = None) -> Values:
+    """What eager PyTorch gives. moved: by how many steps of random last bits its weights are off; dtype: its own."""
+    model = module.make()
+    apply(model, freeze(model, setting["freeze"]))
+    model = model if dtype is None else model.to(dtype)
+    if moved:
+        generator = torch.Generator().manual_seed(moved)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise)
+
+    def step(batch: dict[str, Any]) -> torch.Tensor:
+        loss = loss_of(model(**batch))
+        loss.backward()
+        return loss
+
+    batches = [module.batch(*size) for size in sizes(setting)]
+    if dtype is not None:
+        batches = [{n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()} for batch in batches]
+    return train(model, batches, step)
+
+
+def norm(value: torch.Tensor) -> float:
+    """2-norm; of sparse gradients and complex ones too."""
+    value = value.to_dense() if value.is_sparse else value
+    return float(torch.linalg.vector_norm(value.to(torch.complex128 if value.is_complex() else torch.float64)))
+
+
+def apart(left: Values, right: Values, share: float) -> dict[str, float]:
+    """Relative differences by name; `share` of the largest gradient is the least that one is measured against."""
+    floor = share * max((norm(v) for n, v in left.items() if v is not None and not n.startswith("loss")), default=0.0)
+    found = {}
+    for name, value in left.items():
+        other = right.get(name)
+        if value is None or other is None:
+            found[name] = 0.0 if value is other else float("inf")
+            continue
+        value, other = (t.to_dense() if t.is_sparse else t for t in (value, other))
+        if value.shape != other.shape:
+            found[name] = float("inf")
+            continue
+        least = 1e-3 if name.startswith("loss") else floor
+        found[name] = norm(value.double() - other.double()) / max(norm(value), least, 1e-30)
+    return found
+
+
+def judge(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel | None = None) -> Outcome:
+    """Compare one setting. compiled: from the same module, to take traces from; None: compile anew."""
+    setting, start = {**PLAIN, **setting}, time.perf_counter()
+    try:
+        reference = eager(module, setting)
+    except Exception as error:
+        return Outcome("eager", f"{type(error).__name__}: {error}")
+    if not all(v is None or bool(torch.isfinite(v.to_dense() if v.is_sparse else v).all()) for v in reference.values()):
+        return Outcome("eager", "its numbers are not finite")
+    try:
+        own = ours(module, setting, compiled)
+    except csc.CscError as error:
+        return Outcome("refused", str(error), seconds=time.perf_counter() - start)
+    except Exception as error:
+        return Outcome("crash", f"{type(error).__name__}: {error}", seconds=time.perf_counter() - start)
+    wrong = compare(module, setting, reference, own)
+    reason = f"{len(wrong)} of {len(reference)} differ" if wrong else ""
+    return Outcome("wrong" if wrong else "right", reason, wrong, time.perf_counter() - start)
+
+
+def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel | None = None) -> Values:
+    """What csc gives, all ranks in this process."""
+    model = module.make() if compiled is None else compiled.model
+    patterns = freeze(model, setting["freeze"])
+    batches = [module.batch(*size) for size in sizes(setting)]
+    options = asked(setting)
+    if setting["off"]:
+        apply(model, patterns)
+    elif patterns:
+        options["freeze"] = patterns
+    if compiled is None:
+        compiled = csc.compile(model, example=batches[0], cache=False, **options)
+    else:
+        compiled = compiled.with_options(**options)
+    return train(model, batches, compiled.train_step)
+
+
+def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What csc.compile takes, but for `freeze`."""
+    mesh = {"dp": setting["dp"], "pp": setting["pp"], "cp": setting["cp"]}
+    named = {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
+    return {"mesh": mesh, "microbatches": setting["microbatches"], "schedule": setting["schedule"]} | named
+
+
+def compare(
+    module: Module, setting: Mapping[str, Any], reference: Values, own: Values
+) -> dict[str, tuple[float, float, float]]:
+    """(eager's norm, csc's norm, relative difference) of what differs by more than rounding."""
+    share = 1e-2 if setting["precision"] else 1e-4
+    found = apart(reference, own, share)
+    if all(value <= TOLERANCE for value in found.values()):  # false for what is no number
+        return {}
+    noise = dict.fromkeys(found, 0.0)
+    for other in others(module, setting):
+        noise = {name: max(value, noise[name]) for name, value in apart(reference, other, share).items()}
+    least = COARSE if setting["precision"] else TOLERANCE
+    slack = 4 if setting["precision"] else SLACK
+    wrong = [name for name, value in found.items() if not value <= max(least, slack * noise[name])]
+    return {name: (_norm(reference[name]), _norm(own.get(name)), found[name]) for name in wrong}
+
+
+def others(module: Module, setting: Mapping[str, Any]) -> list[Values]:
+    """Eager's results that are as right as its own: of moved weights, and in bfloat16 if csc computes in that."""
+    found = [eager(module, setting, moved) for moved in (1, 2, 3)]
+    if setting["precision"]:
+        with suppress(RuntimeError, TypeError):  # a model that mixes dtypes by itself may not run so
+            found.append(eager(module, setting, dtype=torch.bfloat16))
+    return found
+
+
+def _norm(value: torch.Tensor | None) -> float:
+    return float("nan") if value is None else norm(value)

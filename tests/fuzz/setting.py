@@ -1,0 +1,66 @@
+"""How csc is asked to train a random model: mesh, microbatches, schedule, precision, what is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+from benchmarks.judge import PLAIN
+
+SCHEDULES = ("auto", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "interleaved-zb", "zb-h1", "zb-h2", "zb-v")
+FROZEN = (
+    ("embed.*",), ("head.*",), ("*.bias",), ("*.weight",), ("*part0*",), ("*part1*", "*part2*"), ("encoder.*",),
+    ("*encoder*", "*part0*", "embed.*"), ("*.a.*",), ("*.b.*", "*.qkv.*"), ("*part*",), ("projector.*", "*part2*"),
+)  # fmt: skip
+RECOMPUTE = ("full", "selective")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The judge's PLAIN, field by field."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    microbatches: int = 1
+    schedule: str = "auto"
+    recompute: str | None = None
+    precision: str | None = None
+    freeze: tuple[str, ...] = ()
+    off: bool = False
+    steps: bool = False
+
+    def simpler(self) -> Iterator[Setting]:
+        """Settings with one thing less."""
+        for name in self.changed:
+            yield replace(self, **{name: PLAIN[name]})
+        if self.pp == 3:
+            yield replace(self, pp=2)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What is asked for besides the plain."""
+        return {name: value for name, value in asdict(self).items() if value != PLAIN[name]}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.changed.items()) or "plain"
+
+
+def random_setting(random: Random) -> Setting:
+    """pp of 1 to 3, dp and cp of 1 to 2, at most 8 ranks."""
+    pp = random.choice([1, 2, 2, 3])
+    dp, cp = random.choice([1, 1, 1, 2]), random.choice([1, 1, 1, 2])
+    return Setting(
+        pp=pp,
+        dp=dp,
+        cp=cp if pp * dp < 6 else 1,
+        microbatches=random.choice([1, 1, 2, 2, 4]) if dp == 1 else random.choice([1, 2]),
+        schedule=random.choice(SCHEDULES) if random.random() < 0.4 else "auto",
+        recompute=random.choice(RECOMPUTE) if random.random() < 0.2 else None,
+        precision="bf16" if random.random() < 0.1 else None,
+        freeze=random.choice(FROZEN) if random.random() < 0.45 else (),
+        off=random.random() < 0.5,
+        steps=random.random() < 0.2,
+    )
