@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import csc
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.ir.mesh import Mesh
 from csc.runtime.program import load
 

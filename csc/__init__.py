@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompiledModel", "CscError", "InputError", "Mask", "Mesh",
+    "CompiledModel", "CscError", "DifferenceError", "InputError", "Mask", "Mesh",
     "attention", "compile", "compose", "opaque", "weightless",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from csc.api import CompiledModel, compile
+    from csc.api import compile
     from csc.capture.weightless import weightless
+    from csc.compiled import CompiledModel
     from csc.composition import compose
-    from csc.errors import CscError, InputError
+    from csc.errors import CscError, DifferenceError, InputError
     from csc.ir.mesh import Mesh
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "compile": "csc.api",
-    "CompiledModel": "csc.api",
+    "CompiledModel": "csc.compiled",
     "compose": "csc.composition",
     "Mesh": "csc.ir.mesh",
     "attention": "csc.kernels.attention",
@@ -37,6 +38,7 @@ _HOMES = {
     "opaque": "csc.kernels.opaque",
     "weightless": "csc.capture.weightless",
     "CscError": "csc.errors",
+    "DifferenceError": "csc.errors",
     "InputError": "csc.errors",
 }
 

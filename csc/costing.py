@@ -14,7 +14,7 @@ import sympy
 from csc.analysis import symbolic as poly
 from csc.analysis.costs import basis, parameter_bytes, region_costs, stored_dtypes, variant_cost
 from csc.analysis.hardware import Hardware
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import CscError
 from csc.ir.program import Program, compute_dtypes
 from csc.lengths import Length, Sampler, lengths, rows, sampler

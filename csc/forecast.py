@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import PARTS

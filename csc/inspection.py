@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from csc.api import CompiledModel
 from csc.codegen.rank_file import position_path, rank_path
 from csc.codegen.write import sources
+from csc.compiled import CompiledModel
 from csc.drawing import dot, mermaid, page
 from csc.errors import InputError
 from csc.ir.printer import program_text

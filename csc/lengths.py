@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.api import CompiledModel
 from csc.capture import Learned, capture, serves, split_batch, with_sizes_of
+from csc.compiled import CompiledModel
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh

@@ -28,8 +28,8 @@ from torch import fx, nn
 
 from csc.analysis.costs import Work, seconds, variant_cost, variant_key
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
-from csc.api import CompiledModel
 from csc.capture import device_of, placed, split_batch, with_weights
+from csc.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from csc.api import CompiledModel, compile
+from csc.api import compile
 from csc.capture.failures import user_line
+from csc.compiled import CompiledModel
 from csc.errors import CscError, InputError
 
 

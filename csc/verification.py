@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from csc.api import CompiledModel
 from csc.capture import with_weights
 from csc.check.differences import relative
 from csc.check.eager import eager_step
 from csc.check.locate import locate
 from csc.check.training import trained_by_eager, trained_by_program
+from csc.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.program import Options
 from csc.torch_private import pytree

@@ -42,7 +42,7 @@ def tampered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return changes
 
 
-def compiled(**options: Any) -> csc.api.CompiledModel:
+def compiled(**options: Any) -> csc.CompiledModel:
     return csc.compile(small.text(2), example=small.text_batch(4), cache=False, **options)
 
 

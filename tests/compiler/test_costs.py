@@ -34,8 +34,8 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
-from csc.api import CompiledModel
 from csc.capture import loss_of
+from csc.compiled import CompiledModel
 from csc.cost_tables import cost_tables
 from csc.costing import CostReport, report
 from csc.ir.program import Options, Program

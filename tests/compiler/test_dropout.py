@@ -10,7 +10,7 @@ from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM, mixed
 from torch import fx, nn
 
 import csc
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.runtime import seeds

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import csc
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.inspection import FORMATS, dump
 from csc.ir import graph as g
@@ -525,6 +525,7 @@ def test_a_program_runs_without_the_compiler_and_transformers(models: Models, tm
         "csc.passes",
         "csc.codegen",
         "csc.api",
+        "csc.compiled",
         "csc.compiler",
         "csc.analysis",
         "transformers",

@@ -18,7 +18,7 @@ from csc.codegen.manifest import manifest
 from csc.codegen.write import sources
 
 import csc
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.inspection import dump
 from csc.ir.printer import program_text
 from tests.compiler.conftest import Models

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.api import CompiledModel
 from csc.capture import loss_of, without_kv_cache
+from csc.compiled import CompiledModel
 from csc.costing import report
 from csc.errors import InputError
 from csc.ir import graph as g

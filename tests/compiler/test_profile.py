@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from csc import cli
 from csc.analysis.costs import Call, Work, basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.lengths import sampler

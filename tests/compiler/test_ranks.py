@@ -14,7 +14,7 @@ from csc.codegen.write import sources
 from torch import nn
 
 import csc.run
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.inspection import dump
 from csc.ir.mesh import Mesh

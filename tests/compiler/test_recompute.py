@@ -12,7 +12,7 @@ from torch import nn
 
 import csc
 from csc.analysis.costs import variant_cost, variant_key
-from csc.api import CompiledModel
+from csc.compiled import CompiledModel
 from csc.costing import report
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -1,0 +1,57 @@
+"""The entries of a batch beside those of the example that a model was compiled for.
+
+check_entries(example, batch, model)        InputError for other keys, dtypes or plain values
+check_cut(names, parts)                     InputError if entries were cut that have no sample dimension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from torch import nn
+
+from csc.capture import split_batch
+from csc.errors import InputError
+
+Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def check_entries(example: Batch, batch: Batch, model: nn.Module) -> None:
+    """Each microbatch of a list, or the batch. What the model's own `check_batch` raises is raised."""
+    expected, extra = split_batch(example[0] if isinstance(example, (list, tuple)) else example)
+    for microbatch in batch if isinstance(batch, (list, tuple)) else [batch]:
+        found, other = split_batch(microbatch)
+        for name in expected.keys() | found.keys():
+            if name not in found:
+                raise InputError(f"the batch has no entry {name!r}", "train_step", _keys_remedy(expected))
+            if name not in expected:
+                raise InputError(
+                    f"the batch has an entry {name!r} that the example had not", "train_step", _keys_remedy(expected)
+                )
+            if found[name].dtype != expected[name].dtype:
+                raise InputError(
+                    f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
+                    "train_step", f"convert it with .to({expected[name].dtype}), or compile with such an example",
+                )  # fmt: skip
+        if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
+            raise InputError(
+                f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
+                "values that are no tensors are compiled in: compile again with an example that has these",
+            )  # fmt: skip
+        own = getattr(model, "check_batch", None)
+        if callable(own):
+            own({**found, **other})
+
+
+def check_cut(names: Set[str], parts: int) -> None:
+    """names: of entries that were cut though the graph shows that they have no sample dimension."""
+    for name in sorted(names):
+        raise InputError(
+            f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
+            f"{parts} pieces", "batch", f"give a list of {parts} ready microbatches, each with the whole of it",
+        )  # fmt: skip
+
+
+def _keys_remedy(expected: Mapping[str, Any]) -> str:
+    return f"give the entries of the example: {', '.join(sorted(expected))}; or compile with another example"
