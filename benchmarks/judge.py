@@ -42,8 +42,10 @@ class Module(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: right, refused (by a csc sentence), crash, wrong, or eager (which does not run). differences: of what is
-    wrong, by parameter: eager's and csc's norm, and the relative difference."""
+    """kind: right, refused (by a csc sentence), caught (wrong, and csc's own check said so), crash, wrong (in silence),
+    or eager (which does not run). differences: of what is wrong, by parameter: eager's and csc's norm, and the relative
+    difference.
+    """
 
     kind: str
     reason: str = ""
@@ -154,6 +156,8 @@ def judge(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledMode
         return Outcome("eager", "its numbers are not finite")
     try:
         own = ours(module, setting, compiled)
+    except csc.DifferenceError as error:
+        return Outcome("caught", str(error), seconds=time.perf_counter() - start)
     except csc.CscError as error:
         return Outcome("refused", str(error), seconds=time.perf_counter() - start)
     except Exception as error:

@@ -21,7 +21,7 @@ from tests.fuzz.running import Worker
 from tests.fuzz.shrink import judged, likeness, shrink
 from tests.fuzz.source import source
 
-FAILED = ("wrong", "crash", "hang")
+FAILED = ("wrong", "caught", "crash", "hang")
 Known = tuple[str, frozenset[str], str]  # what failed in which way, with which features, and its file
 
 

@@ -43,7 +43,7 @@ def outcomes(path: Path) -> list[Outcome]:
         if not alone and shared is None:
             shared = _shared(module, setting)
         found.append(judge(module, setting, None if alone else shared))
-        if found[-1].kind in ("wrong", "crash") and not alone and shared is not None:
+        if found[-1].kind in ("wrong", "caught", "crash") and not alone and shared is not None:
             again = judge(module, setting)
             found[-1] = (
                 again
