@@ -185,10 +185,12 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         files = {SINGLE}
         if index.is_file():
             files = set(json.loads(index.read_text())["weight_map"].values())
+            if outside := sorted(file for file in files if Path(file).name != file):
+                raise ValueError(f"the index names {outside[0]!r:.80}, which is no file beside it")
         return {name: tensor for file in sorted(files) for name, tensor in load_file(directory / file).items()}
     except FileNotFoundError as error:
         raise InputError(f"a file is missing: {error}", str(directory), "save the weights again") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"the weights cannot be read: {error}", str(directory), "save the weights again") from None
 
 

@@ -161,6 +161,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(InputError, match="a file is missing"):
         ComposedModel.from_pretrained(tmp_path)
+    for listed in ("../elsewhere.safetensors", str(tmp_path / "model.safetensors"), 7):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: listed}}))
+        with pytest.raises(InputError, match="the weights cannot be read"):
+            ComposedModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
