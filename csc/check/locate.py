@@ -29,6 +29,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
+from csc.runtime.transport import InProcess
 from csc.torch_private import pytree
 
 NUMBERS = torch.tensor(-1)  # the seed of a microbatch that leaves nothing to chance
@@ -61,7 +62,7 @@ def locate(compiler: Compiler, microbatch: Mapping[str, Any], options: Options, 
     with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
         compiler.emit(program, plain, Path(folder) / "program", complete)
         loaded = load(Path(folder) / "program")
-        trainer = Trainer(loaded, weights=dict(compiler.model.named_parameters()))
+        trainer = Trainer(loaded, dict(compiler.model.named_parameters()), InProcess(loaded))
         found = step_of(trainer, [complete])
     return _gradients_part(program, right, found, tolerance)
 

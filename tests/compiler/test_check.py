@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from csc.check.numbers import WithoutChance
 from csc.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.verification import parting, verify
-from tests.compiler import small
+from tests import launching
+from tests.compiler import check_worker, small
 
 
 @pytest.fixture
@@ -214,3 +216,23 @@ def test_the_cache_remembers_that_a_program_was_checked(
 def test_check_is_a_choice_or_a_number(given: Any) -> None:
     with pytest.raises(InputError, match="check is"):
         compiled(check=given)
+
+
+@pytest.mark.gloo
+def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
+    launching.ranks(check_worker.main, 2, tmp_path)
+    first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
+    assert first["losses"] == second["losses"]
+    checks = [[line for line in one["log"] if line.startswith("checked")] for one in (first, second)]
+    assert [len(lines) for lines in checks] == [3, 0]  # the first step, the third, and the first of the changed model
+    changed = "TextModel has changed since it was compiled: a hook (_forward_hooks) of layers.1"
+    assert changed in first["log"] and changed in second["log"]
+
+    eager = small.text(2)
+    for loss in first["losses"][:3]:
+        assert loss == pytest.approx(float(eager(**check_worker.BATCH).detach()), rel=1e-6)
+    eager.layers[1].register_forward_hook(lambda module, given, result: 2 * result)
+    assert first["losses"][3] == pytest.approx(float(eager(**check_worker.BATCH).detach()), rel=1e-6)
+
+    assert first["errors"] == second["errors"] and len(first["errors"]) == 2 and first["gradients"] == []
+    assert all(error.startswith("DifferenceError: region layers.1 ") for error in first["errors"])
