@@ -211,7 +211,7 @@ class CompiledModel:
         if any(parameter.is_meta for parameter in self.model.parameters()):
             return str(Checked(skipped="the model has no weights here"))
         self.trainer()
-        return str(self._serving.checked or Checked(skipped="that was done before, as the cache knows"))
+        return str(self._serving.checking.latest or Checked(skipped="that was done before, as the cache knows"))
 
     def step_without_chance(self, batch: Any) -> Step:
         """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
@@ -260,7 +260,7 @@ class CompiledModel:
             if self._has_changed():
                 return Said((*sizes(ready), "the model has changed")), (ready, None, [])
             with serving.compiling:
-                trainer = serving.serves(ready, options)
+                trainer = serving.handed_out(ready, options)
                 if trainer is None:
                     return Said((*sizes(ready), "no program yet")), (ready, None, [])
                 self._check_cut(batch, options, trainer)

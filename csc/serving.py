@@ -17,8 +17,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
 from csc.capture.state import State
-from csc.check.first import Checked, check
+from csc.checking import Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
-from csc.errors import DifferenceError, InputError
+from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
 from csc.ir.stored import Unstorable, bound
@@ -44,13 +43,11 @@ from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
-from csc.runtime.transport import InProcess
 from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
 CACHED = "program, from the cache"
-CHECK = "check against eager PyTorch"
 Microbatch = Mapping[str, Any]
 Key = tuple[Any, int]  # signature, number of microbatches
 
@@ -103,9 +100,7 @@ class Serving:
         self._group: dist.ProcessGroup | None = None
         self._before = before
         self._checks = checks
-        self._packs: dict[int, list[tuple[Packed, dict[str, Any]]]] = {}  # of all ranks, for the check on the first one
-        self._different: DifferenceError | None = None
-        self.checked: Checked | None = None  # the latest check
+        self.checking = Checking(compiler)
         self.state = state  # the model as the programs know it
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
@@ -228,17 +223,16 @@ class Serving:
         train what eager PyTorch does.
         """
         with self.compiling:
-            if self._different is not None:
-                raise self._different
-            new = []
+            self.checking.refuse_different()
+            new = False
             for microbatch in ready:
                 if not self._serves(microbatch, options):
                     self.meeting(options)
                     self._gather_weights()
                     self._add(microbatch, options, progress)
-                    new.append(microbatch)
-            if self._checks and batch is not None and new:
-                self.check(ready, options, batch, progress, new)
+                    new = True
+            if self._checks and batch is not None:
+                self.check(ready, options, batch, progress, again=False)
             if new:
                 self.look()
             self.last = self._trainers[options.microbatches]
@@ -249,75 +243,34 @@ class Serving:
         self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written)
 
     def check(
-        self,
-        ready: Sequence[Microbatch],
-        options: Options,
-        batch: Any,
-        progress: Progress,
-        new: Sequence[Microbatch] | None = None,
+        self, ready: Sequence[Microbatch], options: Options, batch: Any, progress: Progress, again: bool = True
     ) -> None:
-        """Compare what these microbatches train with eager PyTorch. Of several ranks the first one does, and runs them
-        all; all ranks call it.
+        """Compare what these microbatches train with eager PyTorch. All ranks call it. again: also if that was done.
 
-        new: those whose programs are new; if the cache knows that they were compared, they are not again. None: all
-        are compared. DifferenceError, on every rank, then and from then on.
+        DifferenceError, on every rank, then and from then on.
         """
+        if again or self._are_due(ready, options):
+            names = [self._signature(self.complete(microbatch)) for microbatch in ready]
+            trainer = self._trainers[options.microbatches]
+            self.checking.compare(
+                trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
+            )
 
-        def compare() -> Files:
-            if new is None or not all(self._was_checked(microbatch, options) for microbatch in new):
-                progress(CHECK)
-                with self._all_ranks(options) as trainer:
-                    self.checked = check(self._compiler, trainer, batch, ready, options)
-                (log.warning if self.checked.skipped else log.info)("%s", self.checked)
-                if not self.checked.skipped:
-                    self._keep_checked(new or (), options)
-            return {}
+    def _are_due(self, ready: Sequence[Microbatch], options: Options) -> bool:
+        """Whether a program of one of these has not been compared."""
+        due = self.checking.due(options.microbatches)
+        return bool(due) and any(self._signature(self.complete(microbatch)) in due for microbatch in ready)
 
-        def make() -> tuple[Said, None]:
-            if self._group is None:
-                compare()
-            else:
-                first_makes(compare, self._group)
-            return NOTHING, None
-
-        try:
-            self.meeting(options).hold("check", make)
-        except DifferenceError as error:
-            self._different = error
-            raise
-
-    @contextmanager
-    def _all_ranks(self, options: Options) -> Iterator[Trainer]:
-        """All ranks in this process, with the model's weights."""
-        if self._group is None:
-            yield self._trainers[options.microbatches]
-            return
-        weights = dict(self._compiler.model.named_parameters())
-        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
-            programs = []
-            for number, (packed, complete) in enumerate(self._packs[options.microbatches]):
-                directory = Path(folder) / str(number)
-                install(packed.files, directory, complete)
-                programs.append(load(directory))
-            trainer = Trainer(programs[0], weights, InProcess(programs[0]))
-            for program in programs[1:]:
-                trainer.add(program)
-            yield trainer
-
-    def _was_checked(self, microbatch: Microbatch, options: Options) -> bool:
-        settled = self._settled[self._key(microbatch, options)]
-        return bool(self._compiler.kept.checked(microbatch, settled, self._compiler.learned))
-
-    def _keep_checked(self, new: Sequence[Microbatch], options: Options) -> None:
-        for microbatch in new:
-            settled = self._settled[self._key(microbatch, options)]
-            learned = snapshot(self._compiler.learned)
-            self._compiler.kept.keep_checked(str(self.checked), microbatch, settled, learned)
+    def handed_out(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
+        """The trainer, if it has a program for each of these, compared if that is wanted. DifferenceError if one was
+        found to be wrong.
+        """
+        self.checking.refuse_different()
+        trainer = self.serves(ready, options)
+        return None if self._checks and self._are_due(ready, options) else trainer
 
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
-        """The trainer, if it has a program for each of these. DifferenceError if one was found to be wrong."""
-        if self._different is not None:
-            raise self._different
+        """The trainer, if it has a program for each of these."""
         served = all(self._serves(microbatch, options) for microbatch in ready)
         return self._trainers.get(options.microbatches) if served else None
 
@@ -363,8 +316,8 @@ class Serving:
         self._places[name] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
-        if self._group is not None and dist.get_rank() == 0:
-            self._packs.setdefault(count, []).append((packed, self.complete(microbatch)))
+        complete, settled = self._compiler.complete(microbatch), self._settled[self._key(microbatch, options)]
+        self.checking.made(name, Made(microbatch, complete, settled, packed))
 
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress

@@ -88,6 +88,14 @@ def test_a_wrong_program_is_an_error_that_names_the_region(
     assert unchecked.train_step(small.text_batch(4)).isfinite()
 
 
+def test_what_was_made_without_a_check_is_checked_before_it_trains(tampered: dict[str, str]) -> None:
+    tampered["aten.silu_backward."] = "aten.gelu_backward."
+    model = compiled(mesh="pp=2")
+    assert not verify(model).good(1e-6)
+    with pytest.raises(DifferenceError):
+        model.train_step(small.text_batch(4))
+
+
 def test_verify_says_where_both_part(tampered: dict[str, str]) -> None:
     tampered["aten.silu_backward."] = "aten.gelu_backward."
     model = compiled(mesh="pp=2")
