@@ -430,6 +430,7 @@ class CompiledModel:
         found = trainer.transport.meeting.hold("load", rest)
         trainer.load(path, form)
         put_rest(self.model, form, found)
+        self._serving.look()  # what the step does not use may have got values for the first time
 
     def save(self, directory: str | Path) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.

@@ -5,6 +5,7 @@ Real models: test_coverage.py.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -223,6 +224,32 @@ def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[
     one, whole, ran = texts(Model(layer), batch())
     assert one == whole
     assert ran == traced
+
+
+class Saying(Layer):
+    """Logs, and somebody listens."""
+
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        logging.getLogger("tests.saying").warning("a layer runs")
+        return super().forward(hidden, position)
+
+
+def test_what_handlers_of_logs_keep_is_no_state_of_layers() -> None:
+    class Keeping(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.kept.append(record.getMessage())
+
+    handler = Keeping()
+    logging.getLogger("tests.saying").addHandler(handler)
+    try:
+        one, whole, ran = texts(Model(Saying), batch())
+    finally:
+        logging.getLogger("tests.saying").removeHandler(handler)
+    assert one == whole and ran == 1 and handler.kept
 
 
 def test_layers_that_remember_something_of_their_own() -> None:
