@@ -55,12 +55,26 @@ def check_combination(program: Program, options: Options) -> None:
     """InputError if the batch is cut into microbatches and nothing proves how their losses combine."""
     problem = program.combination.problem
     if problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
+        if _mean_of_one_sample(program):
+            return
         raise InputError(
             f"csc cannot prove that the losses of microbatches make the loss of the batch: {problem}",
             program.combination.where,
             "use one microbatch and dp=1, with which the step is the model's own; or, if its samples do not depend on "
             "each other, say how their losses combine: loss_weight='mean' (by the number of samples) or 'sum'",
         )
+
+
+def _mean_of_one_sample(program: Program) -> bool:
+    """Whether a model that asks for the number of samples was traced for one, and its loss is a mean over labels.
+
+    Then nothing in the graph tells what would be done to several; but microbatches have one sample each, so that none
+    meets another in them. What the model does to a batch at once the check compares (csc.check).
+    """
+    rows = next((one.shape for one in program.inputs if one.name == program.combination.rows), ())
+    if program.symbolic is None or rows[:1] != (1,):
+        return False
+    return labels_of(g.outputs(program.symbolic)[0]) is not None
 
 
 def labels_of(result: Any) -> fx.Node | None:
