@@ -8,15 +8,21 @@ Of every function of the model's or of its libraries that runs (not torch's, not
 its code say which globals it may read, and which attributes of these, of its arguments and of what it closes over. What
 they hold is noted as the function is called, and compared later: plain values, containers of them, where an iterator
 stands. A name that is never reached is noted too; that costs a trace at most.
+
+Other code may run meanwhile that is none of the model's: what takes messages (handlers of logging, a replacement of
+warnings.showwarning) counts or keeps them, and what it looks at does not count. The garbage collector waits, since it
+calls functions of whoever asked for that at any time (gc.callbacks, finalizers).
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import operator
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,16 +47,21 @@ class Looked:
 
     def __init__(self) -> None:
         self._notes: dict[tuple[int, CodeType], tuple[Any, frozenset[str], Any]] = {}
+        self._telling: FrameType | None = None  # of the message that is under way
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note what the functions look at that run inside of the context."""
-        before = sys.getprofile()
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()
         sys.setprofile(self._called)
         try:
             yield
         finally:
             sys.setprofile(before)
+            self._telling = None
+            if collects:
+                gc.enable()
 
     def unchanged(self) -> bool:
         """Whether everything is what it was when a function that looks at it was first called."""
@@ -58,6 +69,13 @@ class Looked:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
+        if self._telling is not None:
+            if event == "return" and frame is self._telling:
+                self._telling = None
+            return
+        if event == "call" and _takes_messages(code):
+            self._telling = frame
+            return
         home = str(frame.f_globals.get("__name__")) if event == "call" else ""
         if not home or home.partition(".")[0] in LIBRARIES or home in RECORDERS:
             return
@@ -84,6 +102,10 @@ class Looked:
             return
         known = self._notes[key][1] if key in self._notes else frozenset()
         self._notes[key] = (root, names | known, _look(root, names | known, DEEPEST))
+
+
+def _takes_messages(code: CodeType) -> bool:
+    return code is logging.Logger.handle.__code__ or code is getattr(warnings.showwarning, "__code__", None)
 
 
 def _look(value: Any, names: frozenset[str], deep: int) -> Any:
