@@ -38,7 +38,6 @@ from csc.capture.host import NOT_THE_MODELS
 
 LIBRARIES = {*NOT_THE_MODELS, *sys.stdlib_module_names, "mpmath", "networkx", "numpy", "sympy"}  # called by traces
 RECORDERS = {"transformers.utils.output_capturing"}  # keep what layers return, and look at nothing
-LOGGING = (logging.Filterer, logging.Formatter, logging.LogRecord)  # handlers keep what they are told; nobody computes
 DEEPEST, LONGEST = 4, 256  # of values within values; entries of a container
 
 
@@ -79,8 +78,6 @@ class Looked:
         home = str(frame.f_globals.get("__name__")) if event == "call" else ""
         if not home or home.partition(".")[0] in LIBRARIES or home in RECORDERS:
             return
-        if isinstance(frame.f_locals.get("self"), LOGGING):
-            return
         names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))
         for name in code.co_names:
             if name in frame.f_globals:
@@ -95,7 +92,7 @@ class Looked:
                 self._note(one, code, names)
 
     def _note(self, root: Any, code: CodeType, names: frozenset[str]) -> None:
-        if isinstance(root, (*PLAIN, torch.Tensor, *LOGGING)):
+        if isinstance(root, (*PLAIN, torch.Tensor)):
             return
         key = (id(root), code)
         if key in self._notes and self._notes[key][1] == names:
@@ -114,7 +111,7 @@ def _look(value: Any, names: frozenset[str], deep: int) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))
-    if deep == 0 or isinstance(value, LOGGING):
+    if deep == 0:
         return None
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return (len(value), *(_look(one, names, deep - 1) for one in itertools.islice(value, LONGEST)))
