@@ -62,6 +62,9 @@ _FILLED = ("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_
 _LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
            "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
            "flip", "pad", "constant_pad_nd")  # fmt: skip
+_BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+                "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
+                "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
 
 RULES: dict[str, Rule] = {
     **_NUMBERS,
@@ -102,7 +105,7 @@ RULES: dict[str, Rule] = {
     "aten::repeat_interleave": repeat_each_rule,
     "aten::select_scatter": same_dims_rule,
     "aten::scaled_dot_product_attention": attention_rule,
-    "aten::batch_norm": batch_norm_rule,
+    **dict.fromkeys(_BATCH_NORMS, batch_norm_rule),
     "aten::argsort": order_rule,
     "aten::slice_scatter": overwritten_rule,
     "aten::type_as": typed_rule,
