@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from csc.analysis.links import FOURIER
 from csc.analysis.sample_arithmetic import (
     cast_rule,
     choice_rule,
@@ -35,7 +36,7 @@ from csc.analysis.sample_moves import (
     split_rule,
     typed_rule,
 )
-from csc.analysis.sample_products import contraction_rule, einsum_rule, reduction_rule
+from csc.analysis.sample_products import contraction_rule, einsum_rule, reduction_rule, sum_to_size_rule
 from csc.analysis.sample_sizes import (
     expand_rule,
     filled_rule,
@@ -61,7 +62,9 @@ _FILLED = ("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_
            "scalar_tensor")  # fmt: skip
 _LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
            "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
-           "flip", "pad", "constant_pad_nd")  # fmt: skip
+           "flip", "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj",
+           "_conj", "conj_physical", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
+           *FOURIER)  # fmt: skip
 _BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
                 "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
                 "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
@@ -91,6 +94,7 @@ RULES: dict[str, Rule] = {
     "aten::masked_fill": choice_rule,
     "aten::sum": reduction_rule,
     "aten::mean": reduction_rule,
+    "aten::sum_to_size": sum_to_size_rule,
     "aten::einsum": einsum_rule,
     "aten::slice": slice_rule,
     "aten::split": split_rule,
