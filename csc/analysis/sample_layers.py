@@ -43,6 +43,8 @@ def item_rule(following: Following, node: fx.Node) -> State:
     of a function with a backward of its own.
     """
     several: Any = node.args[0]
+    if g.op_name(several) == "csc::own_gradient":
+        return of(following, several.args[0][node.args[1]])
     if g.op_name(several) != "aten::broadcast_tensors":
         return of(following, several)
     operand: fx.Node = several.args[0][node.args[1]]

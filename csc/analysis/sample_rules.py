@@ -19,6 +19,7 @@ from csc.analysis.sample_arithmetic import (
     product_rule,
     sum_rule,
 )
+from csc.analysis.sample_functions import hooked_rule, incoming_rule, own_gradient_rule
 from csc.analysis.sample_layers import attention_rule, batch_norm_rule, broadcast_rule, item_rule
 from csc.analysis.sample_losses import LOSS_RULES
 from csc.analysis.sample_moves import (
@@ -114,5 +115,8 @@ RULES: dict[str, Rule] = {
     "aten::slice_scatter": overwritten_rule,
     "aten::type_as": typed_rule,
     "aten::broadcast_tensors": broadcast_rule,
+    "csc::incoming": incoming_rule,
+    "csc::own_gradient": own_gradient_rule,
+    "csc::with_hooks": hooked_rule,
     "getitem": item_rule,
 }
