@@ -41,7 +41,9 @@ _ELEMENTWISE = {"aten::clone", "aten::_to_copy", "aten::type_as", "aten::contigu
                 "aten::detach", "aten::alias", "aten::masked_fill", "aten::zeros_like", "aten::ones_like",
                 "aten::full_like", "aten::empty_like", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
                 "aten::fill"}  # fmt: skip
-_BROADCASTING = {"aten::where", "aten::floor_divide", "aten::rsub", "aten::remainder"}  # and not tagged as pointwise
+# Those that torch has not tagged as pointwise.
+_BROADCASTING = {"aten::where", "aten::floor_divide", "aten::rsub", "aten::remainder", "aten::polar", "aten::complex",
+                 "aten::hardswish", "aten::mish", "aten::_prelu_kernel"}  # fmt: skip
 # How many dimensions of the first operand are behind the samples and channels, or features, that stay what they are.
 _SPATIAL = {"aten::conv1d": 2, "aten::conv2d": 3, "aten::conv3d": 4, "aten::conv_transpose1d": 2,
             "aten::conv_transpose2d": 3, "aten::avg_pool1d": 1, "aten::avg_pool2d": 2, "aten::avg_pool3d": 3,
@@ -51,10 +53,16 @@ _SPATIAL = {"aten::conv1d": 2, "aten::conv2d": 3, "aten::conv3d": 4, "aten::conv
             "aten::_upsample_bicubic2d_aa": 2, "aten::_upsample_bilinear2d_aa": 2, "aten::pixel_shuffle": 3,
             "aten::pixel_unshuffle": 3, "aten::im2col": 2, "aten::convolution": None}  # fmt: skip
 _BY_SAMPLE = {"aten::group_norm", "aten::instance_norm", "aten::native_group_norm"}  # dimension 0 stays, no other
+FOURIER = ("_fft_r2c", "_fft_c2r", "_fft_c2c",  # along the dimensions that are named
+           *(f"fft_{way}{kind}{dims}"
+             for way in ("", "i") for kind in ("fft", "rfft", "hfft") for dims in ("", "2", "n")))  # fmt: skip
 _SKIPPING = {  # works along one dimension, element by element along all others
     "aten::flip": "dims", "aten::roll": "dims", "aten::sort": "dim", "aten::argsort": "dim",
     "aten::logcumsumexp": "dim", "aten::cumprod": "dim", "aten::cummax": "dim",
+    **{f"aten::{name}": "dim" for name in FOURIER},
 }  # fmt: skip
+_COMPLEX = ("aten::view_as_complex", "aten::view_as_real", "aten::real", "aten::imag", "aten::conj", "aten::_conj",
+            "aten::_neg_view", "aten::resolve_conj", "aten::resolve_neg")  # fmt: skip
 _OTHER_VIEWS = {"aten::as_strided", "aten::diagonal", "aten::unfold"}  # their dimensions are not those of the operand
 _STRIDES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079)  # primes: no product of sizes is one of them
 
@@ -228,6 +236,26 @@ def _of_repeat(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> l
     return [(operand, _same(shape_of(operand), out, from_right=True))]
 
 
+def _of_complex(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
+    """Views between complex numbers and pairs of real ones: those lie in a dimension of their own, the last."""
+    rank = min(len(out), len(shape_of(node.args[0])))  # type: ignore[arg-type]
+    return [(node.args[0], tuple(d if d < rank else None for d in range(len(out))))]  # type: ignore[list-item]
+
+
+def _of_prelu(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
+    """A slope for each channel, in dimension 1."""
+    of_slopes = tuple(0 if d == 1 else None for d in range(len(out)))
+    return [(bound["self"], tuple(range(len(out)))), (bound["weight"], of_slopes)]
+
+
+def _of_sum_to_size(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
+    """Dimensions before those of the result, and those of which it has one entry, are summed."""
+    operand: Any = node.args[0]
+    before = shape_of(operand)
+    shift = len(before) - len(out)
+    return [(operand, tuple(d + shift if before[d + shift] == size else None for d, size in enumerate(out)))]
+
+
 def _of_search(node: fx.Node, bound: Mapping[str, Any], out: Sequence[int]) -> list[tuple[fx.Node, Link]]:
     """Each value among boundaries that are the same for all."""
     return [(node.args[0], _same(shape_of(node.args[0]), out))]  # type: ignore[arg-type, list-item]
@@ -263,6 +291,9 @@ _MORE: dict[str, Any] = {
     **dict.fromkeys(("aten::cosine_similarity", "aten::pairwise_distance"), _of_distance),
     SDPA: _of_attention,
     "aten::unfold": _of_windows,
+    **dict.fromkeys(_COMPLEX, _of_complex),
+    "aten::prelu": _of_prelu,
+    "aten::sum_to_size": _of_sum_to_size,
     "aten::repeat": _of_repeat,
     "aten::grid_sampler": _of_sampling,
 }  # fmt: skip

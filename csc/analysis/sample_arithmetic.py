@@ -86,7 +86,7 @@ def _check_literal(following: Following, value: Any) -> None:
         if _of_literals(value) and following.states[value] == Whole() and prod(shape_of(value)) == 1:
             raise Lost("scales the loss by a number that may be that of the samples: the trace has it as a number")
         return
-    if not float(value).is_integer():
+    if isinstance(value, complex) or not float(value).is_integer():
         return
     counts = {state.count for state in following.entries.values() if isinstance(state, Rows)}
     if any(value and value % count == 0 for count in counts):
@@ -217,7 +217,7 @@ def choice_rule(following: Following, node: fx.Node) -> State:
     bound = given(node)
     condition = bound.get("condition", bound.get("mask"))
     values = [bound[which] for which in ("self", "other", "value") if which in bound]
-    states = [of(following, value) for value in values if not _is_zero(value)]
+    states = [of(following, value) for value in values if not is_zero(value)]
     if powers_of(of(following, condition)):
         raise Lost(NOT_LINEAR)
     powers = {powers_of(state) for state in states}
@@ -228,11 +228,12 @@ def choice_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node, powers=powers.pop())
 
 
-def _is_zero(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
+    """Whether a value is zero in all its entries, as its own call says."""
     if isinstance(value, fx.Node):
         made = g.op_name(value)
         if made in ("aten::zeros_like", "aten::zeros", "aten::new_zeros"):
             return True
         filled = made in ("aten::scalar_tensor", "aten::full", "aten::full_like", "aten::lift_fresh_copy")
-        return filled and len(value.args) > 0 and _is_zero(value.args[-1 if made != "aten::full" else 1])
+        return filled and len(value.args) > 0 and is_zero(value.args[-1 if made != "aten::full" else 1])
     return isinstance(value, (int, float)) and value == 0

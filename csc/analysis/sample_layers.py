@@ -9,7 +9,7 @@ from torch import fx
 
 from csc.analysis.links import shape_of
 from csc.analysis.sample_asking import of
-from csc.analysis.samples import EVERY_OTHER, UNKNOWN, Following, Lost, Made, Numbers, Rows, State
+from csc.analysis.samples import EVERY_OTHER, UNKNOWN, Following, Lost, Made, Numbers, Rows, State, Whole
 from csc.ir import graph as g
 
 
@@ -26,18 +26,25 @@ def attention_rule(following: Following, node: fx.Node) -> State:
 
 
 def batch_norm_rule(following: Following, node: fx.Node) -> State:
+    """By running statistics samples stay apart."""
     bound = g.bind(node)
     state = of(following, bound["input"])
-    if bound.get("training", bound.get("use_input_stats")) or bound.get("running_mean") is None:
+    if bound.get("training") or bound.get("running_mean") is None:
         raise Lost("normalises by statistics of all samples")
+    if any(of(following, one) != Whole() for one in node.all_input_nodes if one is not bound["input"]):
+        raise Lost(EVERY_OTHER)
     if not isinstance(state, Rows) or state.axis[0] == 1 or state.powers:
         raise Lost(UNKNOWN)
     return state
 
 
 def item_rule(following: Following, node: fx.Node) -> State:
-    """One of several results; of tensors that were broadcast together, each is its own operand."""
+    """One of several results; of tensors that were broadcast together each is its own operand, and so are the outputs
+    of a function with a backward of its own.
+    """
     several: Any = node.args[0]
+    if g.op_name(several) == "csc::own_gradient":
+        return of(following, several.args[0][node.args[1]])
     if g.op_name(several) != "aten::broadcast_tensors":
         return of(following, several)
     operand: fx.Node = several.args[0][node.args[1]]

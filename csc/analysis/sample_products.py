@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import shape_of
+from csc.analysis.links import links, shape_of
 from csc.analysis.sample_asking import of, powers_of
 from csc.analysis.samples import (
     EVERY_OTHER,
@@ -41,6 +42,17 @@ def reduction_rule(following: Following, node: fx.Node) -> State:
         mean = g.op_name(node) == "aten::mean"
         return Parts(times(state.powers, frozenset({(Count("rows", state.entry), 1)}), -1) if mean else state.powers)
     return following.by_links(node, linear=True)
+
+
+def sum_to_size_rule(following: Following, node: fx.Node) -> State:
+    """What broadcasting made of a value, summed again."""
+    ((operand, link),) = links(node)
+    state = of(following, operand)
+    if not isinstance(state, Rows):
+        return following.by_links(node, linear=True)
+    if state.axis[0] in link:
+        return replace(state, axis=(link.index(state.axis[0]), state.axis[1]))
+    return Parts(state.powers)
 
 
 def contraction_rule(following: Following, node: fx.Node) -> State:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from csc.analysis.links import FOURIER
 from csc.analysis.sample_arithmetic import (
     cast_rule,
     choice_rule,
@@ -18,6 +19,7 @@ from csc.analysis.sample_arithmetic import (
     product_rule,
     sum_rule,
 )
+from csc.analysis.sample_functions import hooked_rule, incoming_rule, own_gradient_rule
 from csc.analysis.sample_layers import attention_rule, batch_norm_rule, broadcast_rule, item_rule
 from csc.analysis.sample_losses import LOSS_RULES
 from csc.analysis.sample_moves import (
@@ -35,7 +37,7 @@ from csc.analysis.sample_moves import (
     split_rule,
     typed_rule,
 )
-from csc.analysis.sample_products import contraction_rule, einsum_rule, reduction_rule
+from csc.analysis.sample_products import contraction_rule, einsum_rule, reduction_rule, sum_to_size_rule
 from csc.analysis.sample_sizes import (
     expand_rule,
     filled_rule,
@@ -61,7 +63,12 @@ _FILLED = ("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_
            "scalar_tensor")  # fmt: skip
 _LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
            "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
-           "flip", "pad", "constant_pad_nd")  # fmt: skip
+           "flip", "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj",
+           "_conj", "conj_physical", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
+           *FOURIER)  # fmt: skip
+_BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+                "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
+                "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
 
 RULES: dict[str, Rule] = {
     **_NUMBERS,
@@ -88,6 +95,7 @@ RULES: dict[str, Rule] = {
     "aten::masked_fill": choice_rule,
     "aten::sum": reduction_rule,
     "aten::mean": reduction_rule,
+    "aten::sum_to_size": sum_to_size_rule,
     "aten::einsum": einsum_rule,
     "aten::slice": slice_rule,
     "aten::split": split_rule,
@@ -102,10 +110,13 @@ RULES: dict[str, Rule] = {
     "aten::repeat_interleave": repeat_each_rule,
     "aten::select_scatter": same_dims_rule,
     "aten::scaled_dot_product_attention": attention_rule,
-    "aten::batch_norm": batch_norm_rule,
+    **dict.fromkeys(_BATCH_NORMS, batch_norm_rule),
     "aten::argsort": order_rule,
     "aten::slice_scatter": overwritten_rule,
     "aten::type_as": typed_rule,
     "aten::broadcast_tensors": broadcast_rule,
+    "csc::incoming": incoming_rule,
+    "csc::own_gradient": own_gradient_rule,
+    "csc::with_hooks": hooked_rule,
     "getitem": item_rule,
 }

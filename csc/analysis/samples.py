@@ -159,7 +159,7 @@ class Following:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:
                 return self._after(node, lost)
-            if all(one == Whole() for one in used):
+            if all(one == Whole() for one in used) and name not in GRADIENTS:
                 return Whole()
         try:
             rule = self.special.get(name)
@@ -332,6 +332,7 @@ class Following:
 
 SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
                 "aten::rand_like", "aten::randn_like"}  # fmt: skip
+GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones")}
 LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
