@@ -12,10 +12,15 @@ from csc.analysis.combining import combination
 from csc.analysis.sample_losses import LABELS, MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import Options, Program
+from csc.ir.program import Combination, Options, Program
 from csc.torch_private import OpOverload
 
 aten = torch.ops.aten
+
+ONE_SAMPLE = (
+    "the model asks for the number of samples and was traced for one: that microbatches of one sample combine by their "
+    "labels is read off the loss, and not proven"
+)
 
 
 def loss(program: Program, options: Options) -> Program:
@@ -36,6 +41,9 @@ def loss(program: Program, options: Options) -> Program:
         counted = labels_of(result)
         if options.loss_weight == "auto":
             weight = "mean" if counted is None else "tokens"
+    if found.problem and _is_mean_of_one_sample(program, found, result):
+        program = replace(program, notes=(*program.notes, ONE_SAMPLE))
+        found = replace(found, problem="", where="")
     program = replace(program, combination=found, loss_weight=weight)
     if weight != "tokens":
         return program
@@ -55,8 +63,6 @@ def check_combination(program: Program, options: Options) -> None:
     """InputError if the batch is cut into microbatches and nothing proves how their losses combine."""
     problem = program.combination.problem
     if problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
-        if _mean_of_one_sample(program):
-            return
         raise InputError(
             f"csc cannot prove that the losses of microbatches make the loss of the batch: {problem}",
             program.combination.where,
@@ -65,16 +71,14 @@ def check_combination(program: Program, options: Options) -> None:
         )
 
 
-def _mean_of_one_sample(program: Program) -> bool:
+def _is_mean_of_one_sample(program: Program, found: Combination, result: fx.Node) -> bool:
     """Whether a model that asks for the number of samples was traced for one, and its loss is a mean over labels.
 
     Then nothing in the graph tells what would be done to several; but microbatches have one sample each, so that none
-    meets another in them. What the model does to a batch at once the check compares (csc.check).
+    meets another in them. What the model does to a whole batch the check compares (csc.check).
     """
-    rows = next((one.shape for one in program.inputs if one.name == program.combination.rows), ())
-    if program.symbolic is None or rows[:1] != (1,):
-        return False
-    return labels_of(g.outputs(program.symbolic)[0]) is not None
+    rows = next((one.shape for one in program.inputs if one.name == found.rows), ())
+    return rows[:1] == (1,) and labels_of(result) is not None
 
 
 def labels_of(result: Any) -> fx.Node | None:
