@@ -330,10 +330,7 @@ class CompiledModel:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
         manifest = trainer.program.manifest
         used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
-        complete = [self._serving.complete(microbatch) for microbatch in ready]
-        for number, microbatch in enumerate(complete):
-            name = f"microbatch {number}" if len(complete) > 1 else "the batch"
-            self._serving.places(microbatch).check(microbatch, name)
+        complete = self._serving.checked_places(ready)
         return [{n: v for n, v in one.items() if n in used} for one in complete]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:

@@ -250,7 +250,8 @@ class Serving:
         DifferenceError, on every rank, then and from then on.
         """
         if again or self._are_due(ready, options):
-            names = [self._signature(self.complete(microbatch)) for microbatch in ready]
+            complete = self.checked_places(ready)
+            names = [self._signature(microbatch) for microbatch in complete]
             trainer = self._trainers[options.microbatches]
             self.checking.compare(
                 trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
@@ -285,6 +286,14 @@ class Serving:
     def complete(self, microbatch: Microbatch) -> dict[str, Any]:
         """The microbatch with what functions of the model that run on the host make of it."""
         return self._known.completed(self._compiler.model, microbatch)
+
+    def checked_places(self, ready: Sequence[Microbatch]) -> list[dict[str, Any]]:
+        """Microbatches that are served, completed. InputError if one's placeholders do not fit its features."""
+        complete = [self.complete(microbatch) for microbatch in ready]
+        for number, microbatch in enumerate(complete):
+            name = f"microbatch {number}" if len(complete) > 1 else "the batch"
+            self.places(microbatch).check(microbatch, name)
+        return complete
 
     def places(self, complete: Microbatch) -> Places:
         """What to ask a completed microbatch that is served."""
