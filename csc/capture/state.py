@@ -79,6 +79,16 @@ class State:
         self._held = list(self._contents.values())
         self._buffers = [b for _, b in model.named_buffers(remove_duplicate=False)]
         self._versions = [buffer._version for buffer in self._buffers]
+        self._tensors = {  # that are attributes, neither parameters nor buffers
+            (path, name): value
+            for path, own in holders.items()
+            for name, value in own.items()
+            if isinstance(value, torch.Tensor)
+            and not path.endswith(OWN)
+            and not value.is_inference()
+            and not self._is_ignored(path, str(name))
+        }
+        self._written = [(tensor, tensor._version) for tensor in self._tensors.values()]
         self._parameters = list(model.parameters())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
@@ -89,6 +99,7 @@ class State:
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and [parameter.requires_grad for parameter in self._parameters] == self._trainable
             and [buffer._version for buffer in self._buffers] == self._versions
+            and all(tensor._version == version for tensor, version in self._written)
             and all(_same(value, before) for value, before in self._held)
         )
 
@@ -112,6 +123,9 @@ class State:
         for (name, buffer), version in zip(self._model.named_buffers(remove_duplicate=False), self._versions):
             if buffer._version != version and _place("._buffers", name) not in structure:
                 structure.append(f"buffer {name}")
+        for ((path, name), tensor), (_, version) in zip(self._tensors.items(), self._written):
+            if tensor._version != version:
+                structure.append(_place(path, name))
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
@@ -174,7 +188,7 @@ def _is_holder(name: str, value: Any) -> bool:
 def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Slots of plain objects with attributes, and of those in them."""
     plain = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
-    slots = getattr(value, "__dict__", None)
+    slots = value if type(value) is dict else getattr(value, "__dict__", None)
     if isinstance(value, plain) or not isinstance(slots, dict) or id(value) in seen or not depth:
         return
     seen.add(id(value))

@@ -37,9 +37,10 @@ class Tuned(nn.Module):
         self.register_buffer("scale", torch.ones(16))
         self.config, self.config.inner = Settings(), Settings()
         self.gain, self.gains = 1.0, [1.0, 1.0]
+        self.plain, self.deep = torch.ones(16), {"a": {"b": 1.0}}
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens) * self.scale * self.gain * self.gains[0]
+        hidden = self.embed(tokens) * self.plain * self.deep["a"]["b"] * self.scale * self.gain * self.gains[0]
         hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
@@ -97,6 +98,8 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
         p.requires_grad_(False) for p in (*m.embed.parameters(), *m.mix.parameters())
     ],
     "attribute": lambda m: setattr(m, "gain", 0.5),
+    "tensor that is an attribute": lambda m: m.plain.fill_(3.0),
+    "mapping in a mapping": lambda m: m.deep["a"].update(b=2.0),
     "list": lambda m: m.gains.__setitem__(0, 0.5),
     "configuration": lambda m: setattr(m.config.inner, "factor", 0.5),
     "mapping in a configuration": lambda m: m.config.table.update(a=[0.5, 2.0]),
