@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import InputError, RankLost
+from csc.ir.groups import Group
 from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
 from csc.runtime.agreement import Shared, agree, agree_on_values
@@ -97,7 +98,7 @@ class Distributed:
         self.meeting = meeting or Meeting.of_all(timeout)
         self._groups = Groups(manifest, self.rank, timeout)
         self.meeting.closing(self._close)
-        self._at = manifest.mesh.coordinates(self.rank)
+        self._pipeline = manifest.mesh.group(Group.PIPELINE, self.rank)
         self._meet_first()
         self.recent = Recent()
         self.begin_step()
@@ -273,7 +274,7 @@ class Distributed:
         return True
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
-        self.finish_sum(self.start_sum(tensor, tuple(range(self._manifest.mesh.size)), why))
+        self.finish_sum(self.start_sum(tensor, self._manifest.mesh.group(Group.WORLD, self.rank), why))
 
     def compare_programs(self, program: LoadedProgram) -> None:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
@@ -285,7 +286,7 @@ class Distributed:
     # peers
 
     def _peer(self, stage: int) -> int:
-        return self._manifest.mesh.rank_of(dp=self._at.dp, pp=self._manifest.stages[stage].rank, cp=self._at.cp)
+        return self._pipeline[self._manifest.stages[stage].rank]
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
-from itertools import product
 
 import torch.distributed as dist
 
+from csc.ir.groups import Group
 from csc.runtime.specs import Manifest
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Sets of two or more ranks, each ascending: those that share a position's parameters, holders of a tied parameter,
+    """Sets of two or more ranks, each ascending: those that add up gradients or counts, holders of a tied parameter,
     all. No set twice.
     """
-    mesh = manifest.mesh
-    sets = [mesh.sharing(s) for s in range(mesh.pp)]
-    tied = sorted({tuple(sorted(p.ranks)) for p in manifest.parameters if p.trainable})
-    pieces = [(d, c) for d in range(mesh.dp) for c in range(mesh.cp)]
-    sets += [tuple(mesh.rank_of(dp=d, pp=r, cp=c) for r in holders) for holders in tied for d, c in pieces]
-    sets.append(tuple(range(mesh.size)))
+    mesh, trained = manifest.mesh, [p for p in manifest.parameters if p.trainable]
+    kinds = dict.fromkeys([Group.DATA, *(p.gradient.parts for p in trained if p.gradient.parts is not None)])
+    sets = [ranks for kind in kinds for ranks in mesh.groups(kind)]
+    if manifest.loss.weight == "mean":
+        sets += [mesh.group(Group.SAMPLES, rank) for rank in mesh.groups(Group.POSITION)[manifest.loss_rank]]
+    tied = sorted({tuple(sorted(p.ranks)) for p in trained})
+    sets += [ranks for holders in tied for ranks in mesh.groups(Group.PIPELINE, holders)]
+    sets += mesh.groups(Group.WORLD)
     return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
 
@@ -43,21 +45,20 @@ class Groups:
 
     def open(self) -> None:
         """All ranks call it."""
-        everyone = list(range(self._manifest.mesh.size))
+        (everyone,) = self._manifest.mesh.groups(Group.WORLD)
         self.messages = {kind: self._new(everyone) for kind in ("F", "B")}
-        self.sums = {ranks: self._new(list(ranks)) for ranks in rank_sets(self._manifest)}
+        self.sums = {ranks: self._new(ranks) for ranks in rank_sets(self._manifest)}
         self.context = self._context()
 
-    def _new(self, ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timeout=self._wait)
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return dist.new_group(list(ranks), timeout=self._wait)
 
     def _context(self) -> dist.ProcessGroup | None:
         """The group of the ranks that share a sequence with this one."""
-        mesh, own = self._manifest.mesh, None
+        own = None
         if not self._manifest.contexts:
             return None
-        for d, p in product(range(mesh.dp), range(mesh.pp)):
-            ranks = [mesh.rank_of(dp=d, pp=p, cp=c) for c in range(mesh.cp)]
+        for ranks in self._manifest.mesh.groups(Group.CONTEXT):
             group = self._new(ranks)
             own = group if self._rank in ranks else own
         return own
