@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 AXES = ("dp", "pp", "cp", "tp")
 # What the ranks of a group agree in, written apart from the axes that the group itself lists.
 AGREE = {
-    "world": (), "position": ("pp",), "data": ("pp", "tp"), "samples": ("pp", "cp", "tp"), "context": ("dp", "pp", "tp"),
-    "tensor": ("dp", "pp", "cp"), "layer": ("dp", "pp"), "pipeline": ("dp", "cp", "tp"), "replica": ("dp",),
+    "world": (), "position": ("pp",), "data": ("pp", "tp"), "samples": ("pp", "cp", "tp"),
+    "context": ("dp", "pp", "tp"), "tensor": ("dp", "pp", "cp"), "layer": ("dp", "pp"), "pipeline": ("dp", "cp", "tp"),
+    "replica": ("dp",),
 }  # fmt: skip
 sizes = st.tuples(*[st.integers(1, 3)] * 4)
 

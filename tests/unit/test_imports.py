@@ -46,12 +46,13 @@ ROOMS = {
         "csc.kernels",
         "csc.planning.dispatch",
         "csc.simulation",
+        "csc.ir.groups",
         "csc.ir.layout",
         "csc.ir.mesh",
         "csc.ir.schedule",
         "csc.ir.schedule_verifier",
     },
-    "csc.run": {"csc.runtime", "csc.simulation"},
+    "csc.run": {"csc.runtime", "csc.simulation", "csc.ir.groups"},
 }
 
 
