@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from csc import devices
 from csc.cache.describe import Describer
 from csc.cache.opaque import Opaque
 from csc.cache.origins import Origins, csc_folders
@@ -77,8 +77,7 @@ def _option(name: str, value: Any) -> str:
 def _environment(model: nn.Module) -> Any:
     device = device_of(model)
     versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return [platform.python_version(), versions, device.type, capability, switches(), _own_sources()]
+    return [platform.python_version(), versions, device.type, devices.capability(device), switches(), _own_sources()]
 
 
 @cache

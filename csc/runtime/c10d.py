@@ -1,7 +1,7 @@
 """The c10d transport: one process per rank, torch.distributed moves the tensors (gloo or NCCL).
 
 Terms: see csc.runtime.transport. Values travel as the bytes of their memory, in memory order, without being
-made contiguous: the receiver's tensor has the same strides. With gloo, CUDA tensors pass through CPU memory.
+made contiguous: the receiver's tensor has the same strides. With gloo, tensors of a GPU pass through CPU memory.
 
     Distributed(program, device, timeout, meeting)   the Transport; all ranks make it
 
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from csc import devices
 from csc.errors import InputError, RankLost
 from csc.ir.groups import Group
 from csc.ir.layout import dense
@@ -91,9 +92,8 @@ class Distributed:
         self.ranks = (self.rank,)
         self._manifest = manifest
         self._device = device
-        direct = device.type == "cpu" or "nccl" in str(dist.get_backend_config())
-        self._wire = device if direct else torch.device("cpu")
-        self._pollable = self._wire.type == "cuda"
+        self._wire = devices.wire(device, str(dist.get_backend_config()))
+        self._pollable = self._wire.type != "cpu"
         self.compare_programs(program)
         self.meeting = meeting or Meeting.of_all(timeout)
         self._groups = Groups(manifest, self.rank, timeout)

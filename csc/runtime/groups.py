@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from csc import devices
 from csc.ir.groups import Group
 from csc.runtime.specs import Manifest
 
@@ -71,7 +72,7 @@ class Groups:
         own += [self.context] if self.context is not None else []
         self.messages, self.sums, self.context = {}, {}, None
         while own:
-            if dist.get_backend(own[-1]) == dist.Backend.NCCL:
-                own[-1].abort()  # what runs on the GPU would be waited for
+            if devices.aborts(dist.get_backend(own[-1])):
+                own[-1].abort()  # what runs on the device would be waited for
             dist.destroy_process_group(own.pop())
         gc.collect()

@@ -415,7 +415,7 @@ def _placement(row: _Table, key: str, known: tuple[str, ...], mesh: Mesh) -> Pla
     axis: then ranks with one parameter would train it apart.
     """
     try:
-        found = Placement.of(row.hashes(key))
+        found = Placement.of(row.get(key, dict))
     except CscError as error:
         raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
     for axis in Group.POSITION.along:

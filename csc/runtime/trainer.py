@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
@@ -204,7 +204,7 @@ class Trainer:
         if not most:
             return
         pieces = batches.split(self._manifests, batch)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with devices.at(self.device):
             for index, first in enumerate(self._ranks):
                 first.endpoint.recent.keep(2 * (steps + 1) * most * sum(map(len, pieces)))
                 for piece in pieces[first.replica]:
@@ -383,16 +383,8 @@ class Trainer:
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:
-    found = torch.device(device if device is not None else program.manifest.device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "the program is for CUDA, and there is no CUDA device here",
-            program.manifest.name,
-            "Compile it with device='cpu', or run it on a machine with a GPU",
-        )
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    wanted = device if device is not None else program.manifest.device
+    return devices.present(torch.device(wanted), program.manifest.name)
 
 
 def _transport(program: LoadedProgram, device: torch.device, timeout: float, meeting: Meeting | None) -> Transport:
