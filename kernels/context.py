@@ -16,12 +16,11 @@ holds: plan is its number, int64 without dimensions.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import Any, Protocol
 
 import torch
 from csc.kernels.layout import heads_last, statistics
+from csc.kernels.numbered import Numbered
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,22 +47,8 @@ class Plan(Protocol):
         """This rank's share of the sum of the ranks' parts."""
 
 
-_PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def numbered(plan: Plan) -> torch.Tensor:
-    """The number by which operators find a plan, int64 on the CPU without dimensions."""
-    number = next(_NUMBERS)
-    _PLANS[number] = plan
-    return torch.tensor(number)
-
-
-def _plan(number: torch.Tensor) -> Plan:
-    found = _PLANS.get(int(number)) if not number.dim() else None
-    if found is None:
-        raise RuntimeError("what meets the tokens of other ranks runs on the ranks of a compiled program only")
-    return found
+_PLANS: Numbered[Plan] = Numbered("what meets the tokens of other ranks runs on the ranks of a compiled program only")
+numbered = _PLANS.number
 
 
 @torch.library.custom_op("csc::context_attention", mutates_args=())
@@ -77,7 +62,7 @@ def _attention(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _plan(plan).attention(q, k, v, mask, scale, softcap)
+    return _PLANS.find(plan).attention(q, k, v, mask, scale, softcap)
 
 
 @_attention.register_fake
@@ -99,7 +84,7 @@ def _backward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _plan(plan).attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap)
+    return _PLANS.find(plan).attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap)
 
 
 @_backward.register_fake
@@ -123,7 +108,7 @@ _attention.register_autograd(_gradients, setup_context=_remember)
 
 @torch.library.custom_op("csc::context_gather", mutates_args=())
 def _gather(x: torch.Tensor, plan: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
-    return _plan(plan).gather(x, dim)
+    return _PLANS.find(plan).gather(x, dim)
 
 
 @_gather.register_fake
@@ -133,7 +118,7 @@ def _(x: Any, plan: Any, dim: int, tokens: int) -> Any:
 
 @torch.library.custom_op("csc::context_gather_backward", mutates_args=())
 def _gather_backward(d_whole: torch.Tensor, plan: torch.Tensor, dim: int, share: int) -> torch.Tensor:
-    return _plan(plan).gather_backward(d_whole, dim)
+    return _PLANS.find(plan).gather_backward(d_whole, dim)
 
 
 @_gather_backward.register_fake

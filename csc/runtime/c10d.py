@@ -61,7 +61,7 @@ class _Summing:
 
 @dataclass
 class _Exchanging:
-    """Tensors on their way between the ranks of a context-parallel group. Works: with the peer, if it is one."""
+    """Tensors on their way between ranks that meet within a layer. Works: with the peer, if it is one."""
 
     coming: dict[int, list[torch.Tensor]]
     leaving: dict[int, list[torch.Tensor]]
@@ -200,9 +200,9 @@ class Distributed:
 
     def _meet_first(self) -> None:
         """NCCL: a first exchange among some members only would not be defined."""
-        if self._pollable and self._groups.context is not None:
-            met, group = torch.zeros(1, device=self._wire), self._groups.context
-            self._guard(lambda: dist.all_reduce(met, group=group), "the first meeting of a context-parallel group")
+        if self._pollable and self._groups.layer is not None:
+            met, group = torch.zeros(1, device=self._wire), self._groups.layer
+            self._guard(lambda: dist.all_reduce(met, group=group), "the first meeting of the ranks of a layer")
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -218,7 +218,7 @@ class Distributed:
         leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
         arriving = [(peer, one) for peer, tensors in coming.items() for one in tensors]
         departing = [(peer, one) for peer, tensors in leaving.items() for one in tensors]
-        group, exchange = self._groups.context, _Exchanging(coming, leaving, why)
+        group, exchange = self._groups.layer, _Exchanging(coming, leaving, why)
         if self._pollable and arriving + departing:
             batch = [dist.P2POp(dist.irecv, one, peer, group) for peer, one in arriving]
             batch += [dist.P2POp(dist.isend, one, peer, group) for peer, one in departing]

@@ -1,9 +1,9 @@
 """The process groups of a program's ranks: made by all of them in one order, let go of, and made again.
 
 Terms: one group carries F messages, another one B messages, so that the two directions between a pair of ranks never
-share a queue; a *set* of ranks sums something together; a *context* group shares sequences.
+share a queue; a *set* of ranks sums something together; the ranks of a *layer* meet within F and B.
 
-    groups = Groups(manifest, rank, timeout)     .messages["F"], .sums[ranks], .context
+    groups = Groups(manifest, rank, timeout)     .messages["F"], .sums[ranks], .layer
     groups.close()                               peers that wait for this rank are freed, with an error
     rank_sets(manifest)                          the sets
 """
@@ -49,17 +49,17 @@ class Groups:
         (everyone,) = self._manifest.mesh.groups(Group.WORLD)
         self.messages = {kind: self._new(everyone) for kind in ("F", "B")}
         self.sums = {ranks: self._new(ranks) for ranks in rank_sets(self._manifest)}
-        self.context = self._context()
+        self.layer = self._layer()
 
     def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=self._wait)
 
-    def _context(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that share a sequence with this one."""
-        own = None
-        if not self._manifest.contexts:
+    def _layer(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that share sequences, or the work of layers, with this one."""
+        own, mesh = None, self._manifest.mesh
+        if not self._manifest.contexts and mesh.sizes(Group.TENSOR) == (1,):
             return None
-        for ranks in self._manifest.mesh.groups(Group.CONTEXT):
+        for ranks in mesh.groups(Group.LAYER):
             group = self._new(ranks)
             own = group if self._rank in ranks else own
         return own
@@ -69,8 +69,8 @@ class Groups:
         groups any more: operations that are under way must have been let go of before.
         """
         own = [*self.messages.values(), *(group for ranks, group in self.sums.items() if self._rank in ranks)]
-        own += [self.context] if self.context is not None else []
-        self.messages, self.sums, self.context = {}, {}, None
+        own += [self.layer] if self.layer is not None else []
+        self.messages, self.sums, self.layer = {}, {}, None
         while own:
             if devices.aborts(dist.get_backend(own[-1])):
                 own[-1].abort()  # what runs on the device would be waited for

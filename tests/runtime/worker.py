@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import handmade
 import torch
@@ -17,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from csc.errors import CscError, InputError, ProgramError, StepFailed
+from csc.ir.mesh import Mesh
 from csc.runtime.launch import setup_distributed
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
@@ -253,6 +256,20 @@ def refused(call: Callable[[], object], part: str) -> None:
         assert part in str(error), error
     else:
         raise AssertionError(f"nobody said {part!r}")
+
+
+def meshed(mesh: Mesh) -> LoadedProgram:
+    """A program as far as a transport in this process looks at it."""
+    return cast(LoadedProgram, SimpleNamespace(manifest=SimpleNamespace(mesh=mesh)))
+
+
+@contextlib.contextmanager
+def started(program: LoadedProgram) -> Iterator[Trainer]:
+    """A trainer on one of several processes."""
+    setup_distributed(timeout=30)
+    torch.set_num_threads(1)
+    yield Trainer(program)
+    torch.distributed.destroy_process_group()
 
 
 def run(case: str, *directories: Path) -> None:
