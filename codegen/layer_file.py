@@ -28,7 +28,11 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    return sorted({"opaque" if name.startswith("opaque") else seeded.get(name, "attention") for name in called})
+    families = ("opaque", "context")
+    return sorted({
+        next((family for family in families if name.startswith(family)), seeded.get(name, "attention"))
+        for name in called
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
+from csc.ir.groups import SUMMED, WHOLE
 from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
 
-FORMAT = 3
+FORMAT = 4
 
 
 def manifest(
@@ -45,7 +46,7 @@ def manifest(
         "csc": csc.__version__,
         "torch": torch.__version__.split("+")[0],
         "name": program.name,
-        "mesh": {axis: getattr(options.mesh, axis) for axis in ("dp", "pp", "cp", "tp")},
+        "mesh": options.mesh.to_dict(),
         "device": program.device,
         "microbatches": options.microbatches,
         "inputs": [
@@ -60,7 +61,8 @@ def manifest(
             {
                 "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
                 **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
-                "stages": holders[p.name],
+                "stages": holders[p.name], "weight": WHOLE.to_dict(),
+                **({"gradient": SUMMED.to_dict()} if p.trainable else {}),
             }
             for p in program.parameters if p.name in holders
         ],

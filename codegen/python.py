@@ -65,30 +65,12 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
     target = node.target
-    if g.op_name(node).startswith(CONTEXT):
-        return _context_call(node, names)
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
     operands = [literal(argument, names) for argument in node.args]
     operands += [f"{key}={literal(value, names)}" for key, value in node.kwargs.items()]
     return f"{namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}({', '.join(operands)})"
-
-
-CONTEXT = "csc::context_"
-
-
-def _context_call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """`plan.attention(q, k, v, mask=0, scale=0.1, softcap=0.0)`: what the plan of the batch does in the op's place."""
-    given = g.bind(node)
-    plan = names[given.pop("plan")]
-    for known in ("keys", "tokens", "share"):  # to the plan
-        given.pop(known, None)
-    operands = [
-        literal(value, names) if isinstance(value, fx.Node) else f"{name}={literal(value, names)}"
-        for name, value in given.items()
-    ]
-    return f"{plan}.{g.op_name(node).removeprefix(CONTEXT)}({', '.join(operands)})"
 
 
 def source(role: tuple[str, str]) -> str:
@@ -98,7 +80,7 @@ def source(role: tuple[str, str]) -> str:
         return 'batch["random"]'
     if kind == "context":
         component, _, what = label.rpartition(".")
-        return f'batch["context"][{quoted(component)}]' + ("" if what == "plan" else f".{what}")
+        return f'batch["context"][{quoted(component)}].{what}'
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 

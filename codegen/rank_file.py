@@ -21,6 +21,7 @@ from csc.codegen.python import WIDTH, comment, wrapped
 from csc.codegen.segments import Segment
 from csc.codegen.stage_functions import StageWriter, place
 
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program, Stage
 
@@ -46,7 +47,7 @@ def rank_sources(index: Index, mesh: Mesh) -> dict[str, str]:
     shared = mesh.size > mesh.pp
     for position, own in enumerate(stages):
         written = _position(index, position, own)
-        ranks = mesh.sharing(position)
+        ranks = mesh.groups(Group.POSITION)[position]
         if shared:
             opening = f'"""Position {position} of {mesh.pp}: {_held(written, index.program)}, for {len(ranks)} ranks.'
             files[position_path(position)] = _file([opening, "", *written.docstring], written.imports, written.code)

@@ -26,6 +26,7 @@ from csc.capture import Learned, capture, doubtful, serves, split_batch, with_si
 from csc.capture.functions import refuse_hooks
 from csc.codegen.write import write
 from csc.errors import CscError
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
 from csc.passes.loss import check_combination
@@ -121,8 +122,8 @@ class Compiler:
 
     def _key(self, microbatch: Mapping[str, Any], options: Options) -> Any:
         return (
-            self.signature(self.complete(microbatch)), options.loss_weight, options.mesh.cp, options.context,
-            options.precision, options.keep_fp32,
+            self.signature(self.complete(microbatch)), options.loss_weight, options.mesh.sizes(Group.LAYER),
+            options.context, options.precision, options.keep_fp32,
         )  # fmt: skip
 
     def _captured(self, microbatch: Mapping[str, Any], progress: Progress, whole: bool) -> Program:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from csc import devices
 from csc.analysis.costs import Work, seconds, variant_cost, variant_key
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
 from csc.capture import device_of, placed, split_batch, with_weights
@@ -124,7 +125,7 @@ def profile_of(device: torch.device) -> str:
     """The name of the profile of a device. InputError for a GPU that none is for."""
     if device.type == "cpu":
         return "cpu"
-    title = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else device.type
+    title = devices.title(device).lower()
     found = [name for name in names() if name in title.replace("-", " ").split()]
     if not found:
         raise InputError(
@@ -137,8 +138,8 @@ def profile_of(device: torch.device) -> str:
 
 def described(device: torch.device) -> str:
     """`AMD EPYC (x86_64), 2 threads, torch 2.13.0`."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    if device.type != "cpu":
+        return f"{devices.title(device)}, torch {torch.__version__}"
     count = torch.get_num_threads()
     return f"{_processor()}, {count} thread{'s' if count > 1 else ''}, torch {torch.__version__}"
 
@@ -188,7 +189,7 @@ class _Timer:
     """Collects seconds by (variant, part); waits for the device before it reads the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device if device.type == "cuda" else None
+        self.device = device
         self.samples: dict[tuple[str, int], list[float]] = {}
 
     def __call__(self, key: tuple[str, int], function: _Function, values: Mapping[Role, torch.Tensor]) -> Any:
@@ -199,8 +200,7 @@ class _Timer:
         return result
 
     def _now(self) -> float:
-        if self.cuda is not None:
-            torch.cuda.synchronize(self.cuda)
+        devices.synchronize(self.device)
         return time.perf_counter()
 
     def medians(self) -> dict[tuple[str, int], float]:

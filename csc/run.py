@@ -206,14 +206,15 @@ def _train(options: Options, program: Any, launch: Any) -> None:
 
 def _say_what_is_edited(program: Any, launch: Any) -> None:
     """The first rank says it of what all share, each other one of its own file, the first of a position of theirs."""
+    from csc.ir.groups import Group
     from csc.runtime.program import own_files
 
     found, rank = program.edited, launch.rank if launch else 0
     if rank:
         mesh = program.manifest.mesh
         alone, position = own_files(mesh, rank) if rank < mesh.size else ("", "")
-        firsts = {mesh.sharing(at)[0] for at in range(mesh.pp)}
-        found = [name for name in found if name == alone or (name == position and rank in firsts)]
+        speaks = rank < mesh.size and mesh.group(Group.POSITION, rank)[0] == rank
+        found = [name for name in found if name == alone or (name == position and speaks)]
     if found:
         _say(f"edited since it was compiled: {', '.join(found)}.")
 

@@ -8,22 +8,47 @@
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
 whole sequence. x: a rank's share, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
 rank's part of the gradient of the whole; dx, this rank's share of the sum over ranks (an all-gather and its
-reduce-scatter). plan stands for the plan of the batch at hand, which no tensor holds: these operators are traced and
-differentiated but never run. An emitted program calls `plan.attention(...)` in their place (csc.runtime.context).
+reduce-scatter). They meet the other ranks' through a `Plan` of the batch at hand (csc.runtime.context), which no tensor
+holds: plan is its number, int64 without dimensions.
+
+    numbered(plan) -> number            what stands for a plan in a call, as long as the plan lives
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 import torch
 from csc.kernels.layout import heads_last, statistics
+from csc.kernels.numbered import Numbered
 
-_ELSEWHERE = "what meets the tokens of other ranks runs on the ranks of a compiled program only"
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _refuse() -> NoReturn:
-    raise RuntimeError(_ELSEWHERE)
+class Plan(Protocol):
+    """One rank's side of the exchanges of a microbatch, over whatever its transport is."""
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: int, scale: float, softcap: float
+    ) -> Pair:
+        """(out, lse) of this rank's queries."""
+
+    def attention_backward(
+        self, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, mask: int, scale: float, softcap: float,
+    ) -> Triple:  # fmt: skip
+        """The gradients of this rank's q, k and v."""
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """All tokens of a value."""
+
+    def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's share of the sum of the ranks' parts."""
+
+
+_PLANS: Numbered[Plan] = Numbered("what meets the tokens of other ranks runs on the ranks of a compiled program only")
+numbered = _PLANS.number
 
 
 @torch.library.custom_op("csc::context_attention", mutates_args=())
@@ -37,7 +62,7 @@ def _attention(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _refuse()
+    return _PLANS.find(plan).attention(q, k, v, mask, scale, softcap)
 
 
 @_attention.register_fake
@@ -59,7 +84,7 @@ def _backward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _refuse()
+    return _PLANS.find(plan).attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap)
 
 
 @_backward.register_fake
@@ -83,7 +108,7 @@ _attention.register_autograd(_gradients, setup_context=_remember)
 
 @torch.library.custom_op("csc::context_gather", mutates_args=())
 def _gather(x: torch.Tensor, plan: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
-    _refuse()
+    return _PLANS.find(plan).gather(x, dim)
 
 
 @_gather.register_fake
@@ -93,7 +118,7 @@ def _(x: Any, plan: Any, dim: int, tokens: int) -> Any:
 
 @torch.library.custom_op("csc::context_gather_backward", mutates_args=())
 def _gather_backward(d_whole: torch.Tensor, plan: torch.Tensor, dim: int, share: int) -> torch.Tensor:
-    _refuse()
+    return _PLANS.find(plan).gather_backward(d_whole, dim)
 
 
 @_gather_backward.register_fake

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc import devices
 from csc.torch_private import pytree, under_autograd
 
 Like = int | Callable[..., torch.Tensor]
@@ -106,9 +107,7 @@ def _run(key: str, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Te
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).to(device)
-    return torch.get_rng_state()
+    return devices.generator(device).to(device)
 
 
 @torch.library.custom_op("csc::opaque", mutates_args=())
@@ -145,11 +144,8 @@ def _backward(
     own = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, floating)]
     weights = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
     device = inputs[0].device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), under_autograd():
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state.cpu(), device)
-        else:
-            torch.set_rng_state(state)
+    with devices.forked(device), under_autograd():
+        devices.set_generator(device, state)
         result = _run(call, own, weights)
         wanted = [x for x in (*own, *weights) if x.requires_grad]
         found = torch.autograd.grad(result, wanted, d_result, allow_unused=True)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from csc import devices
+
 MOST_HEAD_DIM = 256
 DESCRIBED_BYTES = 16  # what the strides of a tensor descriptor are multiples of
 
@@ -147,7 +149,7 @@ def architecture(device: torch.device) -> str:
         return "cpu"
     if torch.version.hip:
         return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = devices.capability(device) or (0, 0)
     if major < 8:
         raise ValueError(f"attention kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
     return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_86")

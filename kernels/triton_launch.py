@@ -15,7 +15,7 @@ Nothing here waits for the device. `choice` replaces the configurations of the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from csc.kernels.triton_backward import dkv_kernel, dq_kernel, rows_kernel
 from csc.kernels.triton_configs import DESCRIBED_BYTES, Choice, Config, architecture, choose, padded
 from csc.kernels.triton_forward import forward_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from csc import devices
 
 LOG2E = 1.4426950408889634
 CACHED_BYTES = 24 << 20  # of the L2 cache, for what the running programs read again and again
@@ -230,4 +232,4 @@ def _rows(x: torch.Tensor, config: Config, block: int) -> Any:
 
 
 def _on(x: torch.Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    return devices.at(x.device)

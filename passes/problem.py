@@ -6,18 +6,17 @@ chosen_hardware(program, options) -> Hardware    the profile that turns work int
 
 from __future__ import annotations
 
+from csc import devices
 from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem, Unit, Value
 from csc.simulation.pipeline import Link, Network
 
-DEFAULT = {"cpu": "cpu", "cuda": "h100"}
-
 
 def chosen_hardware(program: Program, options: Options) -> Hardware:
     """The profile that the options name, else one for the device that the program was captured on."""
-    return hardware(options.hardware or DEFAULT.get(program.device, "cpu"))
+    return hardware(options.hardware or devices.profile(program.device))
 
 
 def problem(program: Program, options: Options) -> Problem:

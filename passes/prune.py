@@ -13,6 +13,7 @@ from torch import fx
 from csc.analysis import gradients
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
 from csc.torch_private import OpOverload
@@ -57,7 +58,7 @@ def prune(program: Program, options: Options) -> Program:
             pruned = specialise(template, region.dx, region.dw, tangents)
             variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
         final.append(replace(region, variant=by_need[key]))
-    if options.microbatches * options.mesh.dp * options.mesh.cp > 1:
+    if options.microbatches * len(options.mesh.group(Group.DATA, 0)) > 1:
         for variant in variants.values():
             _check_counts(variant.pruned)
     return replace(program, regions=tuple(final), variants=variants)

@@ -123,7 +123,7 @@ class Spreading:
         with self.program.fake_mode:
             tokens = torch.empty(self.sizes.share, dtype=torch.int64, device=loss.meta["val"].device)
             real = torch.empty_like(tokens, dtype=torch.bool)
-            plan = torch.empty_like(tokens)  # its own: tracing takes one tensor for one input
+            plan = torch.empty((), dtype=torch.int64, device=tokens.device)  # its number
         self.own = {}
         for what, val in {"tokens": tokens, "real": real, "plan": plan}.items():
             name = what if self.last else f"{identifier(self.component)}_{what}"

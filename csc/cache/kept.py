@@ -69,11 +69,10 @@ class Kept:
     def keep_program(self, packed: Packed, microbatch: Mapping[str, Any], options: Options) -> None:
         """Keep what was just compiled."""
         trainable = self._trainable()
-        mesh = {axis: getattr(options.mesh, axis) for axis in options.mesh.AXES}
         freeze = list(options.freeze) if options.freeze is not None else None
         self._keep(
             "program", packed.learned, microbatch, options, lambda: packed_bytes(packed, self._model),
-            lambda key: program_key(key, options, trainable), {"mesh": mesh, "freeze": freeze},
+            lambda key: program_key(key, options, trainable), {"mesh": options.mesh.to_dict(), "freeze": freeze},
         )  # fmt: skip
 
     def checked(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> str:

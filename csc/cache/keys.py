@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from csc import devices
 from csc.cache.describe import Describer
 from csc.cache.opaque import Opaque
 from csc.cache.origins import Origins, csc_folders
@@ -28,10 +28,11 @@ from csc.cache.patched import patched
 from csc.cache.reads import reads
 from csc.cache.switches import switches
 from csc.capture import device_of, training, without_kv_cache
+from csc.ir.groups import Group
 from csc.ir.program import Options
 
 FORMAT = 2
-OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and mesh.cp
+OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and the mesh within layers
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
 __all__ = ["Opaque", "model_key", "program_key", "trace_key"]
@@ -54,7 +55,7 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
 def trace_key(model: str, batch: Any, options: Options) -> str:
     """model: its key; batch: the signature of a completed microbatch (csc.compiler.signature)."""
     chosen = [getattr(options, name) for name in OF_TRACES]
-    return _hash(["trace", model, repr(batch), options.mesh.cp, repr(chosen)])
+    return _hash(["trace", model, repr(batch), options.mesh.sizes(Group.LAYER), repr(chosen)])
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
@@ -76,8 +77,7 @@ def _option(name: str, value: Any) -> str:
 def _environment(model: nn.Module) -> Any:
     device = device_of(model)
     versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return [platform.python_version(), versions, device.type, capability, switches(), _own_sources()]
+    return [platform.python_version(), versions, device.type, devices.capability(device), switches(), _own_sources()]
 
 
 @cache

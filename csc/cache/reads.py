@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from csc import devices
 from csc.cache import world
 from csc.cache.bytecode import Facts, facts
 from csc.cache.describe import Describer
@@ -33,7 +34,7 @@ NOT_IN_FORWARD = {  # methods that objects and models have for other ends
     "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__",
     "extra_repr", "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "train", "eval",
     "reset_parameters", "_init_weights", "init_weights", "post_init", "from_pretrained", "save_pretrained", "generate",
-    "prepare_inputs_for_generation", "tie_weights", "to", "cuda", "cpu", "apply", "_apply",
+    "prepare_inputs_for_generation", "tie_weights", "to", *devices.TYPES, "apply", "_apply",
 }  # fmt: skip
 
 

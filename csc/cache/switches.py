@@ -10,32 +10,26 @@ from typing import Any
 
 import torch
 
+from csc import devices
+
 backends: Any = torch.backends
 
-SDP = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-DEVICES = ("cpu", "cuda")
 SWITCHES: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
     "gradients": torch.is_grad_enabled,
     "inference": torch.is_inference_mode_enabled,
-    "autocast": lambda: [[torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)] for d in DEVICES],
+    "autocast": lambda: [[torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)] for d in devices.TYPES],
     "autocast cache": torch.is_autocast_cache_enabled,
     "deterministic": lambda: [
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
     ],
     "float32 products": torch.get_float32_matmul_precision,
     "float32 of all": lambda: backends.fp32_precision,
-    "float32 of CUDA": lambda: backends.cuda.matmul.fp32_precision,
-    "float32 of cuDNN": lambda: [backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision],
     "float32 of oneDNN": lambda: [backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision],
-    "TF32": lambda: [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32],
-    "float16 sums": lambda: backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    "bfloat16 sums": lambda: backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    "cuDNN": lambda: [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
     "oneDNN": lambda: backends.mkldnn.enabled,
     "fast path of transformers": backends.mha.get_fastpath_enabled,
-    "attention": lambda: [getattr(backends.cuda, name)() for name in SDP],
+    **devices.SWITCHES,
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
+from csc import devices
+
 PURE = {
     "__future__", "_abc", "_collections", "_collections_abc", "_functools", "_operator", "_struct", "_warnings",
     "_weakref", "_weakrefset", "abc", "array", "bisect", "builtins", "cmath", "collections", "colorsys", "contextlib",
@@ -28,7 +30,7 @@ READERS = {"load_file", "safe_open", "fromfile", "loadtxt", "genfromtxt", "memma
 MODULES = {"torch.random", "torch.distributed", "torch.hub", "numpy.random"}
 OF_MODULES = {
     "torch": {"load", "initial_seed", "seed", "get_rng_state", "get_num_threads", "get_num_interop_threads"},
-    "torch.cuda": {"memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info", "current_device"},
+    **devices.ASKED,
     "torch.jit": {"load"},
     "numpy": {"load"},
 }  # what these modules say of the world

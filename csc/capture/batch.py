@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc import devices
 from csc.errors import InputError
 
 
@@ -50,7 +51,7 @@ def device_of(model: nn.Module) -> torch.device:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return devices.default()
 
 
 def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
+from csc import devices
 from csc.ir.calls import UNKNOWN, Call
 from csc.torch_private import in_functorch_transform, outside_tracing, pytree
 
@@ -99,7 +100,7 @@ class Recording:
 
 def _modes() -> str:
     """What else decides what a call does."""
-    autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    autocast = [device for device in devices.TYPES if torch.is_autocast_enabled(device)]
     return " ".join([*([] if torch.is_grad_enabled() else ["no_grad"]), *autocast])
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from csc import devices
 from csc.capture import device_of, training, without_kv_cache
 from csc.check.numbers import WithoutChance
 
@@ -184,9 +185,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     values = [(b, b._version, b.clone()) for _, own in buffers for b in own.values() if b is not None]
     attributes = [(own, dict(own)) for own in map(vars, modules)]
     containers = [(own, copy(own)) for _, all_ in attributes for own in all_.values() if type(own) in CONTAINERS]
-    devices = [device_of(model)] if device_of(model).type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with devices.forked(device_of(model)):
             yield
     finally:
         for parameter, trains, gradient in gradients:

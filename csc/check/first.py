@@ -8,7 +8,6 @@ Costs about two of eager PyTorch's steps: one of each.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc import devices
 from csc.capture import device_of
 from csc.check.eager import eager_step
 from csc.check.judge import Judgement, judge
@@ -164,11 +164,7 @@ def _too_much(model: nn.Module) -> str:
     """Why the whole model cannot run here beside the program; "" if it can."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return "the model has no weights here"
-    device = device_of(model)
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-    else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = devices.memory(device_of(model))
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if 3 * held > ROOM * room:  # weights, and two sets of gradients
         return f"weights and two sets of gradients of the whole model are {3 * held / 1e9:.0f} GB"

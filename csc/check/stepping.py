@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from csc import devices
 from csc.check.eager import Step
 from csc.runtime.trainer import Trainer
 
@@ -22,7 +23,7 @@ def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]
     try:
         trainer.zero_grad()
         given = [{name: value for name, value in one.items() if name in used} for one in microbatches]
-        with torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []):
+        with devices.forked(trainer.device):
             state = _generator(trainer.device)
             loss = trainer.train_step(given, chance=False)
             drawn = not torch.equal(state, _generator(trainer.device))
@@ -35,7 +36,4 @@ def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]
 
 def _generator(device: torch.device) -> torch.Tensor:
     """What it will draw next, on the CPU and on the device."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
+    return torch.cat([torch.get_rng_state(), devices.generator(device)])

@@ -5,17 +5,20 @@ Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: 
 dp_index * pp + stage.
 
     Mesh(dp=1, pp=1, cp=1, tp=1)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
+    .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
+from csc.ir.groups import Group
 
 
 class Coordinates(NamedTuple):
@@ -71,13 +74,32 @@ class Mesh:
             found.append(index)
         return Coordinates(*reversed(found))
 
-    def sharing(self, pp: int) -> tuple[int, ...]:
-        """The ranks that hold the same parameters as any rank at index pp of the pipeline: all replicas and pieces."""
-        return self.holders((pp,))
+    def group(self, what: Group, rank: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The ranks of the group of this kind that `rank` is in, ascending. IndexError outside the mesh.
 
-    def holders(self, positions: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that hold what all these indices of the pipeline hold, those of the first index first."""
-        return tuple(self.rank_of(dp=d, pp=p, cp=c) for p in positions for d in range(self.dp) for c in range(self.cp))
+        positions: indices on the pp axis. Then the group's ranks at each of these, in this order, wherever `rank` is
+        itself: of the holders of a tied parameter those of its first position come first.
+        """
+        at = self.coordinates(rank)
+        dp, pp, cp, tp = (
+            range(size) if axis in what.along else (index,)
+            for axis, size, index in zip(self.AXES, astuple(self), at, strict=True)
+        )
+        if positions is None:
+            return tuple(self.rank_of(*one) for one in product(dp, pp, cp, tp))
+        return tuple(self.rank_of(d, p, c, t) for p, d, c, t in product(positions, dp, cp, tp))
+
+    def groups(self, what: Group, positions: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+        """All groups of a kind, in the order of their coordinates on the other axes: every rank (with positions: every
+        rank there) is in one of them.
+        """
+        inside = (*what.along, *(["pp"] if positions is not None else []))
+        others = product(*(range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES))
+        return tuple(self.group(what, self.rank_of(*one), positions) for one in others)
+
+    def sizes(self, what: Group) -> tuple[int, ...]:
+        """Of the axes along which groups of this kind run."""
+        return tuple(getattr(self, axis) for axis in what.along)
 
     def to_dict(self) -> dict[str, int]:
         """The form that program.json holds."""

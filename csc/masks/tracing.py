@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from csc import devices
 from csc.errors import InputError
 from csc.masks.checks import INTEGERS
 from csc.masks.formula import And, Compare, Constant, Formula, Keys, Not, Or, Queries
@@ -142,7 +143,7 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found(*args[1:], **kwargs) if found else getattr(torch, name)(plain, *args[1:], **kwargs)
     if name in ("clone", "detach", "contiguous", "pos"):
         return args[0]
-    if name in ("cpu", "cuda") or (name == "to" and not _casts(args, kwargs)):
+    if name in devices.TYPES or (name == "to" and not _casts(args, kwargs)):
         return args[0]  # where the function runs is no part of what it says
     if name in CASTS:
         name, args = "to", (args[0], CASTS[name])

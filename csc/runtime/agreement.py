@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import InputError, ProgramError
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime.program import LoadedProgram, own_files
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor that is the same on every rank of some positions of the pp axis. what: the word for it in errors."""
+    """A tensor that is equal over groups of ranks at some positions of the pp axis. what: the word for it in errors."""
 
     what: str
     name: str
     positions: tuple[int, ...]
+    equal: Group = Group.POSITION
 
 
 OF_POSITION = "files of pipeline positions"
@@ -40,7 +42,7 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
     """What ranks must agree on, by the words that an error uses for it."""
     manifest = program.manifest
     loss = manifest.loss
-    holders = [(p.name, p.shape, p.dtype, p.trainable, p.stages) for p in manifest.parameters]
+    holders = [(p.name, p.shape, p.dtype, p.trainable, p.stages, p.weight, p.gradient) for p in manifest.parameters]
     parts = {
         "fingerprints": manifest.fingerprint,
         "shapes, strides and dtypes of messages": repr(sorted(manifest.messages, key=lambda m: m.channel)),
@@ -84,7 +86,7 @@ def agree(program: LoadedProgram, device: torch.device) -> None:
     rows = torch.stack(gathered).cpu().view(len(gathered), len(mine), 32)
     differing: dict[str, tuple[int, list[int]]] = {}
     for i, what in enumerate(mine):
-        alike = [mesh.sharing(at) for at in range(mesh.pp)] if what == OF_POSITION else [tuple(range(len(rows)))]
+        alike = mesh.groups(Group.POSITION if what == OF_POSITION else Group.WORLD)
         for first, *rest in alike:
             others = [one for one in rest if not torch.equal(rows[one, i], rows[first, i])]
             if others:
@@ -108,7 +110,7 @@ def agree_on_values(
     Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed, and so
     would a node whose program directory has other constants.
     """
-    several = [(one, mesh.holders(one.positions)) for one in shared]
+    several = [(one, holders) for one in shared for holders in mesh.groups(one.equal, one.positions)]
     several = [(one, holders) for one, holders in several if len(holders) > 1]
     if not several:
         return

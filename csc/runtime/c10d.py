@@ -1,7 +1,7 @@
 """The c10d transport: one process per rank, torch.distributed moves the tensors (gloo or NCCL).
 
 Terms: see csc.runtime.transport. Values travel as the bytes of their memory, in memory order, without being
-made contiguous: the receiver's tensor has the same strides. With gloo, CUDA tensors pass through CPU memory.
+made contiguous: the receiver's tensor has the same strides. With gloo, tensors of a GPU pass through CPU memory.
 
     Distributed(program, device, timeout, meeting)   the Transport; all ranks make it
 
@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from csc import devices
 from csc.errors import InputError, RankLost
+from csc.ir.groups import Group
 from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
 from csc.runtime.agreement import Shared, agree, agree_on_values
@@ -59,7 +61,7 @@ class _Summing:
 
 @dataclass
 class _Exchanging:
-    """Tensors on their way between the ranks of a context-parallel group. Works: with the peer, if it is one."""
+    """Tensors on their way between ranks that meet within a layer. Works: with the peer, if it is one."""
 
     coming: dict[int, list[torch.Tensor]]
     leaving: dict[int, list[torch.Tensor]]
@@ -90,14 +92,13 @@ class Distributed:
         self.ranks = (self.rank,)
         self._manifest = manifest
         self._device = device
-        direct = device.type == "cpu" or "nccl" in str(dist.get_backend_config())
-        self._wire = device if direct else torch.device("cpu")
-        self._pollable = self._wire.type == "cuda"
+        self._wire = devices.wire(device, str(dist.get_backend_config()))
+        self._pollable = self._wire.type != "cpu"
         self.compare_programs(program)
         self.meeting = meeting or Meeting.of_all(timeout)
         self._groups = Groups(manifest, self.rank, timeout)
         self.meeting.closing(self._close)
-        self._at = manifest.mesh.coordinates(self.rank)
+        self._pipeline = manifest.mesh.group(Group.PIPELINE, self.rank)
         self._meet_first()
         self.recent = Recent()
         self.begin_step()
@@ -199,9 +200,9 @@ class Distributed:
 
     def _meet_first(self) -> None:
         """NCCL: a first exchange among some members only would not be defined."""
-        if self._pollable and self._groups.context is not None:
-            met, group = torch.zeros(1, device=self._wire), self._groups.context
-            self._guard(lambda: dist.all_reduce(met, group=group), "the first meeting of a context-parallel group")
+        if self._pollable and self._groups.layer is not None:
+            met, group = torch.zeros(1, device=self._wire), self._groups.layer
+            self._guard(lambda: dist.all_reduce(met, group=group), "the first meeting of the ranks of a layer")
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -217,7 +218,7 @@ class Distributed:
         leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
         arriving = [(peer, one) for peer, tensors in coming.items() for one in tensors]
         departing = [(peer, one) for peer, tensors in leaving.items() for one in tensors]
-        group, exchange = self._groups.context, _Exchanging(coming, leaving, why)
+        group, exchange = self._groups.layer, _Exchanging(coming, leaving, why)
         if self._pollable and arriving + departing:
             batch = [dist.P2POp(dist.irecv, one, peer, group) for peer, one in arriving]
             batch += [dist.P2POp(dist.isend, one, peer, group) for peer, one in departing]
@@ -273,7 +274,7 @@ class Distributed:
         return True
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
-        self.finish_sum(self.start_sum(tensor, tuple(range(self._manifest.mesh.size)), why))
+        self.finish_sum(self.start_sum(tensor, self._manifest.mesh.group(Group.WORLD, self.rank), why))
 
     def compare_programs(self, program: LoadedProgram) -> None:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")
@@ -285,7 +286,7 @@ class Distributed:
     # peers
 
     def _peer(self, stage: int) -> int:
-        return self._manifest.mesh.rank_of(dp=self._at.dp, pp=self._manifest.stages[stage].rank, cp=self._at.cp)
+        return self._pipeline[self._manifest.stages[stage].rank]
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""

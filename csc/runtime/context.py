@@ -3,6 +3,7 @@
     attach(rank, microbatch) -> the microbatch with "context": {component: Plan}      nothing to do with cp = 1
     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
     Plan.tokens, .real          int64 [share], bool [share]: the rank's tokens by slot; which slots hold one
+    Plan.plan                   int64: its number, by which csc::context_attention and its like find it
     Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
     Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
     Plan.gather(x, dim) -> whole                Plan.gather_backward(d_whole, dim) -> dx
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from csc.kernels import attention as kernels
+from csc.kernels.context import numbered
 from csc.kernels.mask import Mask
 from csc.planning.dispatch.collectives import ALL_GATHER, HEADS
 from csc.runtime.exchange import Group
@@ -93,6 +95,7 @@ class Plan:
         own = where.tokens[self._group.piece]
         padded = torch.zeros(spec.share, dtype=torch.int64)
         padded[: len(own)] = own
+        self.plan = numbered(self)
         self.tokens = padded.to(rank.device)
         self.real = (torch.arange(spec.share) < len(own)).to(rank.device)
 

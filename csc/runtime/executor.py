@@ -210,9 +210,7 @@ def step(
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
             else:
-                yield from reduce(
-                    state.gradients, rank.position, rank.replica, rank.piece, manifest.mesh, rank.endpoint, rank.device
-                )
+                yield from reduce(state.gradients, rank)
             if trace:
                 timed.append(Timed(action, start, time.perf_counter()))
     except Exception as error:

@@ -5,7 +5,7 @@ Terms: a parameter is *tied* if several stages use it; each of them then has a p
 sums run.
 
     GradientSums(parameters, stages).add(stage, microbatch, pairs)     what one W gives
-    reduce(sums, position, replica, piece, mesh, ...)    a generator: over tied stages, highest first, then dp and cp
+    reduce(sums, rank)        a generator: over tied stages, highest first, then over the ranks that have parts
 
 The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 """
@@ -17,13 +17,15 @@ from collections.abc import Generator, Iterable
 import torch
 
 from csc.errors import ProgramError
-from csc.ir.mesh import Mesh
+from csc.ir.groups import Group
+from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.transport import Endpoint
 
 BUCKET_BYTES = 25 * 2**20
 
 Pair = tuple[str, torch.Tensor]
+_Kind = tuple[Group | None, tuple[int, ...], torch.dtype]
 
 
 class GradientSums:
@@ -92,58 +94,56 @@ class GradientSums:
             self._of_stage[stage] = {}
 
 
-def reduce(
-    sums: GradientSums, position: int, replica: int, piece: int, mesh: Mesh, endpoint: Endpoint, device: torch.device
-) -> Generator[str, None, None]:
-    """Sum over the ranks that hold a tied parameter, then everything over dp and cp. Every rank calls it once a
-    step. `position`, `replica`, `piece`: the rank's index on the pp, dp and cp axis.
+def reduce(sums: GradientSums, rank: Rank) -> Generator[str, None, None]:
+    """Sum over the ranks of a pipeline that hold a tied parameter, then each gradient over the group on which it is
+    parts. Every rank calls it once a step.
     """
     sums.merge()
     for spec in sums.specs.values():
         if spec.trainable and len(spec.ranks) > 1:
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
                 there = sums.buffers.get(spec.name)
-                zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
                 sums.buffers[spec.name] = zeros if there is None else there.clone(memory_format=torch.contiguous_format)
                 sums.own.add(spec.name)
-            holders = tuple(sorted(mesh.rank_of(dp=replica, pp=r, cp=piece) for r in spec.ranks))
+            holders = rank.group(Group.PIPELINE, sorted(spec.ranks))
             why = f"tied gradient of {spec.name}"
-            yield from wait_sum(endpoint, sums.buffers[spec.name], holders, why, ordered=True)
-    replicas = mesh.sharing(position)
-    if len(replicas) == 1:
-        return
+            yield from wait_sum(rank.endpoint, sums.buffers[spec.name], holders, why, ordered=True)
     tickets = []
-    for number, specs in enumerate(buckets(sums)):
+    for number, (parts, specs) in enumerate(buckets(sums)):
+        if parts is None or len(ranks := rank.group(parts)) < 2:
+            continue
         flat = torch.cat([sums.buffers[spec.name].reshape(-1) for spec in specs])
         for spec, part in zip(specs, flat.split([sums.buffers[s.name].numel() for s in specs]), strict=True):
             sums.buffers[spec.name] = part.view(spec.shape)  # frees the gradient itself
             sums.own.add(spec.name)
-        why = f"gradients of pipeline rank {position} over dp and cp, bucket {number}"
-        tickets.append((why, endpoint.start_sum(flat, replicas, why)))
+        why = f"gradients of pipeline rank {rank.position} over {' and '.join(parts.along)}, bucket {number}"
+        tickets.append((why, rank.endpoint.start_sum(flat, ranks, why)))
     for why, ticket in tickets:
-        while not endpoint.finish_sum(ticket):
+        while not rank.endpoint.finish_sum(ticket):
             yield why
 
 
-def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[list[ParameterSpec]]:
-    """Parameters with a gradient, in groups of one dtype and about `limit` bytes.
+def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[tuple[Group | None, list[ParameterSpec]]]:
+    """Parameters with a gradient, in lists of one dtype and about `limit` bytes, each with the group on which these are
+    parts.
 
     Parameters with the same holders share buckets, so that every holder of a tied one sums an equal bucket: a
     ring adds in an order that depends on the position, and the holders must end with the same bits.
     """
-    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[list[ParameterSpec]]] = {}
-    room: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    kinds: dict[_Kind, list[list[ParameterSpec]]] = {}
+    room: dict[_Kind, int] = {}
     for spec in sums.specs.values():
         if spec.name not in sums.buffers:
             continue
-        kind = (spec.ranks, spec.dtype)
+        kind = (spec.gradient.parts, spec.ranks, spec.dtype)
         size = sums.buffers[spec.name].numel() * spec.dtype.itemsize
         if kind not in kinds or room[kind] < size:
             kinds.setdefault(kind, []).append([])
             room[kind] = limit
         kinds[kind][-1].append(spec)
         room[kind] -= size
-    return [group for groups in kinds.values() for group in groups]
+    return [(parts, specs) for (parts, _, _), lists in kinds.items() for specs in lists]
 
 
 def wait_sum(

@@ -1,9 +1,9 @@
 """The process groups of a program's ranks: made by all of them in one order, let go of, and made again.
 
 Terms: one group carries F messages, another one B messages, so that the two directions between a pair of ranks never
-share a queue; a *set* of ranks sums something together; a *context* group shares sequences.
+share a queue; a *set* of ranks sums something together; the ranks of a *layer* meet within F and B.
 
-    groups = Groups(manifest, rank, timeout)     .messages["F"], .sums[ranks], .context
+    groups = Groups(manifest, rank, timeout)     .messages["F"], .sums[ranks], .layer
     groups.close()                               peers that wait for this rank are freed, with an error
     rank_sets(manifest)                          the sets
 """
@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
-from itertools import product
 
 import torch.distributed as dist
 
+from csc import devices
+from csc.ir.groups import Group
 from csc.runtime.specs import Manifest
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Sets of two or more ranks, each ascending: those that share a position's parameters, holders of a tied parameter,
+    """Sets of two or more ranks, each ascending: those that add up gradients or counts, holders of a tied parameter,
     all. No set twice.
     """
-    mesh = manifest.mesh
-    sets = [mesh.sharing(s) for s in range(mesh.pp)]
-    tied = sorted({tuple(sorted(p.ranks)) for p in manifest.parameters if p.trainable})
-    pieces = [(d, c) for d in range(mesh.dp) for c in range(mesh.cp)]
-    sets += [tuple(mesh.rank_of(dp=d, pp=r, cp=c) for r in holders) for holders in tied for d, c in pieces]
-    sets.append(tuple(range(mesh.size)))
+    mesh, trained = manifest.mesh, [p for p in manifest.parameters if p.trainable]
+    kinds = dict.fromkeys([Group.DATA, *(p.gradient.parts for p in trained if p.gradient.parts is not None)])
+    sets = [ranks for kind in kinds for ranks in mesh.groups(kind)]
+    if manifest.loss.weight == "mean":
+        sets += [mesh.group(Group.SAMPLES, rank) for rank in mesh.groups(Group.POSITION)[manifest.loss_rank]]
+    tied = sorted({tuple(sorted(p.ranks)) for p in trained})
+    sets += [ranks for holders in tied for ranks in mesh.groups(Group.PIPELINE, holders)]
+    sets += mesh.groups(Group.WORLD)
     return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
 
@@ -43,21 +46,20 @@ class Groups:
 
     def open(self) -> None:
         """All ranks call it."""
-        everyone = list(range(self._manifest.mesh.size))
+        (everyone,) = self._manifest.mesh.groups(Group.WORLD)
         self.messages = {kind: self._new(everyone) for kind in ("F", "B")}
-        self.sums = {ranks: self._new(list(ranks)) for ranks in rank_sets(self._manifest)}
-        self.context = self._context()
+        self.sums = {ranks: self._new(ranks) for ranks in rank_sets(self._manifest)}
+        self.layer = self._layer()
 
-    def _new(self, ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timeout=self._wait)
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return dist.new_group(list(ranks), timeout=self._wait)
 
-    def _context(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that share a sequence with this one."""
-        mesh, own = self._manifest.mesh, None
-        if not self._manifest.contexts:
+    def _layer(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that share sequences, or the work of layers, with this one."""
+        own, mesh = None, self._manifest.mesh
+        if not self._manifest.contexts and mesh.sizes(Group.TENSOR) == (1,):
             return None
-        for d, p in product(range(mesh.dp), range(mesh.pp)):
-            ranks = [mesh.rank_of(dp=d, pp=p, cp=c) for c in range(mesh.cp)]
+        for ranks in mesh.groups(Group.LAYER):
             group = self._new(ranks)
             own = group if self._rank in ranks else own
         return own
@@ -67,10 +69,10 @@ class Groups:
         groups any more: operations that are under way must have been let go of before.
         """
         own = [*self.messages.values(), *(group for ranks, group in self.sums.items() if self._rank in ranks)]
-        own += [self.context] if self.context is not None else []
-        self.messages, self.sums, self.context = {}, {}, None
+        own += [self.layer] if self.layer is not None else []
+        self.messages, self.sums, self.layer = {}, {}, None
         while own:
-            if dist.get_backend(own[-1]) == dist.Backend.NCCL:
-                own[-1].abort()  # what runs on the GPU would be waited for
+            if devices.aborts(dist.get_backend(own[-1])):
+                own[-1].abort()  # what runs on the device would be waited for
             dist.destroy_process_group(own.pop())
         gc.collect()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from csc import devices
 from csc.errors import InputError, RankLost
 
 
@@ -64,10 +65,10 @@ def first_to_speak(store: dist.Store) -> bool:
 def setup_distributed(device: str = "cpu", timeout: float = 600.0, store: dist.Store | None = None) -> Launch:
     """Join the default process group, unless that was done already.
 
-    device: the program's, "cpu" or "cuda". timeout: seconds without an answer until a rank counts as lost.
-    NCCL if every process of this node has a GPU of its own; else gloo, where processes share what GPUs there
-    are. InputError if torchrun did not start this process or there is no such device; RankLost if a rank does
-    not come.
+    device: the program's. timeout: seconds without an answer until a rank counts as lost.
+    The device's own backend if every process of this node has one of its own; else gloo, where processes share what
+    there are. InputError if torchrun did not start this process or there is no such device; RankLost if a rank does not
+    come.
     """
     if not under_torchrun():
         raise InputError(
@@ -77,19 +78,7 @@ def setup_distributed(device: str = "cpu", timeout: float = 600.0, store: dist.S
         )
     local = int(os.environ["LOCAL_RANK"])
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    backend, place = "gloo", torch.device("cpu")
-    if device.startswith("cuda"):
-        gpus = torch.cuda.device_count()
-        if gpus == 0:
-            raise InputError(
-                "the program is for CUDA, and there is no CUDA device here",
-                "setup_distributed",
-                "Compile it with device='cpu', or run it on machines with GPUs",
-            )
-        place = torch.device("cuda", local % gpus)
-        torch.cuda.set_device(place)
-        if gpus >= neighbours and dist.is_nccl_available():
-            backend = "nccl"
+    place, backend = devices.placed(device, local, neighbours)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
         group_store = dist.PrefixStore("group", store or open_store(timeout))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from csc.errors import CscError
+from csc.ir.groups import Group
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest
@@ -64,17 +65,19 @@ def weights(
     """
     rank = ranks[0]
     manifest = rank.program.manifest
-    mesh, count = manifest.mesh, len(microbatches)
+    count = len(microbatches)
     if manifest.loss.weight == "sum":
         return dict.fromkeys(range(count), 1.0)
-    counts = _samples(manifest, microbatches) if manifest.loss.weight == "mean" else _labels(ranks, microbatches)
-    total = counts.sum().reshape(1)
-    yield from wait_sum(rank.endpoint, total, mesh.sharing(manifest.loss_rank), "count of labels over dp and cp")
     if manifest.loss.weight == "mean":
-        total = total / mesh.cp  # its ranks have counted the same samples
+        what, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
+    else:
+        what, counting, counts = "labels", Group.DATA, _labels(ranks, microbatches)
+    total = counts.sum().reshape(1)
+    why = f"count of {what} over {' and '.join(counting.along)}"
+    yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
     whole = _divisor(manifest, float(total))
     if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step
-        return dict.fromkeys(range(count), 1.0 if count * mesh.dp * mesh.cp == 1 else float("nan"))
+        return dict.fromkeys(range(count), 1.0 if count * len(rank.group(Group.DATA)) == 1 else float("nan"))
     return {mb: _divisor(manifest, float(n)) / whole for mb, n in enumerate(counts.tolist())}
 
 
@@ -107,14 +110,14 @@ def combine(
     mean is NaN.
     """
     manifest = rank.program.manifest
-    mesh, count = manifest.mesh, manifest.microbatches
-    row = torch.zeros(mesh.dp * count + 1, dtype=torch.float64)
+    count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
+    row = torch.zeros(manifest.mesh.dp * count + 1, dtype=torch.float64)
     for mb, loss in losses.items():
-        if weights[mb] != 0:
+        if weights[mb] != 0 and counts_once:
             row[rank.replica * count + mb] = loss.double().cpu() * weights[mb]
-        if rank.replica == rank.piece == 0 and mb == 0:
+        if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
             row[-1] = _DTYPES.index(loss.dtype)
     row = row.to(rank.device)
-    yield from wait_sum(rank.endpoint, row, tuple(range(mesh.size)), "loss over all ranks")
+    yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "loss over all ranks")
     *parts, dtype = row.tolist()
     return Losses(tuple(parts), _DTYPES[int(dtype)])

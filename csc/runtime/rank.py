@@ -8,11 +8,12 @@ the cp axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from csc.ir.groups import Group
 from csc.runtime.program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.specs import StageSpec
 from csc.runtime.transport import Endpoint
@@ -50,8 +51,11 @@ class Rank:
         """Index on the cp axis."""
         return self.program.manifest.mesh.coordinates(self.rank).cp
 
+    def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
+        """As `Mesh.group`, of this rank."""
+        return self.program.manifest.mesh.group(what, self.rank, positions)
+
     def context_group(self, ranks: int) -> tuple[int, ...]:
         """The ranks among which tokens that are spread over `ranks` of the cp axis are, itself included."""
-        mesh = self.program.manifest.mesh
         first = self.piece // ranks * ranks
-        return tuple(mesh.rank_of(dp=self.replica, pp=self.position, cp=first + c) for c in range(ranks))
+        return self.group(Group.CONTEXT)[first : first + ranks]

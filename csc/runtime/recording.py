@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from csc.ir.groups import Group
 from csc.ir.schedule import parse
 from csc.runtime.executor import Timed
 from csc.runtime.specs import Manifest
@@ -51,7 +52,7 @@ def gathered(traces: Traces) -> dict[int, list[Timed]]:
 def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Timeline:
     """The timeline of replica 0: traces by rank of the mesh. What memory was in use is not recorded."""
     mesh = manifest.mesh
-    rows = [traces[mesh.rank_of(pp=position)] for position in range(mesh.pp)]
+    rows = [traces[rank] for rank in mesh.group(Group.PIPELINE, 0)]
     zero = min((timed.start for row in rows for timed in row), default=0.0)
     ranks = tuple(
         tuple(Event(position, t.action, t.start - zero, t.end - zero) for t in row) for position, row in enumerate(rows)

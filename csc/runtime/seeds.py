@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from csc.ir.groups import Group
 from csc.kernels.dropout import mixed
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
@@ -39,7 +40,7 @@ def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[s
     if not manifest.random:
         return list(microbatches)
     step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
-    yield from wait_sum(rank.endpoint, step, tuple(range(manifest.mesh.size)), "seed of the step's random numbers")
+    yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
     first = rank.replica * len(microbatches)
     return [
         {**batch, "random": torch.tensor(_of(int(step), first + i), dtype=torch.int64)}

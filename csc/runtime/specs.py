@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from csc.errors import CscError, ProgramError
+from csc.ir.groups import SUMMED, WHOLE, Group, Placement
 from csc.ir.layout import overlaps
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
-FORMAT = 3
+FORMAT = 4
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 
@@ -41,7 +42,8 @@ class ParameterSpec:
     """One parameter; `stages` use it, `ranks` (positions on the pp axis) hold it, the owner first.
 
     dtype: in which it is stored and its gradients are added up; compute: in which the stages take it,
-    None: the same.
+    None: the same. weight, gradient: how it lies on the ranks of each of these positions, and how its gradient does
+    before REDUCE; the weight is whole on each.
     """
 
     name: str
@@ -51,10 +53,18 @@ class ParameterSpec:
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
     compute: torch.dtype | None = None
+    weight: Placement = WHOLE
+    gradient: Placement = SUMMED
 
     @property
     def owner(self) -> int:
         return self.ranks[0]
+
+    @property
+    def equal(self) -> Group:
+        """The group, with those of its other positions, that holds the same values."""
+        assert self.weight.equal is not None
+        return self.weight.equal
 
 
 @dataclass(frozen=True)
@@ -275,8 +285,6 @@ def manifest(table: Any, where: str) -> Manifest:
         mesh = Mesh.of(top.get("mesh", dict))
     except CscError as error:
         raise ProgramError(error.what, f"{where}, mesh", error.remedy) from None
-    if mesh.tp != 1:
-        raise ProgramError(f"mesh {mesh} has tp above 1", where, "This runtime runs dp, pp and cp only")
     stages = tuple(_stage(row, mesh.pp) for row in top.rows("stages"))
     files = top.hashes("files")
     if mesh.pp > len(stages) or mesh.size > len(files):
@@ -298,7 +306,7 @@ def manifest(table: Any, where: str) -> Manifest:
         InputSpec(r.get("name", str), r.sizes("shape"), r.dtype(), r.get("whole", bool, False))
         for r in top.rows("inputs")
     )
-    parameters = tuple(_parameter(row, stages) for row in top.rows("parameters"))
+    parameters = tuple(_parameter(row, stages, mesh) for row in top.rows("parameters"))
     constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
     messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
     _once("inputs", [one.name for one in inputs], where)
@@ -387,17 +395,36 @@ def _finite(row: _Table, key: str) -> float:
     return value
 
 
-def _parameter(row: _Table, stages: tuple[StageSpec, ...]) -> ParameterSpec:
-    users = row.stages("stages", len(stages))
+def _parameter(row: _Table, stages: tuple[StageSpec, ...], mesh: Mesh) -> ParameterSpec:
+    users, trainable = row.stages("stages", len(stages)), row.get("trainable", bool)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
         row.dtype(),
-        row.get("trainable", bool),
+        trainable,
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
         row.dtype("compute") if "compute" in row.table else None,
+        _placement(row, "weight", ("equal",), mesh),
+        _placement(row, "gradient", ("equal", "parts"), mesh) if trainable else WHOLE,
     )
+
+
+def _placement(row: _Table, key: str, known: tuple[str, ...], mesh: Mesh) -> Placement:
+    """How a parameter or its gradient lies on the ranks of a position. ProgramError if it is none of `known` over an
+    axis: then ranks with one parameter would train it apart.
+    """
+    try:
+        found = Placement.of(row.get(key, dict))
+    except CscError as error:
+        raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
+    for axis in Group.POSITION.along:
+        over = found.over(axis)
+        if (over or getattr(mesh, axis) > 1) and over not in known:
+            said = f"{over} over {axis}" if over else f"nothing over {axis}, whose size is {getattr(mesh, axis)}"
+            what = f"field {key!r} says {said}: this runtime knows {' and '.join(known)}"
+            raise ProgramError(what, row.where, _REMEDY)
+    return found
 
 
 def _stage(row: _Table, ranks: int) -> StageSpec:

@@ -11,11 +11,12 @@ import re
 import torch
 import torch.distributed as dist
 
+from csc import devices
+
 
 def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Every rank's text, by rank. All ranks of the group (None: the default one) call it."""
-    gloo = "gloo" in str(dist.get_backend_config(group))
-    device = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
+    device = devices.meeting_place(str(dist.get_backend_config(group)))
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)

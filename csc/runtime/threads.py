@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from csc import devices
 from csc.errors import CscError
 
 
@@ -72,13 +73,12 @@ def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dic
     results: dict[int, Any] = {}
     turns.running, turns.failure = len(runs), None
     turns.waits.clear()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+    place = devices.current()  # each thread has its own
 
     def drive(rank: int, run: Generator[str, None, Any]) -> None:
         with turns.condition, torch.no_grad():
             try:
-                if gpu is not None:
-                    torch.cuda.set_device(gpu)
+                devices.use(place)
                 while turns.failure is None:
                     turns.wait(next(run))
             except StopIteration as end:

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc import devices
 from csc.errors import InputError
+from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
 from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
@@ -116,7 +117,8 @@ class Trainer:
 
     def _compare_weights(self) -> None:
         """InputError unless all ranks that hold a parameter, frozen or not, hold the same values."""
-        shared = [Shared("parameter", spec.name, spec.ranks) for spec in self.program.manifest.parameters]
+        parameters = self.program.manifest.parameters
+        shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in parameters]
         self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
 
     @property
@@ -202,7 +204,7 @@ class Trainer:
         if not most:
             return
         pieces = batches.split(self._manifests, batch)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with devices.at(self.device):
             for index, first in enumerate(self._ranks):
                 first.endpoint.recent.keep(2 * (steps + 1) * most * sum(map(len, pieces)))
                 for piece in pieces[first.replica]:
@@ -272,14 +274,14 @@ class Trainer:
         square = torch.zeros(1, dtype=torch.float64, device=self.device)
         for spec in self._specs:
             gradient = self._weights[spec.name].grad
-            if gradient is not None and spec.trainable and self._counts(spec):
+            if gradient is not None and spec.trainable and self._first_holder(spec) in self.transport.ranks:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
         return float(square)
 
-    def _counts(self, spec: ParameterSpec) -> bool:
-        mesh = self.program.manifest.mesh
-        return mesh.rank_of(dp=0, pp=spec.owner) in self.transport.ranks
+    def _first_holder(self, spec: ParameterSpec) -> int:
+        """The rank that speaks for all that hold a parameter."""
+        return self._ranks[0].group(spec.equal, spec.ranks)[0]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names."""
@@ -342,7 +344,7 @@ class Trainer:
             value = self._weights.get(spec.name, into[spec.name]).detach()
             if isinstance(self.transport, Distributed):
                 value = value.to(self.device).contiguous()
-                dist.broadcast(value, src=manifest.mesh.rank_of(pp=spec.owner))
+                dist.broadcast(value, src=self._first_holder(spec))
             into[spec.name].copy_(value)
 
     def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
@@ -350,7 +352,7 @@ class Trainer:
         of them cannot write, all raise, and what was saved there before is what is read there.
         """
         manifest, meeting = self.program.manifest, self.transport.meeting
-        if set(self.transport.ranks) == set(range(manifest.mesh.size)):
+        if set(self.transport.ranks) == set(self._ranks[0].group(Group.WORLD)):
             self._check_values("save")
             saving.write(directory, manifest, None, self.state_dict(), format)
             return
@@ -369,7 +371,7 @@ class Trainer:
                 saving.write_index(directory, manifest, format, save)
             return NOTHING, None
 
-        own = [rank.position for rank in self._ranks if rank.replica == rank.piece == 0]
+        own = [rank.position for rank in self._ranks if rank.rank == rank.group(Group.POSITION)[0]]
         save = f"{int(meeting.total('save', name)):08x}"
         try:
             meeting.hold("the shards of what is saved", shards)
@@ -381,16 +383,8 @@ class Trainer:
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:
-    found = torch.device(device if device is not None else program.manifest.device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "the program is for CUDA, and there is no CUDA device here",
-            program.manifest.name,
-            "Compile it with device='cpu', or run it on a machine with a GPU",
-        )
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    wanted = device if device is not None else program.manifest.device
+    return devices.present(torch.device(wanted), program.manifest.name)
 
 
 def _transport(program: LoadedProgram, device: torch.device, timeout: float, meeting: Meeting | None) -> Transport:

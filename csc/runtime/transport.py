@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from csc.errors import ProgramError
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 from csc.runtime.agreement import Shared
@@ -166,7 +167,7 @@ class _Hub:
     """Mailboxes and open sums that the endpoints of one process share."""
 
     def __init__(self) -> None:
-        self.mail: dict[tuple[tuple[int, int], Message, int], dict[str, torch.Tensor]] = {}  # ((dp, cp), channel, mb)
+        self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (pipeline's first rank, channel, mb)
         self.parcels: dict[tuple[int, int], list[Sequence[torch.Tensor]]] = {}  # of exchanges, by (from, to)
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
@@ -187,7 +188,7 @@ class InProcess:
         self.meeting = Meeting()
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
-        if self._mesh.cp > 1:
+        if len(self._mesh.group(Group.LAYER, 0)) > 1:
             self._hub.turns = Turns()
         self._endpoints = [_Local(self._hub, rank, self._mesh) for rank in self.ranks]
 
@@ -226,20 +227,19 @@ class _Local:
         self.rank = rank
         self.recent = hub.recent
         self._hub = hub
-        at = mesh.coordinates(rank)
-        self._beside = (at.dp, at.cp)  # it exchanges messages with the ranks of the same replica and piece
+        self._pipeline = mesh.group(Group.PIPELINE, rank)[0]
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        self._hub.mail[self._beside, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+        self._hub.mail[self._pipeline, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
         self._hub.changed()
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Nothing to announce: the sender's tensor itself will be the receiver's."""
 
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        return self._hub.mail.pop((self._beside, message.channel, microbatch), None)
+        return self._hub.mail.pop((self._pipeline, message.channel, microbatch), None)
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str

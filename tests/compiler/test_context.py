@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -94,11 +95,12 @@ def test_full_and_sliding_layers() -> None:
 
 @pytest.mark.slow
 def test_what_a_rank_file_says(tmp_path: Any) -> None:
-    """Layers call the plan; embeddings, positions and labels are dispatched; no dense mask is made."""
+    """Layers call operators with the plan; embeddings, positions and labels are dispatched; no dense mask is made."""
     compiled = csc.compile(hf.llava(), example=hf.llava_batch(length=57), mesh="cp=2,pp=2")
     compiled.write(tmp_path)
     layer = (tmp_path / "layers/llama_decoder_layer.py").read_text()
-    assert "plan.attention(" in layer and "plan.attention_backward(" in layer and "mask=0" in layer
+    called = re.findall(r"torch\.ops\.csc\.(context_\w+)\.default\([^()]*\bplan\b", layer)
+    assert called == ["context_attention", "context_attention_backward"] and "import csc.kernels.context" in layer
     assert "[2, 32, 48]" in layer and "57" not in layer.split('"""')[2]
     tables = (tmp_path / "layers/tables.py").read_text()
     assert 'batch["context"]["language_model"].tokens' in tables

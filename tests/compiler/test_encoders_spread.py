@@ -93,12 +93,17 @@ def test_what_a_rank_file_says(models: Models, tmp_path: Any) -> None:
     compiled = models("llava", mesh="cp=2", context={"vision_tower": 2})
     compiled.write(tmp_path)
     assert "piece 1 of 2 of vision_tower: 5 slots for 10 tokens" in (tmp_path / "rank_1.py").read_text()
-    assert 'vision_tower_plan = batch["context"]["vision_tower"]' in (tmp_path / "position_0.py").read_text()
+    assert 'vision_tower_plan = batch["context"]["vision_tower"].plan' in (tmp_path / "position_0.py").read_text()
     layer = (tmp_path / "layers/clip_encoder_layer.py").read_text()  # one file: the last layer is like the others
-    assert "vision_tower_plan.attention(" in layer and "f32[2, 5, 32]" in layer and "f32[2, 10" not in layer
+    assert (
+        "csc.context_attention.default(" in layer
+        and "vision_tower_plan" in layer
+        and "f32[2, 5, 32]" in layer
+        and "f32[2, 10" not in layer
+    )
     projector = (tmp_path / "layers/llava_multi_modal_projector.py").read_text()
-    assert "vision_tower_plan.gather(image_features, dim=1)" in projector
-    assert "vision_tower_plan.gather_backward(" in projector
+    assert "torch.ops.csc.context_gather.default(image_features, vision_tower_plan, 1, 10)" in projector
+    assert "torch.ops.csc.context_gather_backward.default(" in projector
     listed = json.loads((tmp_path / "program.json").read_text())
     assert [(one["component"], one["ranks"]) for one in listed["context"]] == [
         ("vision_tower", 2), ("language_model", 2),

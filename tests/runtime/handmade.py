@@ -132,6 +132,7 @@ def write(
     placement: tuple[int, int, int] = (0, 1, 2),
     dp: int = 1,
     cp: int = 1,
+    tp: int = 1,
     microbatches: int = 4,
     frozen: str = "none",
     schedule: str = "1f1b",
@@ -162,8 +163,8 @@ def write(
         for stage in range(3)
     }
     names[2].append("loss_tokens")
-    for rank in range(pp * dp * cp):
-        files[f"rank_{rank}.py"] = rank_text([s for s in range(3) if placement[s] == rank // cp % pp], names)
+    for rank in range(pp * dp * cp * tp):
+        files[f"rank_{rank}.py"] = rank_text([s for s in range(3) if placement[s] == rank // (cp * tp) % pp], names)
 
     flat, turned = [ROWS, LENGTH, WIDTH], [ROWS, WIDTH, LENGTH]
     h, x = ({"name": n, "shape": flat, "stride": [LENGTH * WIDTH, WIDTH, 1], "dtype": dtype} for n in "hx")
@@ -184,11 +185,11 @@ def write(
         (directory / name).write_text(content)
     inputs = {0: ["ids"], 1: [], 2: ["labels"]}
     table = {
-        "format": 3,
+        "format": 4,
         "csc": "0.1.0",
         "torch": torch.__version__,
         "name": "Handmade",
-        "mesh": {"dp": dp, "pp": pp, "cp": cp, "tp": 1},
+        "mesh": {"dp": dp, "pp": pp, "cp": cp, "tp": tp},
         "device": device,
         "microbatches": microbatches,
         "inputs": [{"name": n, "shape": [ROWS, LENGTH], "dtype": "int64"} for n in ("ids", "labels")],
@@ -199,6 +200,8 @@ def write(
                 "dtype": dtype,
                 "trainable": name not in fixed,
                 "stages": HOLDERS[name],
+                "weight": {"equal": "position"},
+                **({} if name in fixed else {"gradient": {"parts": "data", "equal": "tensor"}}),
             }
             for name, shape in SHAPES.items()
         ],

@@ -36,13 +36,18 @@ def test_two_replicas_and_ranks_that_disagree(tmp_path: Path) -> None:
     ranks(worker.run, 2, "disagree", one, handmade.write(tmp_path / "two", placement=(0, 0, 0), dp=2, schedule="gpipe"))
 
 
-def test_ranks_of_one_axis_that_start_from_other_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["dp", "cp", "tp"])
+def test_two_ranks_of_one_axis(tmp_path: Path, axis: str) -> None:
+    """Values, constants and files that differ are noticed; gradients, losses and the norm are those of one process;
+    each parameter is saved once, and loaded on both ranks.
+    """
     one, other, edited = (
-        handmade.write(tmp_path / name, placement=(0, 0, 0), cp=2, frozen="middle") for name in ("a", "b", "c")
+        handmade.write(tmp_path / name, placement=(0, 0, 0), **{axis: 2}, microbatches=2, frozen="middle")
+        for name in ("a", "b", "c")
     )
     save_file({"scale": handmade.scale() + 1}, other / "constants.safetensors")
     (edited / "layers/stage_1.py").write_text((edited / "layers/stage_1.py").read_text() + "# edited on one node\n")
-    ranks(worker.run, 2, "starts", one, other, edited)
+    ranks(worker.run, 2, "axis", one, tmp_path / "out", other, edited)
 
 
 STOPS = """
@@ -118,6 +123,11 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("csc.run:")]
     assert len(said) == 1 and "there is no such directory" in said[0], done.stderr
+
+
+@pytest.mark.slow
+def test_tied_weights_over_two_positions_of_two_ranks_each(tmp_path: Path) -> None:
+    ranks(worker.run, 4, "replicas", handmade.write(tmp_path / "p", placement=(0, 0, 1), tp=2))
 
 
 @pytest.mark.slow

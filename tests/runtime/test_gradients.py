@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from csc.errors import ProgramError
+from csc.ir.groups import Group, Placement
 from csc.runtime.gradients import GradientSums, buckets
 from csc.runtime.specs import ParameterSpec
 
@@ -88,5 +90,8 @@ def test_buckets_keep_dtypes_and_holders_apart() -> None:
         spec("unused"),
     ]
     sums = merged(specs, [(s.name, torch.zeros(s.shape)) for s in specs[:-1]])
-    groups = [[s.name for s in group] for group in buckets(sums, limit=32)]
-    assert groups == [["a", "b"], ["big"], ["c"], ["tied"], ["half"]]
+    sums.specs["apart"] = replace(spec("apart"), gradient=Placement(parts=Group.POSITION))
+    sums.buffers["apart"] = torch.zeros(4)
+    found = [(parts, [s.name for s in listed]) for parts, listed in buckets(sums, limit=32)]
+    lists = [["a", "b"], ["big"], ["c"], ["tied"], ["half"]]
+    assert found == [*((Group.DATA, names) for names in lists), (Group.POSITION, ["apart"])]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from context_cases import on_ranks, ranks_of, spreads
-from csc.kernels.context import GATHER
+from csc.kernels.context import ATTENTION, GATHER
 from csc.kernels.mask import Mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,6 +61,52 @@ def test_half_precision_is_summed_in_single() -> None:
     parts = [torch.ones(4, dtype=torch.bfloat16), small, small, small]
     for gradient in on_ranks(transport, lambda rank: plans[rank].gather_backward(parts[rank], 0)):
         assert gradient.dtype == torch.bfloat16 and gradient.tolist() == [1 + 2.0**-6]
+
+
+def test_the_operators_meet_the_other_ranks_in_forward_and_backward() -> None:
+    """On two ranks that take turns: autograd through the operators, against autograd through the whole in one."""
+    tokens, scale = 7, 0.5
+    spec = ContextSpec("encoder", 2, tokens, 2, 4, 1e-6, 1e-6, (ContextMaskSpec(1),))
+    ranks, transport = ranks_of(spec)
+    seen = torch.tensor([[0, q + 1] for q in range(tokens)], dtype=torch.int32)[None, None]
+    masks = [Mask(seen, None, None, tokens)]
+    plans = [Plan(spec, masks, spread(spec, masks), rank) for rank in ranks]
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, tokens, 16, generator=generator) for _ in range(3)]
+    weights = [torch.randn(1, 2, tokens, 16, generator=generator) for _ in ranks]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        plan = plans[rank]
+        with torch.enable_grad():
+            shares = [x.index_select(2, plan.tokens).requires_grad_() for x in given]
+            out, _ = ATTENTION(*shares, plan.plan, 0, tokens, scale, 0.0)
+            whole = GATHER(out, plan.plan, 2, tokens)
+            return [whole, *torch.autograd.grad((whole * weights[rank]).sum(), shares)]
+
+    q, k, v = (x.clone().requires_grad_() for x in given)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    gradients = torch.autograd.grad((expected * sum(weights)).sum(), (q, k, v))
+    for plan, (whole, *found) in zip(plans, on_ranks(transport, work), strict=True):
+        torch.testing.assert_close(whole, expected)
+        for gradient, one in zip(found, gradients, strict=True):
+            torch.testing.assert_close(gradient[:, :, plan.real], one.index_select(2, plan.tokens)[:, :, plan.real])
+
+
+def test_a_plan_is_found_as_long_as_it_lives() -> None:
+    spec = ContextSpec("encoder", 1, 4, 1, 4, 1e-6, 1e-6, (ContextMaskSpec(1),))
+    (rank,), _ = ranks_of(spec)
+    everything = Mask(torch.tensor([0, 4], dtype=torch.int32).expand(1, 1, 4, 2), None, None, 4)
+    one, other = (Plan(spec, [everything], spread(spec, [everything]), rank) for _ in range(2))
+    assert int(one.plan) != int(other.plan)
+    x = torch.arange(4.0)
+    assert torch.equal(GATHER(x, one.plan, 0, 4), x)
+    number = one.plan
+    del one
+    gc.collect()
+    for stranger in (number, torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="runs on the ranks of a compiled program only"):
+            GATHER(x, stranger, 0, 4)
+    assert torch.equal(GATHER(x, other.plan, 0, 4), x)
 
 
 def test_the_operator_says_what_the_runtime_gives() -> None:

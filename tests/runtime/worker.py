@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import handmade
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from csc.errors import CscError, InputError, ProgramError, StepFailed
+from csc.ir.mesh import Mesh
 from csc.runtime.launch import setup_distributed
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
@@ -127,8 +131,38 @@ def disagree(one: Path, other: Path) -> None:
         assert "is for 3 ranks (pp=3), the process group has 2" in str(error), error
 
 
+def axis(directory: Path, out: Path, *others: Path) -> None:
+    """Two ranks of one axis: all that ranks check of each other, do together, and do once."""
+    starts(directory, *others)
+    program = load(directory)
+    trainer = compare(program)
+    batch = handmade.batch(program.manifest.microbatches * program.manifest.mesh.dp)
+    loss, expected = handmade.eager(handmade.weights(), batch)
+    trainer.zero_grad()
+    torch.testing.assert_close(trainer.train_step(batch), loss)
+    assert list(gradients(trainer)) == ["embed", "w0"]
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(gradient, expected[name])
+    norm = torch.cat([expected[name].flatten() for name in ("embed", "w0")]).norm()
+    torch.testing.assert_close(trainer.clip_grad_norm_(1e9), norm)
+
+    trainer.save(out)
+    with safe_open(out / "model.safetensors", "pt") as file:  # one rank has written it, and the other one nothing
+        assert sorted(file.keys()) == sorted(handmade.SHAPES) and [one.name for one in out.iterdir()] == [
+            "model.safetensors"
+        ]
+    with torch.no_grad():
+        for parameter in trainer.state_dict().values():
+            parameter += 1
+    trainer.load(out)
+    into = {name: torch.zeros_like(value) for name, value in handmade.weights().items()}
+    trainer.collect(into)
+    for name, value in handmade.weights().items():
+        assert torch.equal(trainer.state_dict()[name], value) and torch.equal(into[name], value), name
+
+
 def starts(directory: Path, *others: Path) -> None:
-    """Two ranks of a cp axis start from other values, or from other files: both say so."""
+    """Two ranks start from other values, or from other files: both say so."""
     rank = torch.distributed.get_rank()
     program = load(directory)
     for name in handmade.SHAPES:  # "w1" and "b1" are frozen
@@ -224,9 +258,23 @@ def refused(call: Callable[[], object], part: str) -> None:
         raise AssertionError(f"nobody said {part!r}")
 
 
+def meshed(mesh: Mesh) -> LoadedProgram:
+    """A program as far as a transport in this process looks at it."""
+    return cast(LoadedProgram, SimpleNamespace(manifest=SimpleNamespace(mesh=mesh)))
+
+
+@contextlib.contextmanager
+def started(program: LoadedProgram) -> Iterator[Trainer]:
+    """A trainer on one of several processes."""
+    setup_distributed(timeout=30)
+    torch.set_num_threads(1)
+    yield Trainer(program)
+    torch.distributed.destroy_process_group()
+
+
 def run(case: str, *directories: Path) -> None:
     setup_distributed(timeout=30)
     torch.set_num_threads(1)
-    cases: list[Callable[..., None]] = [stages, replicas, disagree, starts, fails]
+    cases: list[Callable[..., None]] = [stages, replicas, disagree, axis, fails]
     {one.__name__: one for one in cases}[case](*directories)
     torch.distributed.destroy_process_group()

@@ -1,0 +1,224 @@
+"""Devices: all that csc does in another way on one kind of device than on another. docs/devices.md says how to add one.
+
+Terms: an *accelerator* is a kind of device that torch knows by a type, with a module of torch of the same name; all
+other devices are treated as the CPU is. A *wire* is where tensors lie when a process group moves them.
+
+    default(), current(), present(device, where), placed(type, local, neighbours)      which device
+    at(device), use(device), synchronize(device)                                       working on it
+    generator(device), set_generator(device, state), forked(device)                    its random numbers
+    title(device), memory(device), capability(device), profile(type)                   what it is
+    wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
+    TYPES, SWITCHES, ASKED                                                             what code may say of devices
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from csc.errors import InputError
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """type: as in torch.device(type). name: in sentences. backend: that moves its tensors between processes.
+
+    profile: the hardware profile (csc/hardware) that plans are made for if the user names none. switches: torch's own
+    that decide what it computes, by a name. asked: functions of its module that say something of the world, which a
+    cached model may not depend on.
+    """
+
+    type: str
+    name: str
+    backend: str
+    profile: str
+    switches: Mapping[str, Callable[[], Any]]
+    asked: frozenset[str]
+
+    @property
+    def module(self) -> Any:
+        """torch.TYPE."""
+        return torch.get_device_module(self.type)
+
+
+_backends: Any = torch.backends
+_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
+ACCELERATORS = (
+    Accelerator(
+        type="cuda",
+        name="CUDA",
+        backend="nccl",
+        profile="h100",
+        switches={
+            "float32 of CUDA": lambda: _backends.cuda.matmul.fp32_precision,
+            "float32 of cuDNN": lambda: [_backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision],
+            "TF32": lambda: [_backends.cuda.matmul.allow_tf32, _backends.cudnn.allow_tf32],
+            "float16 sums": lambda: _backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "bfloat16 sums": lambda: _backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "cuDNN": lambda: [_backends.cudnn.enabled, _backends.cudnn.benchmark, _backends.cudnn.deterministic],
+            "attention": lambda: [getattr(_backends.cuda, name)() for name in _ATTENTION],
+        },
+        asked=frozenset(
+            {"memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info", "current_device"}
+        ),
+    ),
+)
+
+TYPES = ("cpu", *(one.type for one in ACCELERATORS))
+SWITCHES = {name: read for one in ACCELERATORS for name, read in one.switches.items()}
+ASKED = {f"torch.{one.type}": one.asked for one in ACCELERATORS}
+
+
+def _accelerator(device: torch.device | str) -> Accelerator | None:
+    kind = torch.device(device).type
+    return next((one for one in ACCELERATORS if one.type == kind), None)
+
+
+# which device
+
+
+def default() -> torch.device:
+    """The device to train on where nothing says which."""
+    return torch.device(next((one.type for one in ACCELERATORS if one.module.is_available()), "cpu"))
+
+
+def current() -> torch.device | None:
+    """The accelerator that this thread works on; None if the process has not touched one. Each thread has its own."""
+    one = next((one for one in ACCELERATORS if one.module.is_initialized()), None)
+    return None if one is None else torch.device(one.type, one.module.current_device())
+
+
+def present(device: torch.device, where: str) -> torch.device:
+    """The device, with its index. InputError if this machine has none of its kind."""
+    one = _accelerator(device)
+    if one is None:
+        return device
+    if not one.module.is_available():
+        raise _absent(one, where, "run it on a machine with a GPU")
+    return device if device.index is not None else torch.device(one.type, one.module.current_device())
+
+
+def placed(device: torch.device | str, local: int, neighbours: int) -> tuple[torch.device, str]:
+    """The device and the backend of the process with index `local` of `neighbours` on this node, for a program for
+    `device`; from now on it works on that device.
+
+    The accelerator's own backend if each has one of its own; else gloo, where processes share what there are.
+    InputError if there is none.
+    """
+    one = _accelerator(device)
+    if one is None:
+        return torch.device("cpu"), "gloo"
+    count = one.module.device_count()
+    if count == 0:
+        raise _absent(one, "setup_distributed", "run it on machines with GPUs")
+    place = torch.device(one.type, local % count)
+    one.module.set_device(place)
+    return place, one.backend if count >= neighbours and dist.is_backend_available(one.backend) else "gloo"
+
+
+def _absent(one: Accelerator, where: str, instead: str) -> InputError:
+    what = f"the program is for {one.name}, and there is no {one.name} device here"
+    return InputError(what, where, f"Compile it with device='cpu', or {instead}")
+
+
+# working on it
+
+
+def at(device: torch.device) -> AbstractContextManager[Any]:
+    """What is computed inside runs on this device."""
+    one = _accelerator(device)
+    return nullcontext() if one is None else one.module.device(device)
+
+
+def use(device: torch.device | None) -> None:
+    """This thread works on the device from now on; None: as it did."""
+    one = None if device is None else _accelerator(device)
+    if one is not None:
+        one.module.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that was started there is done."""
+    one = _accelerator(device)
+    if one is not None:
+        one.module.synchronize(device)
+
+
+# its random numbers
+
+
+def generator(device: torch.device) -> torch.Tensor:
+    """The state of the device's generator: uint8 on the CPU."""
+    one = _accelerator(device)
+    return torch.get_rng_state() if one is None else one.module.get_rng_state(device)
+
+
+def set_generator(device: torch.device, state: torch.Tensor) -> None:
+    """Set what `generator` gave."""
+    one = _accelerator(device)
+    if one is None:
+        torch.set_rng_state(state)
+    else:
+        one.module.set_rng_state(state.cpu(), device)
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """The generators of the CPU and of the device are as they were afterwards."""
+    one = _accelerator(device)
+    return torch.random.fork_rng([]) if one is None else torch.random.fork_rng([device], device_type=one.type)
+
+
+# what it is
+
+
+def title(device: torch.device) -> str:
+    """What the maker calls it; of a device that is no accelerator its type."""
+    one = _accelerator(device)
+    return device.type if one is None else str(one.module.get_device_name(device))
+
+
+def memory(device: torch.device) -> int:
+    """Bytes in all; of a device that is no accelerator those of the machine."""
+    one = _accelerator(device)
+    if one is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(one.module.get_device_properties(device).total_memory)
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The version of an accelerator's instructions, (major, minor); None of others."""
+    one = _accelerator(device)
+    return None if one is None else one.module.get_device_capability(device)
+
+
+def profile(device: str) -> str:
+    """The hardware profile that a program for the device is planned for by default."""
+    one = _accelerator(device)
+    return "cpu" if one is None else one.profile
+
+
+# process groups
+
+
+def wire(device: torch.device, backends: str) -> torch.device:
+    """Where tensors of a device lie when groups with these backends (as torch lists them) move them."""
+    one = _accelerator(device)
+    return device if one is not None and one.backend in backends else torch.device("cpu")
+
+
+def meeting_place(backends: str) -> torch.device:
+    """Where a tensor has to lie for groups with these backends to move it: the CPU if one of them can."""
+    one = next((one for one in ACCELERATORS if one.backend in backends and "gloo" not in backends), None)
+    return torch.device("cpu") if one is None else torch.device(one.type, one.module.current_device())
+
+
+def aborts(backend: str) -> bool:
+    """Whether a group of this backend has to be aborted, as what it has started on the device would be waited for."""
+    return backend in {one.backend for one in ACCELERATORS}

@@ -1,0 +1,107 @@
+"""Groups of ranks, and how a tensor lies on them.
+
+Terms: the ranks of a *group* have the same index on every axis but those *along* which the group runs. What kinds of
+groups there are is listed here and nowhere else; `Mesh.group` makes the lists of ranks. A tensor is, over the ranks of
+a group, *equal* (each has all of it), a *shard* (each has its own elements), or *parts* (each has a term of the sum
+that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its stages do.
+
+    Group.DATA, ...                              the kinds
+    Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
+    WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+
+from csc.errors import InputError
+
+
+class Group(StrEnum):
+    """What ranks have in common. Each rank is in exactly one group of each kind."""
+
+    WORLD = "world"
+    """Everyone: meetings, the seed of a step, the loss that all return."""
+    POSITION = "position"
+    """Those that run the same stages, whatever of the batch they have: one file, one set of parameters."""
+    DATA = "data"
+    """Those of a position that do the same work on other samples and tokens: they add gradients and count labels."""
+    SAMPLES = "samples"
+    """Those of `DATA` with other samples, and the same place in each sequence."""
+    CONTEXT = "context"
+    """Those that share the tokens of the same samples: context-parallel attention."""
+    TENSOR = "tensor"
+    """Those that compute the same tokens in the same stages, each with its part of every layer."""
+    LAYER = "layer"
+    """Those that meet within a stage: `CONTEXT` and `TENSOR` together."""
+    PIPELINE = "pipeline"
+    """One of each position, in its order: they hand activations and their gradients to each other."""
+    REPLICA = "replica"
+    """Those that are given the same samples, at all positions."""
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """The axes of the mesh along which its ranks differ."""
+        return _ALONG[self]
+
+
+_ALONG: Mapping[Group, tuple[str, ...]] = {
+    Group.WORLD: ("dp", "pp", "cp", "tp"),
+    Group.POSITION: ("dp", "cp", "tp"),
+    Group.DATA: ("dp", "cp"),
+    Group.SAMPLES: ("dp",),
+    Group.CONTEXT: ("cp",),
+    Group.TENSOR: ("tp",),
+    Group.LAYER: ("cp", "tp"),
+    Group.PIPELINE: ("pp",),
+    Group.REPLICA: ("pp", "cp", "tp"),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies on the ranks of a position: over which group it is what; None: over none.
+
+    InputError if two of them share an axis, or one runs along the pipeline.
+    """
+
+    equal: Group | None = None
+    shard: Group | None = None
+    parts: Group | None = None
+
+    def __post_init__(self) -> None:
+        taken = [axis for kind in fields(self) for axis in self._along(kind.name)]
+        twice = next((axis for axis in taken if taken.count(axis) > 1 or axis == "pp"), None)
+        if twice is not None:
+            what = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {twice}"
+            raise InputError(f"{self.to_dict()} {what}", "placement", "Give each of dp, cp and tp to one group at most")
+
+    def _along(self, kind: str) -> tuple[str, ...]:
+        group: Group | None = getattr(self, kind)
+        return group.along if group is not None else ()
+
+    def over(self, axis: str) -> str:
+        """What the tensor is over an axis: "equal", "shard" or "parts"; "" if the placement does not say."""
+        return next((kind.name for kind in fields(self) if axis in self._along(kind.name)), "")
+
+    def to_dict(self) -> dict[str, str]:
+        """The form that program.json holds."""
+        return {kind: str(group) for kind, group in asdict(self).items() if group is not None}
+
+    @classmethod
+    def of(cls, table: Mapping[str, str]) -> Placement:
+        """Read what `to_dict` gives. InputError for another word or group."""
+        kinds = [kind.name for kind in fields(cls)]
+        for kind, name in table.items():
+            if kind not in kinds or name not in list(Group):
+                raise InputError(
+                    f"a tensor cannot be {kind!r} over {name!r}", "placement",
+                    f"Say {', '.join(kinds)}, over one of {', '.join(Group)}",
+                )  # fmt: skip
+        return cls(**{kind: Group(name) for kind, name in table.items()})
+
+
+WHOLE = Placement(equal=Group.POSITION)
+SUMMED = Placement(parts=Group.DATA, equal=Group.TENSOR)

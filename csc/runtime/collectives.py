@@ -1,0 +1,29 @@
+"""Where the operators of csc.kernels.collectives meet the other ranks.
+
+met = Met(group)        .number: what stands for it in a call        one rank's place in a group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from csc.kernels.collectives import numbered
+from csc.runtime.exchange import Group
+
+
+class Met:
+    """Over the endpoint of a rank: between processes, or among threads that take turns."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.ranks = group, len(group.members)
+        self.number = numbered(self)
+
+    def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank of the group has for this one; see csc.kernels.collectives.Meeting."""
+        me, others = self._group.piece, self._group.others
+        sends = {rank: [tensors[rank]] for rank in others}
+        receives = {rank: [torch.empty_like(tensors[me])] for rank in others}
+        arrived = self._group.finish(self._group.start(sends, receives, "a collective of a layer"))
+        return [tensors[me] if rank == me else arrived[rank][0] for rank in range(self.ranks)]

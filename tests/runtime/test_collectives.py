@@ -1,0 +1,139 @@
+"""Collectives as operators: on ranks that take turns in one process, and over gloo, against plain sums and slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import handmade
+import pytest
+import torch
+import worker
+from context_cases import on_ranks
+from csc.kernels import collectives  # noqa: F401  defines the operators
+
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
+from csc.runtime.collectives import Met
+from csc.runtime.exchange import Group as Members
+from csc.runtime.program import load
+from csc.runtime.transport import InProcess
+from csc.torch_private import FakeTensorMode
+from tests.launching import ranks
+
+csc = torch.ops.csc
+SHAPE = (4, 12, 3)
+# operator, (result on rank r of x on all ranks), (gradient on rank r of the gradients on all ranks)
+Whole = Callable[[list[torch.Tensor], int], torch.Tensor]
+
+
+def _cut(x: torch.Tensor, dim: int, count: int, rank: int) -> torch.Tensor:
+    return x.chunk(count, dim)[rank]
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], Whole, Whole]] = {
+    "all_reduce": (lambda x, g, n: csc.all_reduce(x, g), lambda xs, r: sum(xs), lambda ds, r: ds[r]),
+    "share": (lambda x, g, n: csc.share(x, g), lambda xs, r: xs[r], lambda ds, r: sum(ds)),
+    "all_gather": (
+        lambda x, g, n: csc.all_gather(x, g, 1, n),
+        lambda xs, r: torch.cat(xs, 1),
+        lambda ds, r: _cut(sum(ds), 1, len(ds), r),
+    ),
+    "reduce_scatter": (
+        lambda x, g, n: csc.reduce_scatter(x, g, 1, n),
+        lambda xs, r: _cut(sum(xs), 1, len(xs), r),
+        lambda ds, r: torch.cat(ds, 1),
+    ),
+    "all_to_all": (
+        lambda x, g, n: csc.all_to_all(x, g, 1, 0, n),
+        lambda xs, r: torch.cat([_cut(x, 1, len(xs), r) for x in xs], 0),
+        lambda ds, r: torch.cat([_cut(d, 0, len(ds), r) for d in ds], 1),
+    ),
+}  # type: ignore[dict-item]
+
+
+def values(name: str, count: int, transposed: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What each rank gives, and the gradient of what it gets; whole numbers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(len(name))
+    xs = [torch.randint(-9, 9, SHAPE, generator=generator).float() for _ in range(count)]
+    shape = CASES[name][1](xs, 0).shape
+    ds = [torch.randint(-9, 9, shape, generator=generator).float() for _ in range(count)]
+    return [x.transpose(0, 2).contiguous().transpose(0, 2) if transposed else x for x in xs], ds
+
+
+def check(name: str, met: Met, rank: int, transposed: bool = False) -> None:
+    """Forward and backward of one rank."""
+    call, expected, gradient = CASES[name]
+    xs, ds = values(name, met.ranks, transposed)
+    with torch.enable_grad():
+        x = xs[rank].requires_grad_()
+        result = call(x, met.number, met.ranks)
+        (dx,) = torch.autograd.grad(result, x, ds[rank])
+    assert torch.equal(result, expected([x.detach() for x in xs], rank)) and result.is_contiguous()
+    assert torch.equal(dx, gradient(ds, rank)) and dx.is_contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3, "dp": 2}, {"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}], ids=str)
+def test_among_threads_that_take_turns(name: str, sizes: dict[str, int]) -> None:
+    """Several groups at once, each with its own sums."""
+    mesh, what = Mesh(**sizes), Group.LAYER
+    transport = InProcess(worker.meshed(mesh))
+
+    def work(rank: int) -> None:
+        members = mesh.group(what, rank)
+        met = Met(Members(transport.endpoint(rank), members.index(rank), members))
+        for transposed in (False, True):
+            check(name, met, members.index(rank), transposed)
+
+    on_ranks(transport, work)
+
+
+@pytest.mark.gloo
+def test_over_gloo(tmp_path: Path) -> None:
+    ranks(over_gloo, 2, handmade.write(tmp_path / "p", placement=(0, 0, 0), tp=2))
+
+
+def over_gloo(directory: Path) -> None:
+    """One of two ranks."""
+    with worker.started(load(directory)) as trainer:
+        rank = trainer.transport.ranks[0]
+        met = Met(Members(trainer.transport.endpoint(rank), rank, (0, 1)))
+        for name in CASES:
+            check(name, met, rank)
+        trainer.transport.endpoint(rank).drain()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fakes_say_what_comes_out(name: str) -> None:
+    call, expected, gradient = CASES[name]
+    xs, ds = values(name, 2)
+    with FakeTensorMode():
+        x, group = torch.empty(SHAPE, requires_grad=True), torch.zeros((), dtype=torch.int64)
+        result = call(x, group, 2)
+        (dx,) = torch.autograd.grad(result, x, torch.empty(ds[0].shape))
+    assert result.shape == expected(xs, 0).shape and result.is_contiguous()
+    assert dx.shape == gradient(ds, 0).shape and dx.is_contiguous()
+
+
+def test_halves_are_summed_in_single() -> None:
+    """1 and three times half of what bfloat16 can add to it: rounded once, not three times."""
+    mesh = Mesh(tp=4)
+    transport = InProcess(worker.meshed(mesh))
+
+    def work(rank: int) -> list[float]:
+        met = Met(Members(transport.endpoint(rank), rank, mesh.group(Group.TENSOR, rank)))
+        part = torch.full((4,), 2.0**-8 if rank else 1.0, dtype=torch.bfloat16)
+        return [*csc.all_reduce(part, met.number).tolist(), *csc.reduce_scatter(part, met.number, 0, 4).tolist()]
+
+    assert on_ranks(transport, work) == [[1 + 2.0**-6] * 5] * 4
+
+
+def test_what_cannot_be() -> None:
+    x, nobody = torch.ones(3), torch.tensor(10**9)
+    with pytest.raises(RuntimeError, match="a collective runs on the ranks of a compiled program only"):
+        csc.all_reduce(x, nobody)
+    transport = InProcess(worker.meshed(Mesh(tp=2)))
+    met = Met(Members(transport.endpoint(0), 0, (0, 1)))
+    with pytest.raises(ValueError, match=r"dimension 0 of \[3\] does not divide by 2 ranks"):
+        csc.reduce_scatter(x, met.number, 0, 2)

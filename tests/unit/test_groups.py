@@ -1,0 +1,115 @@
+"""Groups of ranks against brute force over coordinates, and nobody who lists ranks by hand."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csc.errors import InputError
+from csc.ir.groups import SUMMED, WHOLE, Group, Placement
+from csc.ir.mesh import Mesh
+
+ROOT = Path(__file__).parents[2]
+AXES = ("dp", "pp", "cp", "tp")
+# What the ranks of a group agree in, written apart from the axes that the group itself lists.
+AGREE = {
+    "world": (), "position": ("pp",), "data": ("pp", "tp"), "samples": ("pp", "cp", "tp"),
+    "context": ("dp", "pp", "tp"), "tensor": ("dp", "pp", "cp"), "layer": ("dp", "pp"), "pipeline": ("dp", "cp", "tp"),
+    "replica": ("dp",),
+}  # fmt: skip
+sizes = st.tuples(*[st.integers(1, 3)] * 4)
+
+
+def places(shape: tuple[int, ...]) -> list[dict[str, int]]:
+    """The coordinates of every rank."""
+    return [dict(zip(AXES, at, strict=True)) for at in product(*map(range, shape))]
+
+
+def test_every_kind_of_group_is_looked_at() -> None:
+    assert sorted(AGREE) == sorted(Group)
+
+
+@given(sizes, st.sampled_from(list(Group)))
+def test_a_group_is_who_agrees_in_the_other_coordinates(shape: tuple[int, ...], what: Group) -> None:
+    mesh, at = Mesh(*shape), places(shape)
+    for rank, own in enumerate(at):
+        same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what])]
+        assert mesh.group(what, rank) == tuple(same), "ascending, and with the rank itself"
+    listed = [rank for group in mesh.groups(what) for rank in group]
+    assert sorted(listed) == list(range(mesh.size)), "each rank is in exactly one group"
+    assert set(mesh.groups(what)) == {mesh.group(what, rank) for rank in range(mesh.size)}
+    assert list(mesh.groups(what)) == sorted(mesh.groups(what)), "in an order that all ranks find"
+
+
+@given(sizes, st.sampled_from(list(Group)), st.data())
+def test_groups_at_some_positions_of_the_pipeline(shape: tuple[int, ...], what: Group, data: st.DataObject) -> None:
+    mesh, at = Mesh(*shape), places(shape)
+    positions = data.draw(st.lists(st.integers(0, mesh.pp - 1), min_size=1, unique=True))
+    for rank, own in enumerate(at):
+        found = mesh.group(what, rank, positions)
+        agree = [axis for axis in AGREE[what] if axis != "pp"]
+        for position in positions:
+            there = [r for r, its in enumerate(at) if its["pp"] == position and all(its[a] == own[a] for a in agree)]
+            assert [r for r in found if at[r]["pp"] == position] == there
+        assert list(dict.fromkeys(at[r]["pp"] for r in found)) == positions, "in the order in which they are given"
+    everyone = sorted(rank for group in mesh.groups(what, positions) for rank in group)
+    assert everyone == [rank for rank, its in enumerate(at) if its["pp"] in positions], "each rank there, once"
+
+
+def test_a_rank_outside_the_mesh_is_in_no_group() -> None:
+    with pytest.raises(IndexError, match="rank 2 is outside"):
+        Mesh(pp=2).group(Group.DATA, 2)
+    with pytest.raises(IndexError, match="pp index 2"):
+        Mesh(pp=2).group(Group.DATA, 0, [2])
+
+
+def test_a_torch_device_mesh_has_these_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        given = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "cp"))
+        mesh = Mesh.of(given)
+        for name, what in {"dp": Group.SAMPLES, "pp": Group.PIPELINE, "cp": Group.CONTEXT}.items():
+            theirs = dist.get_process_group_ranks(given.get_group(name))
+            assert mesh.group(what, 5) == tuple(theirs)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_placements() -> None:
+    assert WHOLE.to_dict() == {"equal": "position"} and SUMMED.to_dict() == {"parts": "data", "equal": "tensor"}
+    for placement in (WHOLE, SUMMED, Placement(), Placement(shard=Group.TENSOR, equal=Group.DATA)):
+        assert Placement.of(placement.to_dict()) == placement
+    assert [SUMMED.over(axis) for axis in AXES] == ["parts", "", "parts", "equal"]
+    assert [WHOLE.over(axis) for axis in AXES] == ["equal", "", "equal", "equal"]
+    for wrong, part in (
+        ({"equal": "data", "parts": "samples"}, "two things of axis dp"),
+        ({"equal": "pipeline"}, "over the pipeline"),
+        ({"equal": "nobody"}, "'equal' over 'nobody'"),
+        ({"same": "data"}, "'same' over 'data'"),
+    ):
+        with pytest.raises(InputError, match=part):
+            Placement.of(wrong)
+
+
+BY_HAND = re.compile(r"\.rank_of\(|range\([\w.]*\b(dp|cp|tp)\)|coordinates\([^)]*\)\.(dp|cp|tp)\b")
+MAY = ("csc/ir/mesh.py", "csc/runtime/rank.py")  # the latter says a rank's own indices
+
+
+def test_ranks_are_listed_in_one_place() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for folder in ("csc", "passes", "codegen", "kernels")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.relative_to(ROOT).as_posix() not in MAY
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if BY_HAND.search(line)
+    ]
+    assert not found, "ask Mesh.group instead:\n" + "\n".join(found)
