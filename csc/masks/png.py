@@ -1,4 +1,4 @@
-"""A mask's picture as a PNG file, through matplotlib (`pip install csc[plot]`).
+"""A mask's picture as a PNG file, through matplotlib (`pip install csc-compiler[plot]`).
 
     png(picture, path) -> None              the picture of `csc.masks.svg`, 150 dots an inch
 
@@ -27,8 +27,10 @@ def png(picture: Picture, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "a PNG needs matplotlib, which is not installed", str(path), "pip install csc[plot], or write --svg"
-        ) from error
+            "a PNG needs matplotlib, which is not installed",
+            str(path),
+            "pip install csc-compiler[plot], or write --svg",
+        ) from error  # fmt: skip
     longest = max(picture.queries, picture.keys)
     high, wide = (max(6.4 * size / longest, 1.0) for size in (picture.queries, picture.keys))
     width, height = wide + 3.3, max(high + 1.2, 4.4)

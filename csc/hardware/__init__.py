@@ -1,0 +1,1 @@
+"""Profiles of devices, one TOML file each: see csc.analysis.hardware."""
