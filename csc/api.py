@@ -47,6 +47,7 @@ def compile(
     cache: bool = True,
     check: bool | int | None = None,
     timeout: float = 600.0,
+    **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
@@ -96,6 +97,7 @@ def compile(
         keep_fp32=keep_fp32,
         recompute=recompute,
         context=context,
+        **misspelt,
     )
 
     def build(target: nn.Module | Factory) -> CompiledModel:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
 from csc.entries import check_cut, check_entries
 from csc.errors import InputError
+from csc.instead import INSTEAD, instead
 from csc.ir.program import Options, Program
 from csc.options import changed
 from csc.runtime.ahead import ahead
@@ -89,6 +90,11 @@ class CompiledModel:
                     "compile",
                     "return the nn.Module to be trained",
                 )
+            if "_orig_mod" in dict(model.named_children()):
+                raise InputError(
+                    "the model is in torch.compile already, which names its parameters anew", "compile",
+                    "pass the model itself: csc compiles it",
+                )  # fmt: skip
             self._compiler = Compiler(model, store() if self._cache else None)
         return self._compiler
 
@@ -185,6 +191,24 @@ class CompiledModel:
             return [{**tensors, **extra}]
         check_lists(extra, tensors)
         return [piece | extra for piece in pieces(tensors, parts, self.compiler.whole_entries(batch, parts))]
+
+    # --- as an nn.Module --------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **batch: Any) -> NoReturn:
+        """Says what to call: a step is `train_step(batch)`."""
+        raise InputError("a compiled model is not called", "compile", INSTEAD["forward"])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise instead(name, dir(type(self)))
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        """The model in training mode, as a step needs it, or with False in eval mode; returns this."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> CompiledModel:
+        """The model in eval mode, for what is run of `gather()`; no step is taken until `train()`."""
+        return self.train(False)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -317,7 +341,7 @@ class CompiledModel:
         if state is not None and state.was_training and not self.model.training:
             raise InputError(
                 "the model has been put in eval mode since it was compiled", "train_step",
-                "call model.train() before a training step",
+                "call compiled.train() before a training step",
             )  # fmt: skip
 
     def _check_cut(self, batch: Any, options: Options, trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ regions to choices or lists of values (see csc.passes.recompute); context a mapp
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -29,8 +30,12 @@ def changed(options: Options, **changes: Any) -> Options:
     """The options with these changes, checked. None is what each field's own default means."""
     unknown = changes.keys() - {field.name for field in fields(Options)}
     if unknown:
-        known = ", ".join(field.name for field in fields(Options))
-        raise InputError(f"there is no option {', '.join(sorted(unknown))}", "options", f"options: {known}")
+        known = [field.name for field in fields(Options)]
+        close = difflib.get_close_matches(min(unknown), known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(
+            f"there is no option {', '.join(sorted(unknown))}", "options", f"{hint}Options are {', '.join(known)}"
+        )
     read = {
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()

@@ -73,7 +73,11 @@ def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedPro
     """
     path = Path(directory)
     if not path.is_dir():
-        raise ProgramError("there is no such directory", str(path), "Compile a model with output= this path")
+        raise ProgramError(
+            "there is no such directory",
+            str(path),
+            "Point to one that `csc compile TARGET -o DIR` or `compiled.write(DIR)` made",
+        )
     file = path / "program.json"
     if not file.exists():
         raise ProgramError("there is no program.json", str(path), "Point to a directory that csc compiled")

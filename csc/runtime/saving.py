@@ -111,12 +111,21 @@ def discard(directory: str | Path, manifest: Manifest, position: int, save: str)
             (Path(directory) / shard_name(manifest, position, save)).unlink(missing_ok=True)
 
 
+def make_directory(directory: Path) -> None:
+    """Make it and those above it. InputError if a file stands in the way."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        what = "a file is where a directory is to be made"
+        raise InputError(what, str(directory), "Save to another path") from error
+
+
 def published(file: Path, write: Callable[[Path], object]) -> None:
     """Make a file, of which readers see nothing before it is on the disk. InputError if it cannot be written."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(file.parent)
             write(temporary)
             with open(temporary, "rb") as written:
                 os.fsync(written.fileno())

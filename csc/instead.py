@@ -1,0 +1,31 @@
+"""What users of an nn.Module look for on a compiled model, and what there is instead: sentences.
+
+instead(name) -> AttributeError       for `compiled.generate`, `compiled.cuda`, ..., and for what nothing has
+"""
+
+from __future__ import annotations
+
+import difflib
+
+WHOLE = "`compiled.gather()` gives the eager model with what all ranks have trained: "
+INSTEAD = {
+    "generate": f"{WHOLE}compiled.gather().generate(...)",
+    "forward": f"compiled.train_step(batch) runs forward and backward; {WHOLE}compiled.gather()(**batch)",
+    "to": "put the model on its device, in its dtype, before csc.compile; precision='bf16' computes in bfloat16",
+    "modules": f"{WHOLE}its modules are those of compiled.model",
+    "named_modules": f"{WHOLE}its modules are those of compiled.model",
+    "requires_grad_": "freeze=[...] says what is frozen: compiled.with_options(freeze=[...]) compiles without a trace",
+    "save_pretrained": f"compiled.save(directory) writes the weights; {WHOLE}compiled.gather().save_pretrained(...)",
+    "compile": "it is compiled already; compiled.with_options(...) changes how",
+    "backward": "compiled.train_step(batch) runs forward and backward",
+}
+INSTEAD |= dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), INSTEAD["to"])
+
+
+def instead(name: str, there: list[str]) -> AttributeError:
+    """The error for an attribute that a compiled model has not. there: those that it has."""
+    if name in INSTEAD:
+        return AttributeError(f"a compiled model has no {name!r}: {INSTEAD[name]}")
+    close = difflib.get_close_matches(name, [one for one in there if not one.startswith("_")], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return AttributeError(f"a compiled model has no {name!r}{hint}")
