@@ -96,9 +96,12 @@ def is_no_grad_region(target: Any) -> bool:
 
 
 def hooks_of_all_modules() -> list[tuple[str, Any]]:
-    """(kind, hooks) of what `torch.nn.modules.module.register_module_*_hook` registers for every module."""
+    """(kind, hooks) of what `torch.nn.modules.module.register_module_*_hook` registers for every module.
+
+    Mappings alone: the flag beside them, whether backward hooks are full ones, stays set when the last is removed.
+    """
     found = vars(torch.nn.modules.module).items()
-    return sorted((name, value) for name, value in found if name.startswith("_global_"))
+    return sorted((name, value) for name, value in found if name.startswith("_global_") and isinstance(value, dict))
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
