@@ -11,6 +11,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.naming import identifier
 from csc.ir.program import Context, Program, Stage
+from csc.ir.rewrite import extract
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
@@ -91,17 +92,8 @@ def _visibility(context: Context) -> str:
 
 def _function(program: Program, nodes: Tables, name: str, wanted: Sequence[str]) -> str:
     assert program.shared is not None
-    needed = g.ancestors(nodes[table] for table in wanted)
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    names: dict[fx.Node, str] = {}
-    for node in g.subgraph_nodes(program.shared, needed):
-        if node.op == "placeholder":
-            mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-            names[mapping[node]] = source(node.meta["role"])
-        else:
-            g.copy_node(graph, node, mapping)
-    graph.output(tuple(mapping[nodes[table]] for table in wanted))
+    graph = extract(program.shared, [nodes[table] for table in wanted])
+    names = {node: source(node.meta["role"]) for node in g.placeholders(graph)}
     lines = [f"def {name}(batch, constants):", *body(graph, names)]
     results = [names[node] for node in g.outputs(graph)]
     if name == program.loss_tokens:

@@ -13,6 +13,7 @@ from csc.ir import graph as g
 from csc.ir.layout import dense
 from csc.ir.naming import identifier, table_name, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
+from csc.ir.rewrite import extract
 
 
 def regions(program: Program, options: Options) -> Program:
@@ -223,14 +224,8 @@ class _Builder:
 
     def shared_graph(self) -> fx.Graph:
         """The shared nodes that regions read. One output per table, in order of `tables`."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, Any] = {}
-        wanted = g.ancestors(self.tables)
-        for node in g.subgraph_nodes(self.graph, wanted):
-            if node.op == "placeholder":
-                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-                continue
-            g.copy_node(graph, node, mapping, name=self.tables.get(node) or identifier(g.short_op(node)))
-        graph.output(tuple(mapping[node] for node in self.tables))
+        graph = extract(
+            self.graph, list(self.tables), lambda node: self.tables.get(node) or identifier(g.short_op(node))
+        )
         graph.output_node().meta["names"] = tuple(self.tables.values())
         return graph

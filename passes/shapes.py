@@ -91,7 +91,7 @@ def _lower(
 
 
 def _misfit(node: fx.Node, error: Exception) -> InputError:
-    where = node.meta.get("source") or node.meta.get("module") or "model"
+    where = g.line(node)
     if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
         return InputError(
             f"the size of a result depends on the values in the batch ({g.op_name(node)})",

@@ -73,13 +73,4 @@ def _has_tensor(node: fx.Node) -> bool:
 
 def given(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of `sized` by schema name, whole numbers as the calls that made them."""
-    args, kwargs = node.meta["given"]
-    bound: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if index < len(args) and not argument.kwarg_only:
-            bound[argument.name] = args[index]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
-    return bound
+    return g.bind(node, node.meta["given"])

@@ -23,6 +23,7 @@ from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
+from csc.ir.rewrite import replace_call
 from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
@@ -83,8 +84,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
                     detached.meta.update(result.meta)
                     results[position] = detached
     for user in list(node.users):
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
-        module.graph.erase_node(user)
+        replace_call(user, results[int(user.args[1])])  # type: ignore[arg-type]
     module.graph.erase_node(node)
     if not body.users:
         module.graph.erase_node(body)
