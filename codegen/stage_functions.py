@@ -136,7 +136,7 @@ class StageWriter:
         for message in self.index.arriving.get(("F", self.stage.index), ()):
             for value in message.values:
                 note = f"{self.index.types[value]} from {place(self.program, message.source, self.stage)}"
-                lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
+                lines += with_note(f"{self.variable(value)} = received[{quoted(value)}]", note)
         for index, segment in enumerate(self.segments):
             lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
         sent = self._sent("F")
@@ -232,10 +232,10 @@ class StageWriter:
         for message in self.index.arriving.get(("B", self.stage.index), ()):
             for value in message.values:
                 note = f"{self.index.types[value]} from {place(self.program, message.source, self.stage)}"
-                lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
+                lines += with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note)
         if LOSS in self.made:
-            note = "weight of this microbatch in the loss of the whole batch"
-            lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
+            note = "weight of this microbatch in the batch's loss"
+            lines += with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note)
         return lines
 
     def _sent_by_b(self) -> list[str]:

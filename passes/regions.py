@@ -158,7 +158,7 @@ class _Builder:
         prefix = f"{run.module}." if run.role in ("layer", "part") and run.module else ""
         local = [p.meta["role"][1].removeprefix(prefix) for p in parameters]
         for position, node in enumerate(activations):
-            hint = info.first_argument if position == 0 else self._result_name(node)
+            hint = info.first_argument if position == 0 and prefix else self._result_name(node)
             val = self._dense(node.meta["val"])
             mapping[node] = g.add_placeholder(graph, identifier(hint), val, ("activation", str(position)))
         for node in tables:
@@ -198,7 +198,10 @@ class _Builder:
         )
 
     def _result_name(self, node: fx.Node) -> str:
-        return value_name(node, self.runs[self.home[node]].module)
+        """What a value is called by those who read it: the module that it is the result of, or what made it."""
+        label = self.value_of[node]
+        last = label.rpartition(".")[2]
+        return value_name(node, self.runs[self.home[node]].module) if ":" in label or last.isdigit() else last
 
     def _dense(self, val: torch.Tensor) -> torch.Tensor:
         """The value as its readers get it: itself if it fills its memory without gaps or overlaps, else contiguous."""

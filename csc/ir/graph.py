@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -203,15 +203,16 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return copied, mapping
 
 
-def ancestors(roots: Iterable[Any]) -> set[fx.Node]:
-    """Every node that the given ones depend on, themselves included."""
+def ancestors(roots: Iterable[Any], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Every node that the given ones depend on, themselves included; not what those of `until` depend on."""
     seen: set[fx.Node] = set()
     stack = [root for root in roots if isinstance(root, fx.Node)]
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.all_input_nodes)
+            if node not in until:
+                stack.extend(node.all_input_nodes)
     return seen
 
 

@@ -13,7 +13,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -72,15 +72,21 @@ def replace_call(node: fx.Node, new: Any) -> None:
 
 
 def extract(
-    graph: fx.Graph, results: Sequence[fx.Node | None], name: Callable[[fx.Node], str] = lambda node: node.name
+    graph: fx.Graph,
+    results: Sequence[fx.Node | None],
+    name: Callable[[fx.Node], str] = lambda node: node.name,
+    given: Collection[fx.Node] = (),
 ) -> fx.Graph:
     """The calls and placeholders that the results depend on, in the graph's order, and the results as its outputs
-    (None stays None). `name` names the calls; placeholders keep their names.
+    (None stays None). `name` names the calls; placeholders keep their names. given: calls that become placeholders,
+    activations under their names; what is needed for them alone is left out.
     """
-    wanted, part = g.ancestors(results), fx.Graph()
+    wanted, part = g.ancestors(results, until=given), fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        if node in wanted:
+        if node in wanted and node in given:
+            mapping[node] = g.add_placeholder(part, node.name, node.meta["val"], ("activation", node.name))
+        elif node in wanted:
             g.copy_node(part, node, mapping, name=node.name if node.op == "placeholder" else name(node))
     part.output(fx.map_arg(tuple(results), mapping.__getitem__))
     return part

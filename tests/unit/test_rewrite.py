@@ -133,3 +133,17 @@ def test_what_depends_on_a_parameter_is_found_and_where_it_stands() -> None:
     assert g.reads_parameters([named(graph, "relu"), None]) and not g.reads_parameters([named(graph, "mul"), None])
     assert g.line(named(graph, "relu")) == "model.py:7" and g.place(named(graph, "relu")) == "layer, model.py:7"
     assert g.line(named(graph, "mul")) == "model" == g.place(named(graph, "mul"))
+
+
+def test_a_part_takes_what_it_is_given() -> None:
+    graph, _ = example()
+    added, shown, doubled = (named(graph, name) for name in ("added", "relu", "mul"))
+    part = extract(graph, [shown, doubled], given=[added])
+    assert [(node.name, node.op) for node in part.nodes][:3] == [
+        ("x", "placeholder"), ("added", "placeholder"), ("relu", "call_function"),
+    ]  # fmt: skip
+    values = torch.randn(3, 4)
+    found, twice = run(part, x=values, added=-values)
+    assert torch.equal(found, (-values).relu()) and torch.equal(twice, values * 2)
+    assert named(part, "added").meta["role"] == ("activation", "added")
+    assert named(part, "added").meta["val"] is added.meta["val"]
