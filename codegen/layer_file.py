@@ -6,10 +6,11 @@ Terms: saved: what F keeps for B; kept: what B keeps for W; w: the parameters of
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, wrapped
+from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, with_note, wrapped
 from torch import fx
 
 from csc.ir import graph as g
@@ -91,7 +92,7 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
     frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
     if frozen and any(variant.dw):
         shown = ", ".join(map(comment, frozen[:6])) + (", ..." if len(frozen) > 6 else "")
-        lines.append(f"Frozen   {shown}")
+        lines += _listed("Frozen", shown)
     return "\n".join([*lines, '"""', "", ""])
 
 
@@ -101,9 +102,14 @@ def _recomputation(variant: Variant) -> list[str]:
     _, saved = g.outputs(variant.forward)
     again = [node for node in g.calls(variant.backward_input) if node.meta.get("again")]
     return [
-        f"Keeps    {', '.join(node.name for node in saved) or 'nothing'}",
+        *_listed("Keeps", ", ".join(node.name for node in saved) or "nothing"),
         f"Again    {len(again)} of {len(g.calls(variant.forward))} calls of F run again in B, {variant.again:,} FLOPs",
     ]
+
+
+def _listed(title: str, names: str) -> list[str]:
+    """Names under a title of the docstring, on as many lines as they take."""
+    return textwrap.wrap(f"{title:<8} {names}", WIDTH, subsequent_indent=" " * 9, break_long_words=False)
 
 
 def _start(name: str, first: Sequence[str], graph: fx.Graph) -> tuple[list[str], dict[fx.Node, str]]:
@@ -125,7 +131,7 @@ def _types(graph: fx.Graph, roles: set[str]) -> list[str]:
         kind, label = node.meta["role"]
         if kind in roles:
             shown = f"w[{comment(label)}]" if kind == "parameter" else node.name
-            lines.append(f"    # {shown:<{WIDTH - 6}}  # {g.type_text(node.meta['val'])}")
+            lines += with_note(f"# {shown}", g.type_text(node.meta["val"]))
     return lines
 
 

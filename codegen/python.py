@@ -18,7 +18,10 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.torch_private import OpOverload
 
-WIDTH = 100
+WIDTH = 100  # of code
+NOTES = 88  # the column where notes begin
+LIMIT = 140  # of a line with its note
+NO_END = 2**63 - 1  # what a slice to the end has for its end
 
 
 def comment(text: str) -> str:
@@ -45,7 +48,7 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, str):
         return quoted(value)
     if value is None or isinstance(value, (bool, int)):
-        return repr(value)
+        return "2**63 - 1" if value == NO_END else repr(value)
     if isinstance(value, float):
         return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
     if isinstance(value, complex):
@@ -60,17 +63,28 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
     )  # fmt: skip
 
 
-def call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """The right-hand side of a node: `aten.mm.default(x, y)`, `pair[0]`."""
+def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], str]:
+    """The right-hand side of a node: `aten.mm.default(`, its operands, `)`; `pair[0]` without operands."""
     if node.target is operator.getitem:
-        return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]"
+        return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]", [], ""
     target = node.target
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
-    operands = [literal(argument, names) for argument in node.args]
-    operands += [f"{key}={literal(value, names)}" for key, value in node.kwargs.items()]
-    return f"{namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}({', '.join(operands)})"
+    named = False  # csc's own: values come first, then settings by name
+    operands: list[str] = []
+    for value, argument in zip(node.args, target._schema.arguments):
+        named |= target.namespace != "aten" and not isinstance(value, fx.Node)
+        operands += _items(value, names, f"{argument.name}=" if named else "")
+    for key, value in node.kwargs.items():
+        operands += _items(value, names, f"{key}=")
+    return f"{namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}(", operands, ")"
+
+
+def _items(value: Any, names: Mapping[fx.Node, str], before: str) -> list[str]:
+    """An operand as one item; a list as several, between which a line may end."""
+    text = before + literal(value, names)
+    return text.split(", ") if isinstance(value, (list, tuple)) and '"' not in text else [text]
 
 
 def source(role: tuple[str, str]) -> str:
@@ -84,10 +98,29 @@ def source(role: tuple[str, str]) -> str:
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 
-def with_note(code: str, note: str, indent: int = 4) -> str:
-    """A line of code with a comment at its end, in one column where the code is short enough."""
-    text = " " * indent + code
-    return f"{text:<{WIDTH}}  # {comment(note)}" if note else text
+def with_note(code: str, note: str, indent: int = 4) -> list[str]:
+    """A line of code with a comment at its end, in one column where the code is short enough; where the line would be
+    longer than LIMIT, the comment stands above.
+    """
+    text, said = " " * indent + code, comment(note)
+    line = f"{text:<{NOTES}}  # {said}" if said else text
+    return [line] if len(line) <= LIMIT or not said else [f"{' ' * indent}# {said}", text]
+
+
+def _statement(name: str, value: tuple[str, list[str], str], ended: list[str], note: str) -> list[str]:
+    """`name = value; del ended  # note`, over several lines where it is long."""
+    opening, operands, closing = value
+    text = f"{name} = {opening}{', '.join(operands)}{closing}"
+    deletion = f"del {', '.join(ended)}"
+    whole = with_note(f"{text}; {deletion}" if ended else text, note)
+    if len(whole) == 1 and len(whole[0]) <= LIMIT:
+        return whole
+    deleted = [f"    {deletion}"] if len(deletion) <= WIDTH else wrapped("del (", ended, ")")
+    alone = with_note(text, note)
+    if not operands or (len(alone) == 1 and len(alone[0]) <= LIMIT):
+        return [*alone, *(deleted if ended else [])]
+    first, *rest = wrapped(f"{name} = {opening}", operands, closing, across=True)
+    return [*with_note(first.lstrip(), note), *rest, *(deleted if ended else [])]
 
 
 def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = ()) -> list[str]:
@@ -116,11 +149,8 @@ def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = (
             again = not again
             lines.append("    # F again, as far as B and W read it:" if again else "    # B:")
         names[node] = node.name
-        line = f"{node.name} = {call(node, names)}"
-        if node in ends:
-            line += f"; del {', '.join(ends[node])}"
         note = f"{g.type_text(node.meta['val'])}  {node.meta.get('source') or ''}".rstrip()
-        lines.append(with_note(line, note))
+        lines += _statement(node.name, call(node, names), ends.get(node, []), note)
     return lines
 
 
@@ -136,11 +166,11 @@ def one_or_tuple(items: Iterable[str]) -> str:
     return listed[0] if len(listed) == 1 else tuple_text(listed)
 
 
-def wrapped(opening: str, items: Iterable[str], closing: str, indent: int = 4) -> list[str]:
-    """`opening a, b, c closing` on one line, or on as many as the width asks for."""
+def wrapped(opening: str, items: Iterable[str], closing: str, indent: int = 4, across: bool = False) -> list[str]:
+    """`opening a, b, c closing` on one line, or on as many as the width asks for; across: on several in any case."""
     listed = list(items)
     whole = f"{' ' * indent}{opening}{', '.join(listed)}{closing}"
-    if len(whole) <= WIDTH + 10:
+    if len(whole) <= WIDTH + 10 and not across:
         return [whole]
     lines, current = [" " * indent + opening], " " * (indent + 4)
     for item in listed:

@@ -8,19 +8,17 @@ Terms: see csc.codegen.segments; a *companion* of a variable is its gradient, or
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from csc.codegen import tables_file
 from csc.codegen.index import Index
 from csc.codegen.layer_file import signature
 from csc.codegen.python import one_or_tuple, quoted, source, with_note, wrapped
-from csc.codegen.segments import Segment, prefixes_source, segments
+from csc.codegen.segments import Segment, prefixes_source
+from csc.codegen.stage_names import StageNames
 from torch import fx
 
-from csc.ir import graph as g
-from csc.ir.naming import identifier
-from csc.ir.program import LOSS, Program, Region, Stage, Template, Variant
+from csc.ir.program import LOSS, Program, Region, Stage
 
 
 def place(program: Program, index: int, seen_from: Stage) -> str:
@@ -30,7 +28,7 @@ def place(program: Program, index: int, seen_from: Stage) -> str:
 
 
 class StageWriter:
-    """Writes the functions of one stage. A value keeps one variable name in all of them.
+    """Writes the functions of one stage.
 
     claimed: names that the file's earlier stages have at module level. suffix: what function names end in.
     """
@@ -39,68 +37,15 @@ class StageWriter:
         self.index = index
         self.program = index.program
         self.stage = stage
-        self.claimed = claimed
         self.suffix = suffix
-        self.segments = segments(index, stage)
-        self.made = {value for s in self.segments for region in s.regions for value in region.outputs}
-        self.taken: set[str] = set()
-        self.variables: dict[str, str] = {}
-        self.loop_names: dict[int, str] = {}
-        for segment in self.segments:
-            if segment.loops:
-                self.taken |= _companions(self._carried_variable(segment))
-        for number, segment in enumerate(self.segments):
-            if segment.loops:
-                self.loop_names[number] = self._claim(self._span(segment))
-        self.saved = [
-            f"saved_{self.loop_names.get(number) or self.variable(segment.first.outputs[0])}"
-            for number, segment in enumerate(self.segments)
-        ]
-        self.table_variables = {name: self._claim(identifier(name)) for name in stage.shared}
-        self.seeds = {self.table_variables[name] for name in stage.shared if name in index.seeds}
-
-    # --- names ---------------------------------------------------------------------------------------------------
-
-    def _claim(self, wanted: str) -> str:
-        name, count = wanted, 0
-        while not self.taken.isdisjoint(_companions(name)) or name.upper() in self.claimed:
-            count += 1
-            name = f"{wanted}_{count}"
-        self.taken |= _companions(name)
-        return name
-
-    def _span(self, segment: Segment) -> str:
-        first, last = _short(segment.first.name), _short(segment.last.name)
-        return f"{first}_to_{last.rpartition('_')[2]}"
-
-    def variable(self, value: str) -> str:
-        """The variable that holds a value."""
-        if value not in self.variables:
-            self.variables[value] = self._claim("loss" if value == LOSS else _short(value))
-        return self.variables[value]
-
-    def template(self, segment: Segment) -> Template:
-        return self.program.templates[segment.first.template]
-
-    def variant(self, segment: Segment) -> Variant:
-        return self.program.variants[segment.first.variant]
-
-    def kept_name(self, index: int) -> str:
-        return self.saved[index].replace("saved_", "kept_", 1)
-
-    def prefixes_name(self, index: int) -> str:
-        return self.loop_names[index].upper()
-
-    def weights_of(self, region: Region) -> str:
-        prefix = f"{region.module}." if region.module and region.kind != "container" else ""
-        return f"under(weights, {quoted(prefix)})"
-
-    # --- parts ---------------------------------------------------------------------------------------------------
+        self.names = StageNames(index, stage, claimed)
+        self.segments = self.names.segments
+        self.seeds = self.names.seeds
 
     def prefixes(self) -> dict[str, str]:
         """Name and source of the list of parameter prefixes of each loop."""
         return {
-            self.prefixes_name(index): prefixes_source([region.module for region in segment.regions])
+            self.names.prefixes_name(index): prefixes_source([region.module for region in segment.regions])
             for index, segment in enumerate(self.segments)
             if segment.loops
         }
@@ -113,7 +58,7 @@ class StageWriter:
             "backward_input": self.backward_input() if has_b else "",
             "backward_weight": self.backward_weight() if has_w else "",
             "backward": self.backward() if has_b and has_w else "",
-            "loss_tokens": self.loss_tokens() if LOSS in self.made and self.program.loss_tokens else "",
+            "loss_tokens": self.loss_tokens() if LOSS in self.names.made and self.program.loss_tokens else "",
         }
         return {f"{name}{self.suffix}": text for name, text in there.items() if text}
 
@@ -123,52 +68,34 @@ class StageWriter:
             f'    """F of stage {self.stage.index}."""',
         ]
         for name, role in tables_file.direct(self.stage, self.index.tables).items():
-            lines.append(f"    {self.table_variables[name]} = {source(role)}")
+            lines.append(f"    {self.names.table_variables[name]} = {source(role)}")
         wanted = tables_file.computed(self.program, self.stage, self.index.tables)
         if wanted:
             function = self.index.functions[tuple(wanted)]
             closing = "," if len(wanted) == 1 else ""
             lines += wrapped(
                 "(",
-                [self.table_variables[name] for name in wanted],
+                [self.names.table_variables[name] for name in wanted],
                 f"{closing}) = layers.tables.{function}(batch, constants)",
             )
         for message in self.index.arriving.get(("F", self.stage.index), ()):
             for value in message.values:
                 note = f"{self.index.types[value]} from {place(self.program, message.source, self.stage)}"
-                lines.append(with_note(f"{self.variable(value)} = received[{quoted(value)}]", note))
+                lines += with_note(f"{self.names.variable(value)} = received[{quoted(value)}]", note)
         for index, segment in enumerate(self.segments):
             lines += self._forward_loop(index, segment) if segment.loops else self._forward_call(index, segment)
         sent = self._sent("F")
-        returned = [f"{quoted(value)}: {self.variable(value)}" for value in sent]
-        if LOSS in self.made:
-            returned.append(f"{quoted(LOSS)}: {self.variable(LOSS)}")
+        returned = [f"{quoted(value)}: {self.names.variable(value)}" for value in sent]
+        if LOSS in self.names.made:
+            returned.append(f"{quoted(LOSS)}: {self.names.variable(LOSS)}")
         lines += wrapped("sent = {", returned, "}")
-        lines += _packed("saved", self._saved_names())
+        lines += _packed("saved", self.names.saved_names())
         lines.append("    return sent, saved")
         return "\n".join(lines) + "\n"
 
     def _sent(self, kind: str) -> list[str]:
         sending = self.index.leaving.get((kind, self.stage.index), ())
         return list(dict.fromkeys(value for message in sending for value in message.values))
-
-    def _saved_names(self) -> list[str]:
-        """What the stage's F keeps: the tables that B and W read, then what each segment saved."""
-        tables: list[str] = []
-        for segment in self.segments:
-            variant = self.variant(segment)
-            for part in (variant.backward_input, variant.backward_weight):
-                if part is not None:
-                    tables += self._tables_of(segment, part)
-        saving = [self.saved[i] for i, s in enumerate(self.segments) if self.variant(s).backward_input is not None]
-        return [*dict.fromkeys(tables), *saving]
-
-    def _tables_of(self, segment: Segment, part: fx.Graph) -> list[str]:
-        """The stage's variables of the tables that one part of a segment takes, in the order it takes them."""
-        placed = g.placeholders(self.template(segment).graph)
-        labels = [node.meta["role"][1] for node in placed if node.meta["role"][0] == "shared"]
-        own = dict(zip(labels, segment.first.shared))
-        return [self.table_variables[own[label]] for label in signature(part).tables]
 
     def _arguments(self, segment: Segment, part: fx.Graph | None, weights: str) -> list[str]:
         assert part is not None
@@ -177,35 +104,34 @@ class StageWriter:
     def _given_tables(self, segment: Segment, part: fx.Graph) -> list[str]:
         """The tables as one part of a segment gets them: the seed of random numbers is that of each region."""
         of = "layer" if segment.loops else quoted(f"{segment.first.name}.")
-        return [f"seed_of({name}, {of})" if name in self.seeds else name for name in self._tables_of(segment, part)]
+        return [
+            f"seed_of({name}, {of})" if name in self.seeds else name for name in self.names.tables_of(segment, part)
+        ]
 
     def _forward_call(self, index: int, segment: Segment) -> list[str]:
-        region, variant = segment.first, self.variant(segment)
-        arguments = [self.variable(v) for v in region.activations]
-        arguments += self._arguments(segment, variant.forward, self.weights_of(region))
-        left = one_or_tuple(self.variable(value) for value in region.outputs)
+        region, variant = segment.first, self.names.variant(segment)
+        arguments = [self.names.variable(v) for v in region.activations]
+        arguments += self._arguments(segment, variant.forward, self.names.weights_of(region))
+        left = one_or_tuple(self.names.variable(value) for value in region.outputs)
         if variant.backward_input is not None:
-            left = f"{left}, {self.saved[index]}"
+            left = f"{left}, {self.names.saved[index]}"
         return wrapped(f"{left} = layers.{variant.name}.forward(", arguments, ")")
 
-    def _carried_variable(self, segment: Segment) -> str:
-        return self.template(segment).activations[segment.carried]
-
     def _forward_loop(self, index: int, segment: Segment) -> list[str]:
-        variant, name = self.variant(segment), f"{self._carried_variable(segment)}"
+        variant, name = self.names.variant(segment), f"{self.names.carried(segment)}"
         arguments = [
-            name if i == segment.carried else self.variable(v) for i, v in enumerate(segment.first.activations)
+            name if i == segment.carried else self.names.variable(v) for i, v in enumerate(segment.first.activations)
         ]
         arguments += self._arguments(segment, variant.forward, "under(weights, layer)")
         saving = variant.backward_input is not None
-        lines = [f"    {name} = {self.variable(segment.first.activations[segment.carried])}"]
-        lines += [f"    {self.saved[index]} = []"] if saving else []
-        lines.append(f"    for layer in {self.prefixes_name(index)}:")
+        lines = [f"    {name} = {self.names.variable(segment.first.activations[segment.carried])}"]
+        lines += [f"    {self.names.saved[index]} = []"] if saving else []
+        lines.append(f"    for layer in {self.names.prefixes_name(index)}:")
         lines += wrapped(
             f"{name}{', saved' if saving else ''} = layers.{variant.name}.forward(", arguments, ")", indent=8
         )
-        lines += [f"        {self.saved[index]}.append(saved)"] if saving else []
-        lines.append(f"    {self.variable(segment.last.outputs[0])} = {name}")
+        lines += [f"        {self.names.saved[index]}.append(saved)"] if saving else []
+        lines.append(f"    {self.names.variable(segment.last.outputs[0])} = {name}")
         return lines
 
     def backward_input(self) -> str:
@@ -217,7 +143,7 @@ class StageWriter:
         lines += self._backwards()
         lines += self._sent_by_b()
         if self.stage.has_w:
-            lines += _packed("kept", self._kept_names())
+            lines += _packed("kept", self.names.kept_names())
             lines.append("    return sent, kept")
         else:
             lines.append("    return sent, None")
@@ -226,46 +152,38 @@ class StageWriter:
     def _taken_by_b(self) -> list[str]:
         """What F saved and the gradients that have come, as variables."""
         lines: list[str] = []
-        names = self._saved_names()
+        names = self.names.saved_names()
         if names:
             lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = saved; del saved")
         for message in self.index.arriving.get(("B", self.stage.index), ()):
             for value in message.values:
                 note = f"{self.index.types[value]} from {place(self.program, message.source, self.stage)}"
-                lines.append(with_note(f"d_{self.variable(value)} = received[{quoted(value)}]", note))
-        if LOSS in self.made:
-            note = "weight of this microbatch in the loss of the whole batch"
-            lines.append(with_note(f"d_{self.variable(LOSS)} = received[{quoted(LOSS)}]", note))
+                lines += with_note(f"d_{self.names.variable(value)} = received[{quoted(value)}]", note)
+        if LOSS in self.names.made:
+            note = "weight of this microbatch in the batch's loss"
+            lines += with_note(f"d_{self.names.variable(LOSS)} = received[{quoted(LOSS)}]", note)
         return lines
 
     def _sent_by_b(self) -> list[str]:
-        return wrapped("sent = {", [f"{quoted(value)}: d_{self.variable(value)}" for value in self._sent("B")], "}")
-
-    def _kept_names(self) -> list[str]:
-        tables: list[str] = []
-        keeping = []
-        for index, segment in enumerate(self.segments):
-            part = self.variant(segment).backward_weight
-            if part is not None:
-                tables += self._tables_of(segment, part)
-                keeping.append(self.kept_name(index))
-        return [*dict.fromkeys(tables), *keeping]
+        return wrapped(
+            "sent = {", [f"{quoted(value)}: d_{self.names.variable(value)}" for value in self._sent("B")], "}"
+        )
 
     def _tangents(self, segment: Segment, region: Region, carried: str = "") -> list[str]:
         """The gradients that B of a region takes: of outputs, then those of threaded activations so far."""
-        template, variant = self.template(segment), self.variant(segment)
+        template, variant = self.names.template(segment), self.names.variant(segment)
         assert variant.backward_input is not None
         by_label: dict[str, str] = {}
         for i, label in enumerate(template.outputs):
-            by_label[label] = carried or f"d_{self.variable(region.outputs[i])}"
+            by_label[label] = carried or f"d_{self.names.variable(region.outputs[i])}"
         for i in template.threaded:
-            by_label.setdefault(template.activations[i], f"d_{self.variable(region.activations[i])}")
+            by_label.setdefault(template.activations[i], f"d_{self.names.variable(region.activations[i])}")
         return [by_label[label] for label in signature(variant.backward_input).tangents]
 
     def _backward_left(self, segment: Segment, kept: str, carried: str = "") -> str:
-        region, variant = segment.first, self.variant(segment)
+        region, variant = segment.first, self.names.variant(segment)
         gradients = [
-            carried if carried and i == segment.carried else f"d_{self.variable(v)}"
+            carried if carried and i == segment.carried else f"d_{self.names.variable(v)}"
             for i, v in enumerate(region.activations) if variant.dx[i]
         ]  # fmt: skip
         left = one_or_tuple(gradients)
@@ -277,41 +195,41 @@ class StageWriter:
         """B of all regions, last first. at_once: with W of each right after it."""
         lines: list[str] = []
         for index, segment in reversed(list(enumerate(self.segments))):
-            variant = self.variant(segment)
+            variant = self.names.variant(segment)
             write = self._backward_loop if segment.loops else self._backward_call
             if variant.backward_input is not None:
                 lines += write(index, segment, at_once and variant.backward_weight is not None)
         return lines
 
     def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
-        region, variant = segment.first, self.variant(segment)
+        region, variant = segment.first, self.names.variant(segment)
         arguments = [
-            self.saved[index],
-            *self._arguments(segment, variant.backward_input, self.weights_of(region)),
+            self.names.saved[index],
+            *self._arguments(segment, variant.backward_input, self.names.weights_of(region)),
         ]
         arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, "kept" if at_once else self.kept_name(index))
+        left = self._backward_left(segment, "kept" if at_once else self.names.kept_name(index))
         return [
             *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
-            f"    del {self.saved[index]}",
-            *(self._weights_at_once(segment, self.weights_of(region)) if at_once else []),
+            f"    del {self.names.saved[index]}",
+            *(self._weights_at_once(segment, self.names.weights_of(region)) if at_once else []),
         ]
 
     def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
-        variant, name = self.variant(segment), f"d_{self._carried_variable(segment)}"
+        variant, name = self.names.variant(segment), f"d_{self.names.carried(segment)}"
         keeping = variant.backward_weight is not None and not at_once
-        arguments = [f"{self.saved[index]}.pop()"]
+        arguments = [f"{self.names.saved[index]}.pop()"]
         arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
         arguments += self._tangents(segment, segment.last, carried=name)
-        lines = [f"    {name} = d_{self.variable(segment.last.outputs[0])}"]
-        lines += [f"    {self.kept_name(index)} = []"] if keeping else []
-        lines.append(f"    for layer in reversed({self.prefixes_name(index)}):")
+        lines = [f"    {name} = d_{self.names.variable(segment.last.outputs[0])}"]
+        lines += [f"    {self.names.kept_name(index)} = []"] if keeping else []
+        lines.append(f"    for layer in reversed({self.names.prefixes_name(index)}):")
         left = self._backward_left(segment, "kept", carried=name)
         lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
-        lines += [f"        {self.kept_name(index)}.append(kept)"] if keeping else []
+        lines += [f"        {self.names.kept_name(index)}.append(kept)"] if keeping else []
         lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
         if variant.dx[segment.carried]:
-            lines.append(f"    d_{self.variable(segment.first.activations[segment.carried])} = {name}")
+            lines.append(f"    d_{self.names.variable(segment.first.activations[segment.carried])} = {name}")
         return lines
 
     def backward_weight(self) -> str:
@@ -319,24 +237,23 @@ class StageWriter:
             f"def backward_weight{self.suffix}(kept, weights, constants):",
             f'    """W of stage {self.stage.index}: (parameter name, gradient) pairs, last region first."""',
         ]
-        names = self._kept_names()
+        names = self.names.kept_names()
         lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = kept; del kept")
         for index, segment in reversed(list(enumerate(self.segments))):
-            variant = self.variant(segment)
+            variant = self.names.variant(segment)
             if variant.backward_weight is None:
                 continue
             tail = self._arguments(segment, variant.backward_weight, "w")
             if segment.loops:
-                lines.append(
-                    f"    for layer, kept in zip(reversed({self.prefixes_name(index)}), {self.kept_name(index)}):"
-                )
+                layers, kept = self.names.prefixes_name(index), self.names.kept_name(index)
+                lines.append(f"    for layer, kept in zip(reversed({layers}), {kept}):")
                 lines.append("        w = under(weights, layer)")
                 lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
                 lines.append("        yield from w.full_names(gradients)")
             else:
-                lines.append(f"    w = {self.weights_of(segment.first)}")
+                lines.append(f"    w = {self.names.weights_of(segment.first)}")
                 lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", [self.kept_name(index), *tail], ")"
+                    f"gradients = layers.{variant.name}.backward_weight(", [self.names.kept_name(index), *tail], ")"
                 )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
@@ -353,7 +270,7 @@ class StageWriter:
 
     def _weights_at_once(self, segment: Segment, weights: str, indent: int = 4) -> list[str]:
         """W of the region whose B has just run."""
-        variant, space = self.variant(segment), " " * indent
+        variant, space = self.names.variant(segment), " " * indent
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
         arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
         return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del kept"]
@@ -370,20 +287,6 @@ class StageWriter:
         )
 
 
-def _companions(name: str) -> set[str]:
-    """A variable and those that are named after it: its gradient, what its F saves for B and its B keeps for W."""
-    return {name, f"d_{name}", f"saved_{name}", f"kept_{name}"}
-
-
 def _packed(name: str, items: Sequence[str]) -> list[str]:
     """`name = (a, b)`, over several lines where it is long."""
     return wrapped(f"{name} = (", items, ",)" if len(items) == 1 else ")")
-
-
-def _short(value: str) -> str:
-    """A variable name from the end of a region's name: `layers_3`, `embed_tokens`, `merge`."""
-    words = re.split(r"[.:#]", value)
-    start = len(words) - 1
-    while start > 0 and words[start].isdigit():
-        start -= 1
-    return identifier("_".join(words[start:]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from csc.codegen.layer_file import header
 from csc.codegen.python import body, comment, quoted, source, wrapped
@@ -11,6 +12,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.naming import identifier
 from csc.ir.program import Context, Program, Stage
+from csc.ir.rewrite import extract
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
@@ -61,7 +63,12 @@ def function_names(program: Program, nodes: Tables) -> dict[tuple[str, ...], str
 def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
     nodes = tables(program)
-    functions = [_function(program, nodes, name, wanted) for wanted, name in function_names(program, nodes).items()]
+    assert program.shared is not None
+    wanted = {name: [nodes[table] for table in made] for made, name in function_names(program, nodes).items()}
+    common = _common(program.shared, wanted)
+    functions = [_common_source(program.shared, one, common) for one in common]
+    for name, results in wanted.items():
+        functions.append(_function(program.shared, name, results, common, one=name == program.loss_tokens))
     if program.contexts:
         functions += [_visibility(context) for context in program.contexts]
         entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
@@ -89,23 +96,77 @@ def _visibility(context: Context) -> str:
     return "\n".join([*lines, *wrapped("return [", masks, "]")]) + "\n"
 
 
-def _function(program: Program, nodes: Tables, name: str, wanted: Sequence[str]) -> str:
-    assert program.shared is not None
-    needed = g.ancestors(nodes[table] for table in wanted)
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    names: dict[fx.Node, str] = {}
-    for node in g.subgraph_nodes(program.shared, needed):
-        if node.op == "placeholder":
-            mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-            names[mapping[node]] = source(node.meta["role"])
-        else:
-            g.copy_node(graph, node, mapping)
-    graph.output(tuple(mapping[nodes[table]] for table in wanted))
-    lines = [f"def {name}(batch, constants):", *body(graph, names)]
-    results = [names[node] for node in g.outputs(graph)]
-    if name == program.loss_tokens:
-        lines.append(f"    return {results[0]}")
-    else:
-        lines += wrapped("return (", results, ",)" if len(results) == 1 else ")")
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True)
+class _Common:
+    """A function of what several others need: `results`, which stand in their bodies under these names."""
+
+    name: str
+    readers: tuple[str, ...]
+    results: tuple[fx.Node, ...]
+
+
+LEAST = 3  # calls that are worth a function
+
+
+def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]]) -> list[_Common]:
+    """What more than one of these functions computes. Those with more readers come first: others may read them."""
+    needed = {name: g.ancestors(results) for name, results in wanted.items()}
+    readers = {node: tuple(name for name in wanted if node in needed[name]) for node in g.calls(graph)}
+    groups: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node, names in readers.items():
+        if len(names) > 1:
+            groups.setdefault(names, []).append(node)
+    returned = {node for results in wanted.values() for node in results}
+    found: list[_Common] = []
+    for names, nodes in sorted(groups.items(), key=lambda item: -len(item[0])):
+        inside = set(nodes)
+        leaving = [n for n in nodes if n in returned or any(readers.get(u) and u not in inside for u in n.users)]
+        if len(nodes) >= LEAST:
+            found.append(_Common(f"_common_{len(found) + 1}", names, tuple(leaving)))
+    return found
+
+
+def _given(common: Sequence[_Common], readers: Collection[str]) -> list[_Common]:
+    """The common functions that all of these call."""
+    return [one for one in common if set(readers) <= set(one.readers)]
+
+
+def _start(graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common]) -> tuple[fx.Graph, dict, list[str]]:
+    """The graph of a function's own calls, the names of its placeholders, and those of them that others make."""
+    part = extract(graph, results, given={node for one in called for node in one.results})
+    names, given = {}, []
+    for node in g.placeholders(part):
+        of_others = node.meta["role"][0] == "activation"
+        names[node] = node.name if of_others else source(node.meta["role"])
+        given += [node.name] if of_others else []
+    return part, names, given
+
+
+def _common_source(graph: fx.Graph, own: _Common, common: Sequence[_Common]) -> str:
+    called = [one for one in _given(common, own.readers) if one is not own]
+    part, names, given = _start(graph, own.results, called)
+    lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
+    lines.append(f'    """What {len(own.readers)} of the functions below need."""')
+    lines += body(part, names)
+    return "\n".join([*lines, *_returned([names[node] for node in g.outputs(part)])]) + "\n"
+
+
+def _function(
+    graph: fx.Graph, name: str, results: Sequence[fx.Node], common: Sequence[_Common], one: bool = False
+) -> str:
+    """The function that returns these results; one: the only one, not in a tuple."""
+    called = _given(common, [name])
+    part, names, _ = _start(graph, results, called)
+    lines = [f"def {name}(batch, constants):"]
+    for at, function in enumerate(called):
+        _, _, given = _start(graph, function.results, _given(called[:at], function.readers))
+        made = [node.name for node in function.results]
+        arguments = ", ".join(["batch", "constants", *given])
+        lines += wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({arguments})")
+    lines += body(part, names)
+    found = [names[node] for node in g.outputs(part)]
+    return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
+
+
+def _returned(names: Sequence[str]) -> list[str]:
+    return wrapped("return (", names, ",)" if len(names) == 1 else ")")

@@ -22,12 +22,18 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 
 LAYERS = "layers/__init__.py"
+ACTIONS = """\
+# F s m     forward of stage s for microbatch m            SEND F a>b m, RECV F a>b m   activations from stage a to b
+# B s m     backward: gradients of the stage's inputs      SEND B a>b m, RECV B a>b m   gradients from stage a to b
+# W s m     backward: gradients of its parameters          REDUCE                       sum of gradients over ranks
+# BW s m    B and W in one, region by region
+"""
 Content = TypeVar("Content", str, bytes)
 
 
 def sources(program: Program, options: Options) -> dict[str, str]:
     """Text by path of every emitted file but program.json."""
-    files = {"__init__.py": "", LAYERS: "", "schedule.txt": str(program.schedule)}
+    files = {"__init__.py": "", LAYERS: "", "schedule.txt": _schedule(program)}
     used: dict[str, list] = {}
     for region in program.regions:
         used.setdefault(region.variant, []).append(region)
@@ -39,6 +45,12 @@ def sources(program: Program, options: Options) -> dict[str, str]:
     modules = sorted(Path(path).stem for path in files if path.startswith("layers/") and path != LAYERS)
     files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
     return files | rank_sources(found, options.mesh)
+
+
+def _schedule(program: Program) -> str:
+    """The schedule's text with a word for each of its actions."""
+    first, rest = str(program.schedule).split("\n", 1)
+    return f"{first}\n{ACTIONS}{rest}"
 
 
 def write(

@@ -106,7 +106,7 @@ def dump(
     after: Annotated[str, typer.Option("--after", help="pass name, or capture")] = "schedule",
     rank: Annotated[int | None, typer.Option("--rank", help="only this rank")] = None,
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
-    form: Annotated[str, typer.Option("--format", help="text, python, dot, mermaid or html")] = "text",
+    form: Annotated[str, typer.Option("--format", help="text, python, mermaid or html")] = "text",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
     debug: DebugOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A Program as a picture: Graphviz DOT, Mermaid, or a self-contained HTML page with an SVG of regions and stages."""
+"""A Program as a picture: Mermaid text, or a self-contained HTML page with an SVG of regions and stages."""
 
 from __future__ import annotations
 
@@ -31,37 +31,8 @@ def edges(program: Program) -> list[tuple[str, str, bool]]:
     ]
 
 
-def dot(program: Program, regions: Sequence[Region]) -> str:
-    """DOT text: one box a region, one cluster a stage; solid edges have a gradient coming back."""
-    names = {region.name for region in regions}
-    home = {name: stage.index for stage in program.stages for name in stage.regions}
-    lines = [
-        "digraph program {",
-        '  rankdir=TB; node [shape=box, style="rounded,filled", fontname="Helvetica"];',
-    ]
-    by_stage: dict[int, list[Region]] = {}
-    for region in regions:
-        by_stage.setdefault(home.get(region.name, -1), []).append(region)
-    for stage, members in by_stage.items():
-        indent = "  "
-        if stage >= 0:
-            lines.append(f'  subgraph cluster_{stage} {{ label="stage {stage}";')
-            indent = "    "
-        lines += [f'{indent}{_quoted(r.name)} [fillcolor="{colour(r)}"];' for r in members]
-        if stage >= 0:
-            lines.append("  }")
-    for source, target, back in edges(program):
-        if source in names and target in names:
-            lines.append(f"  {_quoted(source)} -> {_quoted(target)}{'' if back else ' [style=dashed]'};")
-    return "\n".join([*lines, "}", ""])
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-
-
 def mermaid(program: Program, regions: Sequence[Region]) -> str:
-    """Mermaid text of the same picture."""
+    """Mermaid text: one box a region, one frame a stage; solid arrows have a gradient coming back."""
     number = {region.name: index for index, region in enumerate(regions)}
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     lines = ["flowchart TB"]

@@ -9,13 +9,13 @@ from pathlib import PurePosixPath
 from csc.codegen.rank_file import position_path, rank_path
 from csc.codegen.write import sources
 from csc.compiled import CompiledModel
-from csc.drawing import dot, mermaid, page
+from csc.drawing import mermaid, page
 from csc.errors import InputError
 from csc.ir.printer import program_text
 from csc.ir.program import Program, Region
 from csc.passes.runner import after
 
-FORMATS = ("text", "python", "dot", "mermaid", "html")
+FORMATS = ("text", "python", "mermaid", "html")
 
 
 def dump(
@@ -52,7 +52,7 @@ def dump(
         )
     if form == "html":
         return page(program, chosen, program_text(program, names))
-    return dot(program, chosen) if form == "dot" else mermaid(program, chosen)
+    return mermaid(program, chosen)
 
 
 def _chosen(program: Program, final: Program, stages: tuple[int, ...] | None, region: str | None) -> Sequence[Region]:

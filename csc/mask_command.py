@@ -44,8 +44,8 @@ def mask(
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="context-parallel ranks that share it")] = None,
     dispatch: Annotated[Way, typer.Option("--dispatch", help="how ranks share it")] = Way.balanced,
     link: Annotated[float, typer.Option("--link", min=1e-3, help="GB/s between ranks, for balanced")] = 50.0,
-    svg_file: Annotated[Path | None, typer.Option("--svg", help="write a picture of the tiles")] = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="the same as PNG (needs matplotlib)")] = None,
+    svg_file: Annotated[Path | None, typer.Option("--svg", help="write a picture (needs matplotlib)")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="the same as PNG")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
 ) -> None:
@@ -167,19 +167,14 @@ def _shared(pairs: Any, owner: Any, ranks: int) -> dict[str, Any]:
 def _draw(
     spec: str, example: Any, block: int, owner: Any, ranks: int | None, svg_file: Path | None, png_file: Path | None
 ) -> None:
-    from csc.errors import InputError
     from csc.masks.picture import picture
-    from csc.masks.png import png
-    from csc.masks.svg import svg
+    from csc.masks.plot import plot
 
     drawn = picture(Path(spec).name, example.mask, block, owner, ranks, example.types[0], example.documents[0])
     if svg_file is not None:
-        try:
-            svg_file.write_text(svg(drawn))
-        except OSError as error:
-            raise InputError(f"it cannot be written: {error.strerror}", str(svg_file)) from error
+        plot(drawn, svg_file, "svg")
     if png_file is not None:
-        png(drawn, png_file)
+        plot(drawn, png_file, "png")
 
 
 def _console() -> Console:

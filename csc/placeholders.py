@@ -22,6 +22,7 @@ from torch import fx
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
+from csc.ir.rewrite import extract
 from csc.ir.stored import graph_from_tree, graph_to_tree
 from csc.torch_private import FakeTensorMode
 
@@ -92,17 +93,16 @@ def places_for_features(program: Program, masked: Program) -> Places:
         whole, places, rows = node.args
         assert isinstance(whole, fx.Node) and isinstance(places, fx.Node) and isinstance(rows, fx.Node)
         selected = _selected(rows)
-        needed = g.ancestors([places] + ([selected] if selected is not None else []))
-        if any(one.op == "placeholder" and one.meta["role"][0] == "parameter" for one in needed):
+        if g.reads_parameters([places, selected]):
             continue
         shape = tuple(whole.meta["val"].shape)
         found.append(
             Scatter(
-                graph=_part(program.graph, needed, places, selected),
+                graph=extract(program.graph, [places, selected]),
                 shape=shape,
                 numbers=rows.meta["val"].numel(),
                 width=shape[-1],
-                source=node.meta.get("source") or node.meta.get("module") or "model",
+                source=g.line(node),
             )
         )
     groups = tuple(_groups(masked))
@@ -118,21 +118,8 @@ def places_for_features(program: Program, masked: Program) -> Places:
 def _groups(program: Program) -> Iterator[Groups]:
     """Of each mask that compares groups."""
     for node in g.calls(program.graph):
-        if g.op_name(node) == "csc::group_ranges":
-            needed = g.ancestors([node])
-            if not any(one.op == "placeholder" and one.meta["role"][0] == "parameter" for one in needed):
-                where = node.meta.get("source") or node.meta.get("module") or "model"
-                yield Groups(_part(program.graph, needed, node, None), where)
-
-
-def _part(graph: fx.Graph, needed: set[fx.Node], places: fx.Node, selected: fx.Node | None) -> fx.Graph:
-    """A graph of the needed nodes alone, which returns the two."""
-    part = fx.Graph()
-    mapping: dict[fx.Node, Any] = {}
-    for node in g.subgraph_nodes(graph, needed):
-        g.copy_node(part, node, mapping)
-    part.output((mapping[places], mapping[selected] if selected is not None else None))
-    return part
+        if g.op_name(node) == "csc::group_ranges" and not g.reads_parameters([node]):
+            yield Groups(extract(program.graph, [node, None]), g.line(node))
 
 
 def _selected(rows: fx.Node) -> fx.Node | None:

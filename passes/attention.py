@@ -14,8 +14,8 @@ from torch import fx
 from csc.analysis import visibility
 from csc.analysis.visibility import OWN_PLACE, ZERO, Bound, Clause, Group, Predicate, Unrecognised
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
 from csc.ir.program import Options, Program
+from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 SDPA = "aten::scaled_dot_product_attention"
@@ -32,15 +32,16 @@ def attention(program: Program, options: Options) -> Program:
     After     %mask = csc.pack_mask(stack(0, %place + 1), 1, %padding, ..); %o, %lse = csc.attention(%q, %k, .., %mask)
     """
     graph, _ = g.copy_graph(program.graph)
-    writer = _Writer(graph, program.fake_mode)
+    writer = Writer(graph, program.fake_mode)
+    masks: Masks = {}
     notes = []
     for node in g.calls(graph):
         if g.op_name(node) != SDPA:
             continue
         try:
-            _rewrite(node, writer)
+            _rewrite(node, writer, masks)
         except Unrecognised as reason:
-            where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+            where = g.place(node)
             notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
     g.erase_dead(graph)
     return replace(program, graph=graph, notes=(*program.notes, *notes))
@@ -57,24 +58,10 @@ class _Packed:
     block_k: int = 0
 
 
-class _Writer:
-    """Adds calls to a graph before a node, with their values, and keeps the masks already written."""
-
-    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
-        self.graph = graph
-        self.evaluate = Evaluation(fake_mode)
-        self.masks: dict[Any, _Packed] = {}
-
-    def call(self, like: fx.Node, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
-        """A call with the provenance of `like`, inserted where the graph's insertion point is."""
-        node = self.graph.create_node("call_function", target, arguments, keywords, name=name)
-        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
-        node.meta["val"] = self.evaluate(target, *values)
-        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
-        return node
+Masks = dict[Any, _Packed]  # by what they are made of: those that are written already
 
 
-def _rewrite(node: fx.Node, writer: _Writer) -> None:
+def _rewrite(node: fx.Node, writer: Writer, masks: Masks) -> None:
     given = g.bind(node)
     query, mask = given["query"], given["attn_mask"]
     if given["dropout_p"]:
@@ -88,15 +75,14 @@ def _rewrite(node: fx.Node, writer: _Writer) -> None:
         raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     scale = given["scale"] if given["scale"] is not None else q.shape[3] ** -0.5
     with writer.graph.inserting_before(node):
-        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer)
+        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer, masks)
         name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
-        pair = writer.call(
-            node, name, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
+        pair = writer.named(
+            name, node, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
             packed.block_q, packed.block_k, scale, 0.0,
         )  # fmt: skip
-        out = writer.call(node, f"{name}_out", operator.getitem, pair, 0)
-    node.replace_all_uses_with(out)
-    writer.graph.erase_node(node)
+        out = writer.named(f"{name}_out", node, operator.getitem, pair, 0)
+    replace_call(node, out)
 
 
 def _heads(node: fx.Node) -> fx.Node:
@@ -120,13 +106,13 @@ def _heads(node: fx.Node) -> fx.Node:
 
 
 def _mask(
-    node: fx.Node, mask: fx.Node | None, causal: bool, q: torch.Tensor, k: torch.Tensor, writer: _Writer
+    node: fx.Node, mask: fx.Node | None, causal: bool, q: torch.Tensor, k: torch.Tensor, writer: Writer, masks: Masks
 ) -> _Packed:
     """The packed mask of an SDPA, written before it or found among those that are there already."""
     sizes = (int(q.shape[2]), int(k.shape[2]))
     blocks = kernels.blocks(q.device, q.shape[3], q.dtype)
     key = (mask, causal, sizes, blocks)
-    if key not in writer.masks:
+    if key not in masks:
         if mask is not None and mask.meta["val"].dim() > 2 and mask.meta["val"].shape[-3] != 1:
             raise Unrecognised("another mask for every head")
         found = visibility.EVERYTHING if mask is None else visibility.clauses(mask)
@@ -135,16 +121,16 @@ def _mask(
         if not found:
             raise Unrecognised("nothing that is ever seen")
         if found == visibility.EVERYTHING:
-            writer.masks[key] = _Packed(None)
+            masks[key] = _Packed(None)
         else:
-            writer.masks[key] = _Rules(writer, mask or node, *sizes).packed(found, *blocks)
-    return writer.masks[key]
+            masks[key] = _Rules(writer, mask or node, *sizes).packed(found, *blocks)
+    return masks[key]
 
 
 class _Rules:
     """Writes clauses as the tensors of a csc.kernels.mask.Mask."""
 
-    def __init__(self, writer: _Writer, like: fx.Node, queries: int, keys: int) -> None:
+    def __init__(self, writer: Writer, like: fx.Node, queries: int, keys: int) -> None:
         self.writer = writer
         self.like = like
         self.queries = queries
@@ -152,7 +138,7 @@ class _Rules:
         self.device = like.meta["val"].device
 
     def call(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
-        return self.writer.call(self.like, name, target, *arguments, **keywords)
+        return self.writer.named(name, self.like, target, *arguments, **keywords)
 
     def packed(self, clauses: Sequence[Clause], block_q: int, block_k: int) -> _Packed:
         kinds = self.kinds(clauses)

@@ -17,6 +17,7 @@ from csc.ir import graph as g
 from csc.ir.layout import overlaps
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Options, Program, Region, Template
+from csc.ir.rewrite import Writer
 from csc.torch_private import fx_traceback, make_fx
 
 Layout = tuple[int, ...]  # strides
@@ -242,10 +243,7 @@ def in_layout(graph: fx.Graph, node: fx.Node | None, layout: torch.Tensor | None
             (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format}),
             (torch.ops.aten.permute.default, (back,), {}),
         ]
+    writer = Writer(graph, node.meta["val"].fake_mode)
     for target, arguments, keywords in steps:
-        following = graph.call_function(target, (node, *arguments), keywords)
-        with node.meta["val"].fake_mode:
-            following.meta["val"] = target(node.meta["val"], *arguments, **keywords)
-        following.meta.update(source="", module="")
-        node = following
+        node = writer.call(None, target, node, *arguments, **keywords)
     return node

@@ -18,6 +18,7 @@ from torch import fx
 from csc.analysis.cutting import label
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
+from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 SEED = ("random", "seed")
@@ -37,20 +38,21 @@ def dropout(program: Program, options: Options) -> Program:
     if not any(g.is_random(node) for node in g.calls(program.graph)):
         return program
     graph, _ = g.copy_graph(program.graph)
-    writer = _Writer(program, graph)
+    draws = _Draws(program, graph)
     for node in g.calls(graph):
         if g.is_random(node):
-            writer.rewrite(node)
+            draws.rewrite(node)
     g.erase_dead(graph)
-    return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(writer.notes)))
+    return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(draws.notes)))
 
 
-class _Writer:
+class _Draws:
     """Rewrites the random calls of a graph in place."""
 
     def __init__(self, program: Program, graph: fx.Graph) -> None:
         self.program = program
         self.graph = graph
+        self._call = Writer(graph, program.fake_mode).call
         self.notes: list[str] = []
         self.drawn: dict[str, int] = {}  # by layer, part or container: how many draws so far
         first = next(iter(graph.nodes))
@@ -70,26 +72,14 @@ class _Writer:
             elif name == "aten::bernoulli" and given.get("generator") is None:
                 new = self._bernoulli(node, given)
             else:
-                where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+                where = g.place(node)
                 self.notes.append(f"{where}: {g.short_op(node)} draws from torch's generator, in the order of work")
                 return
         if name == "aten::native_dropout":  # its first item is the result, the second one the mask for its backward
             for item in list(node.users):
                 assert item.args[1] == 0, "a mask of dropout is read by its backward only"
-                item.replace_all_uses_with(new)
-                self.graph.erase_node(item)
-        else:
-            node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
-
-    def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
-        """A call with the provenance of `like`, where the graph's insertion point is."""
-        node = self.graph.call_function(target, arguments, keywords)
-        values, named = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
-        with self.program.fake_mode:
-            node.meta["val"] = target(*values, **named)
-        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
-        return node
+                replace_call(item, new)
+        replace_call(node, new)
 
     def _index(self, node: fx.Node) -> int:
         path, _ = label(node.meta.get("module", ""), self.program.modules)
@@ -140,6 +130,6 @@ class _Writer:
         result = self._call(node, aten.matmul.default, dropped, value)
         found = in_layout(self.graph, result, node.meta["val"])
         assert found is not None
-        where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+        where = g.place(node)
         self.notes.append(f"{where}: attention written out, for the dropout of its weights")
         return found

@@ -83,7 +83,7 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
         if node not in local:
             what = "csc cannot tell which dimensions of its operands count tokens"
             raise InputError(
-                f"{component} is to be spread over {ranks} ranks: {what}", _place(node), _without(component)
+                f"{component} is to be spread over {ranks} ranks: {what}", g.place(node), _without(component)
             )
     spreading = Spreading(
         program, component, lambda node: (found[node][0],) if node in found else (), sizes, local, ranks
@@ -91,7 +91,7 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
     graph = spreading.graph()
     between = _between(program.graph, local)
     notes = tuple(
-        f"{_place(node)}: {g.op_name(node)} runs on all tokens of {component}, on every rank: not spread"
+        f"{g.place(node)}: {g.op_name(node)} runs on all tokens of {component}, on every rank: not spread"
         for node in calls
         if node in between and not g.is_view(node) and node.target is not operator.getitem
     )
@@ -107,7 +107,7 @@ def _attentions(program: Program, component: str, calls: Collection[fx.Node]) ->
     notes = "".join(f"; {note}" for note in program.notes)
     for node in own:
         if g.op_name(node) != "csc::attention":
-            raise InputError(f"{asked}, and csc cannot read the mask of this attention", _place(node),
+            raise InputError(f"{asked}, and csc cannot read the mask of this attention", g.place(node),
                              _without(component) + notes)  # fmt: skip
     lengths = sorted({_shape(node)[2] for node in own})
     if len(lengths) != 1:
@@ -145,10 +145,6 @@ def _shape(node: fx.Node, argument: int | None = 0) -> tuple[int, ...]:
     """Of an argument, or of the node itself."""
     value = node if argument is None else node.args[argument]
     return tuple(value.meta["val"].shape)  # type: ignore[union-attr]
-
-
-def _place(node: fx.Node) -> str:
-    return ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
 
 
 def _without(component: str) -> str:

@@ -13,6 +13,7 @@ from csc.analysis.sample_losses import LABELS, MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Combination, Options, Program
+from csc.ir.rewrite import Writer
 from csc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -53,8 +54,8 @@ def loss(program: Program, options: Options) -> Program:
             "use loss_weight='mean' or 'sum'",
         )  # fmt: skip
     graph, mapping = g.copy_graph(program.graph)
-    with program.fake_mode, graph.inserting_before(graph.output_node()):
-        count = _counted(graph, mapping[counted])
+    with graph.inserting_before(graph.output_node()):
+        count = _counted(Writer(graph, program.fake_mode), mapping[counted])
     graph.output_node().args = ((mapping[result], count),)
     return replace(program, graph=graph)
 
@@ -90,7 +91,7 @@ def labels_of(result: Any) -> fx.Node | None:
         return None
     bound = g.bind(node)
     whole = bound["target"].meta["val"].dtype is torch.int64 and bound.get("weight") is None
-    return node if whole and bound["reduction"] == MEAN and not _depends_on_parameters(bound["target"]) else None
+    return node if whole and bound["reduction"] == MEAN and not g.reads_parameters([bound["target"]]) else None
 
 
 def _scales_only(node: fx.Node) -> bool:
@@ -102,31 +103,20 @@ def _scales_only(node: fx.Node) -> bool:
     return g.is_view(node) or g.op_name(node) in ("aten::_to_copy", "aten::clone")
 
 
-def _depends_on_parameters(node: fx.Node) -> bool:
-    return any(found.meta.get("role", ("",))[0] == "parameter" for found in g.ancestors([node]))
-
-
 def _named(graph: fx.Graph, name: str) -> fx.Node | None:
     return next((node for node in graph.nodes if node.name == name), None) if name else None
 
 
-def _counted(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _counted(writer: Writer, node: fx.Node) -> fx.Node:
     """What a loss function is a mean over; of a value that is the count, a copy that nothing else reads."""
     if g.op_name(node) not in LABELS:
-        return _made(graph, aten._to_copy.default, node, dtype=torch.float64)
+        return writer.call(None, aten._to_copy.default, node, dtype=torch.float64)
     bound = g.bind(node)
     labels, ignored, weight = bound["target"], int(bound["ignore_index"]), bound.get("weight")
-    mask = _made(graph, aten.ne.Scalar, labels, ignored)
+    mask = writer.call(None, aten.ne.Scalar, labels, ignored)
     if weight is not None:  # each label counts as much as its class weighs
-        classes = _made(graph, aten.mul.Tensor, labels, mask)
-        mask = _made(graph, aten.mul.Tensor, _made(graph, aten.index.Tensor, weight, [classes]), mask)
-    count = _made(graph, aten.sum.default, mask)
+        classes = writer.call(None, aten.mul.Tensor, labels, mask)
+        mask = writer.call(None, aten.mul.Tensor, writer.call(None, aten.index.Tensor, weight, [classes]), mask)
+    count = writer.call(None, aten.sum.default, mask)
     count.meta["hint"] = "counted_labels"
     return count
-
-
-def _made(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)
-    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    node.meta.update(val=target(*values[0], **values[1]), source="", module="")
-    return node

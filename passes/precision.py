@@ -24,6 +24,7 @@ from torch import fx
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
+from csc.ir.rewrite import Writer
 from csc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -124,6 +125,7 @@ class _Lowering:
         self.program = program
         self.kept = kept
         self.new = fx.Graph()
+        self.writer = Writer(self.new, program.fake_mode)
         self.made: dict[fx.Node, fx.Node] = {}  # old nodes to new ones
         self.casts: dict[Any, fx.Node] = {}
         self.losses: set[fx.Node] = set()  # old: losses and what is made of them
@@ -173,7 +175,7 @@ class _Lowering:
         if not _serves(node):
             given = {used: self._cast(new, HIGH, node) for used, new in given.items()}
         self.made[node] = g.copy_node(self.new, node, given)
-        self.made[node].meta["val"] = self._value(self.made[node])
+        self.writer.evaluate(self.made[node])
 
     def _operand(self, used: fx.Node, reader: fx.Node, raises: bool) -> fx.Node:
         """The value as the reader takes it."""
@@ -204,17 +206,6 @@ class _Lowering:
             place = self.last_placeholder if new.op == "placeholder" else new
             assert place is not None
             with self.new.inserting_after(place) if reader is None else nullcontext():
-                cast = self.new.create_node(
-                    "call_function", aten._to_copy.default, (new,), {"dtype": dtype},
-                    name=f"{new.name}_{'bf16' if dtype is LOW else 'f32'}",
-                )  # fmt: skip
-            cast.meta.update(source=home.meta.get("source", ""), module=home.meta.get("module", ""))
-            cast.meta["val"] = self._value(cast)
-            self.casts[key] = cast
+                name = f"{new.name}_{'bf16' if dtype is LOW else 'f32'}"
+                self.casts[key] = self.writer.named(name, home, aten._to_copy.default, new, dtype=dtype)
         return self.casts[key]
-
-    def _value(self, node: fx.Node) -> Any:
-        arguments = fx.map_arg(node.args, lambda n: n.meta["val"])
-        keywords = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
-        with self.program.fake_mode:
-            return node.target(*arguments, **keywords)  # type: ignore[operator]

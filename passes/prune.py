@@ -16,6 +16,7 @@ from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
+from csc.ir.rewrite import add_call, replace_call
 from csc.torch_private import OpOverload
 
 
@@ -71,7 +72,7 @@ def _check_counts(graph: fx.Graph) -> None:
         if backward and g.bind(node).get("scale_grad_by_freq"):
             raise InputError(
                 "an embedding has scale_grad_by_freq, which counts indices in the whole batch",
-                node.meta.get("source") or node.meta.get("module") or "model",
+                g.line(node),
                 "leave it out, freeze the table, or train with microbatches=1 and without dp and cp",
             )
 
@@ -148,9 +149,6 @@ def _zero(graph: fx.Graph, tangent: fx.Node) -> None:
     """An output that the loss depends on only through paths without a gradient: its gradient is zero."""
     val = tangent.meta["val"]
     with graph.inserting_after(tangent):
-        zero = graph.call_function(
-            torch.ops.aten.full.default, (list(val.shape), 0.0), {"dtype": val.dtype, "device": val.device}
-        )
-    zero.meta.update(val=val, source="", module="")
-    tangent.replace_all_uses_with(zero)
-    graph.erase_node(tangent)
+        where = {"dtype": val.dtype, "device": val.device}
+        zero = add_call(graph, torch.ops.aten.full.default, (list(val.shape), 0.0), where, val=val)
+    replace_call(tangent, zero)

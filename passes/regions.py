@@ -13,6 +13,7 @@ from csc.ir import graph as g
 from csc.ir.layout import dense
 from csc.ir.naming import identifier, table_name, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
+from csc.ir.rewrite import extract
 
 
 def regions(program: Program, options: Options) -> Program:
@@ -157,7 +158,7 @@ class _Builder:
         prefix = f"{run.module}." if run.role in ("layer", "part") and run.module else ""
         local = [p.meta["role"][1].removeprefix(prefix) for p in parameters]
         for position, node in enumerate(activations):
-            hint = info.first_argument if position == 0 else self._result_name(node)
+            hint = info.first_argument if position == 0 and prefix else self._result_name(node)
             val = self._dense(node.meta["val"])
             mapping[node] = g.add_placeholder(graph, identifier(hint), val, ("activation", str(position)))
         for node in tables:
@@ -197,7 +198,10 @@ class _Builder:
         )
 
     def _result_name(self, node: fx.Node) -> str:
-        return value_name(node, self.runs[self.home[node]].module)
+        """What a value is called by those who read it: the module that it is the result of, or what made it."""
+        label = self.value_of[node]
+        last = label.rpartition(".")[2]
+        return value_name(node, self.runs[self.home[node]].module) if ":" in label or last.isdigit() else last
 
     def _dense(self, val: torch.Tensor) -> torch.Tensor:
         """The value as its readers get it: itself if it fills its memory without gaps or overlaps, else contiguous."""
@@ -223,14 +227,8 @@ class _Builder:
 
     def shared_graph(self) -> fx.Graph:
         """The shared nodes that regions read. One output per table, in order of `tables`."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, Any] = {}
-        wanted = g.ancestors(self.tables)
-        for node in g.subgraph_nodes(self.graph, wanted):
-            if node.op == "placeholder":
-                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-                continue
-            g.copy_node(graph, node, mapping, name=self.tables.get(node) or identifier(g.short_op(node)))
-        graph.output(tuple(mapping[node] for node in self.tables))
+        graph = extract(
+            self.graph, list(self.tables), lambda node: self.tables.get(node) or identifier(g.short_op(node))
+        )
         graph.output_node().meta["names"] = tuple(self.tables.values())
         return graph

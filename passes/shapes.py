@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
@@ -44,16 +45,10 @@ def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Prog
     for node in symbolic.nodes:
         if node.op == "placeholder":
             kind, name = node.meta["role"]
-            old = node.meta["val"]
             if kind == "input" and name not in shape_of:
                 continue  # a batch entry that the loss does not use
-            where = {"dtype": old.dtype, "device": old.device}
-            if kind == "input":
-                val = evaluate(torch.empty, (shape_of[name],), where)
-            else:
-                val = evaluate(torch.empty_strided, (tuple(old.shape), old.stride()), where)
-            mapping[node] = g.add_placeholder(graph, node.target, val, node.meta["role"])
-            values[node] = val
+            values[node] = given_value(node, shape_of, evaluate)
+            mapping[node] = g.add_placeholder(graph, node.target, values[node], node.meta["role"])
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
         else:
@@ -67,16 +62,8 @@ def _lower(
 ) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
-    target: Any = node.target
     try:
-        try:
-            result = evaluate(target, arguments, keywords)
-        except (RuntimeError, ValueError):
-            if g.op_name(node) != "aten::view":
-                raise
-            # A view for the strides of another attention kernel (another device or length): copy where needed.
-            target = torch.ops.aten.reshape.default
-            result = evaluate(target, arguments, keywords)
+        target, result = called_value(node, arguments, keywords, evaluate)
     except Exception as error:
         raise _misfit(node, error) from error
     values[node] = result
@@ -91,7 +78,7 @@ def _lower(
 
 
 def _misfit(node: fx.Node, error: Exception) -> InputError:
-    where = node.meta.get("source") or node.meta.get("module") or "model"
+    where = g.line(node)
     if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
         return InputError(
             f"the size of a result depends on the values in the batch ({g.op_name(node)})",

@@ -16,6 +16,7 @@ from torch import fx
 from csc.analysis import gradients
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir import rewrite
 from csc.ir.program import Checkpoint
 
 INCOMING, OWN, HOOKED, CHECKPOINTED = "csc::incoming", "csc::own_gradient", "csc::with_hooks", "csc::checkpointed"
@@ -92,8 +93,7 @@ def _parameters(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 def _replace(graph: fx.Graph, node: fx.Node, values: Any) -> None:
     """Let these values stand for a call's results."""
     for user in list(node.users):
-        user.replace_all_uses_with(values[user.args[1]])
-        graph.erase_node(user)
+        rewrite.replace_call(user, values[user.args[1]])
     graph.erase_node(node)
 
 
@@ -120,11 +120,10 @@ def _everywhere(graph: fx.Graph, value: fx.Node, node: fx.Node) -> None:
     if any(position[one] < position[node] for one in readers):
         raise InputError(
             "a hook is put on a tensor that was read before",
-            node.meta.get("source") or node.meta.get("module") or "model",
+            g.line(node),
             "call register_hook right after the tensor is made",
         )
     with graph.inserting_after(node):
-        hooked = graph.call_function(operator.getitem, (node, 0))
-    hooked.meta.update(val=value.meta["val"], source=node.meta.get("source", ""), module=node.meta.get("module", ""))
+        hooked = rewrite.add_call(graph, operator.getitem, (node, 0), val=value.meta["val"], like=node)
     for one in readers:
         one.replace_input_with(value, hooked)

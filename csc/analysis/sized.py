@@ -16,6 +16,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
+from csc.ir.rewrite import add_call, values_of
 from csc.torch_private import FakeTensorMode, OpOverload, without_messages
 
 
@@ -29,38 +30,43 @@ def sized(graph: fx.Graph, shapes: Mapping[str, Sequence[int]]) -> fx.Graph:
             if node.op == "output":
                 result.output(fx.map_arg(node.args[0], copies.__getitem__))
             elif node.op == "placeholder":
-                copies[node] = _placeholder(node, result, shapes, evaluate)
+                val = given_value(node, shapes, evaluate)
+                copies[node] = g.add_placeholder(result, node.name, val, node.meta["role"])
             else:
                 copies[node] = _call(node, result, copies, evaluate)
     return result
 
 
-def _placeholder(node: fx.Node, result: fx.Graph, shapes: Mapping[str, Sequence[int]], evaluate: Evaluation) -> fx.Node:
+def given_value(node: fx.Node, shapes: Mapping[str, Sequence[int]], evaluate: Evaluation) -> Any:
+    """The value of a placeholder: a batch entry in the shape that it has here, anything else as it is."""
     kind, name = node.meta["role"]
     old = node.meta["val"]
     where = {"dtype": old.dtype, "device": old.device}
     if kind == "input":
-        val = evaluate(torch.empty, (tuple(shapes[name]),), where)
-    else:
-        val = evaluate(torch.empty_strided, (tuple(old.shape), old.stride()), where)
-    return g.add_placeholder(result, node.name, val, node.meta["role"])
+        return evaluate(torch.empty, (tuple(shapes[name]),), where)
+    return evaluate(torch.empty_strided, (tuple(old.shape), old.stride()), where)
+
+
+def called_value(node: fx.Node, args: Any, kwargs: Any, evaluate: Evaluation) -> tuple[Any, Any]:
+    """(operation, value) of a call on these operands. A view for the strides of another attention kernel (another
+    device or length) is a reshape here, which copies where needed. Raises whatever the operation raises.
+    """
+    try:
+        return node.target, evaluate(node.target, args, kwargs)
+    except (RuntimeError, ValueError):
+        if g.op_name(node) != "aten::view":
+            raise
+        return torch.ops.aten.reshape.default, evaluate(torch.ops.aten.reshape.default, args, kwargs)
 
 
 def _call(node: fx.Node, result: fx.Graph, copies: Mapping[fx.Node, fx.Node], evaluate: Evaluation) -> fx.Node:
     given = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-    args, kwargs = fx.map_arg(given, lambda n: n.meta["val"])
-    target: Any = node.target
-    try:
-        val = evaluate(target, args, kwargs)
-    except (RuntimeError, ValueError):
-        if g.op_name(node) != "aten::view":
-            raise
-        target = torch.ops.aten.reshape.default  # as pass `shapes` does
-        val = evaluate(target, args, kwargs)
+    args, kwargs = values_of(given)
+    target, val = called_value(node, args, kwargs, evaluate)
     number = not isinstance(target, OpOverload) and isinstance(val, (int, float, bool))
     folded = given if number else fx.map_arg(given, lambda n: n if _has_tensor(n) else n.meta["val"])
-    copied = result.create_node("call_function", target, *folded, name=node.name)
-    copied.meta.update(val=val, given=given, source=node.meta.get("source", ""), module=node.meta.get("module", ""))
+    copied = add_call(result, target, *folded, val=val, like=node, name=node.name)
+    copied.meta["given"] = given
     return copied
 
 
@@ -73,13 +79,4 @@ def _has_tensor(node: fx.Node) -> bool:
 
 def given(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of `sized` by schema name, whole numbers as the calls that made them."""
-    args, kwargs = node.meta["given"]
-    bound: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if index < len(args) and not argument.kwarg_only:
-            bound[argument.name] = args[index]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
-    return bound
+    return g.bind(node, node.meta["given"])

@@ -14,12 +14,13 @@ from torch import fx, nn
 
 from csc.capture.assumed import sizes_of
 from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
+from csc.capture.bodies import CannotRepeat
 from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
 from csc.capture.normalise import Flattened, flatten
 from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
-from csc.capture.repeats import CannotRepeat, Layers, NotHidden
+from csc.capture.repeats import Layers, NotHidden
 from csc.capture.replay import Replay, Runs, Way, replay
 from csc.capture.weightless import standing_in, weightless, with_weights
 from csc.errors import CscError

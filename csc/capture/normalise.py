@@ -17,12 +17,13 @@ from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from csc.analysis.functions import settle
-from csc.capture import repeats
+from csc.capture import bodies
 from csc.capture.functional import functional
 from csc.capture.selection import without_selections
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
+from csc.ir.rewrite import replace_call
 from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
@@ -83,8 +84,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
                     detached.meta.update(result.meta)
                     results[position] = detached
     for user in list(node.users):
-        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
-        module.graph.erase_node(user)
+        replace_call(user, results[int(user.args[1])])  # type: ignore[arg-type]
     module.graph.erase_node(node)
     if not body.users:
         module.graph.erase_node(body)
@@ -200,7 +200,7 @@ class _Flat:
         assert exported.example_inputs is not None
         self._entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
         batch = {node for node, spec in self._specs.items() if spec.kind is InputKind.USER_INPUT}
-        self._bodies = repeats.bodies(functional, module_of, batch)
+        self._bodies = bodies.bodies(functional, module_of, batch)
         self._whole = False  # all of the model's parameters and buffers have their placeholders
 
     def add(self, node: fx.Node) -> None:
@@ -223,12 +223,12 @@ class _Flat:
                 f"the traced graph holds a {node.op} ({node.target})", source_of(node) or "model",
                 "control flow operators inside a model are not supported; write the block with tensor operations",
             )  # fmt: skip
-        elif repeats.is_again(node):
+        elif bodies.is_again(node):
             body = self._bodies[node.args[0]]  # type: ignore[index]
-            self._mapping[node] = repeats.copied(node, body, self._mapping, self._of_the_other, self._call)
+            self._mapping[node] = bodies.copied(node, body, self._mapping, self._of_the_other, self._call)
         elif node.target is operator.getitem and isinstance(self._mapping[node.args[0]], list):  # type: ignore[index]
             self._mapping[node] = self._mapping[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif g.op_name(node) not in ASSERTIONS and not repeats.is_first(node):
+        elif g.op_name(node) not in ASSERTIONS and not bodies.is_first(node):
             self._mapping[node] = self._call(node, self._mapping.__getitem__)
 
     def _call(self, node: fx.Node, lookup: Callable[[fx.Node], Any]) -> fx.Node:
@@ -280,7 +280,7 @@ class _Flat:
             return self._mapping[node]
         name = other + target.removeprefix(path)
         if name not in self._own:
-            raise repeats.CannotRepeat(f"{name} is not in the graph")
+            raise bodies.CannotRepeat(f"{name} is not in the graph")
         return self._own[name]
 
 

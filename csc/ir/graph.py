@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,15 +86,16 @@ def draws(node: fx.Node) -> bool:
     return is_random(node) or op_name(node) in SEEDED
 
 
-def bind(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an ATen call by schema name, defaults filled in."""
+def bind(node: fx.Node, given: tuple[Any, Any] | None = None) -> dict[str, Any]:
+    """The arguments of an ATen call by schema name, defaults filled in; `given`: (args, kwargs) in place of its own."""
     assert isinstance(node.target, OpOverload)
+    args, kwargs = given or (node.args, node.kwargs)
     bound: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):
-        if index < len(node.args) and not argument.kwarg_only:
-            bound[argument.name] = node.args[index]
-        elif argument.name in node.kwargs:
-            bound[argument.name] = node.kwargs[argument.name]
+        if index < len(args) and not argument.kwarg_only:
+            bound[argument.name] = args[index]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
         elif argument.has_default_value():
             bound[argument.name] = argument.default_value
     return bound
@@ -129,6 +130,21 @@ def is_inexact(node: fx.Node) -> bool:
     """Whether gradients may flow through the node's value: a tensor of floating-point or complex numbers."""
     val = tensor_value(node)
     return val is not None and (val.dtype.is_floating_point or val.dtype.is_complex)
+
+
+def reads_parameters(nodes: Iterable[Any]) -> bool:
+    """Whether any of the nodes depends on a parameter."""
+    return any(node.meta.get("role", ("",))[0] == "parameter" for node in ancestors(nodes))
+
+
+def line(node: fx.Node) -> str:
+    """Where an error about a node points: the line that made it, else its module, else "model"."""
+    return node.meta.get("source") or node.meta.get("module") or "model"
+
+
+def place(node: fx.Node) -> str:
+    """`language_model.layers.0.self_attn, modeling_llama.py:182`, as far as both are known."""
+    return ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
 
 
 def merge_equal(graph: fx.Graph, candidates: set[fx.Node]) -> set[fx.Node]:
@@ -187,15 +203,16 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return copied, mapping
 
 
-def ancestors(roots: Iterable[Any]) -> set[fx.Node]:
-    """Every node that the given ones depend on, themselves included."""
+def ancestors(roots: Iterable[Any], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Every node that the given ones depend on, themselves included; not what those of `until` depend on."""
     seen: set[fx.Node] = set()
     stack = [root for root in roots if isinstance(root, fx.Node)]
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.all_input_nodes)
+            if node not in until:
+                stack.extend(node.all_input_nodes)
     return seen
 
 

@@ -6,8 +6,7 @@ Terms
   runs      what tokens are along an axis: (start, end, type)
 
     picture(title, mask, block, owner, ranks, types, documents) -> Picture     owner: int [nQ], the rank of each block
-    Picture: what `csc.masks.svg` and `csc.masks.png` draw
-    rectangles(cells) -> {code: [(x, y, width, height), ..]}              equal cells merged, row by row and then down
+    Picture: what `csc.masks.plot` draws
     ticks(tokens) -> (step, label of a position)
 
 A picture has at most 1,024 x 1,024 cells. Batch row 0 is drawn.
@@ -28,7 +27,6 @@ from csc.masks.runs import begins
 MOST_CELLS = 1024
 EMPTY = 0  # codes of cells: 0, then 1 + 2 rank (hidden) and 2 + 2 rank (visible)
 Runs = list[tuple[int, int, int]]
-Rectangles = dict[int, list[tuple[int, int, int, int]]]
 
 
 @dataclass(frozen=True)
@@ -118,30 +116,6 @@ def picture(
 def _runs(types: torch.Tensor) -> Runs:
     start = begins(types)[0].nonzero().flatten().tolist()
     return [(a, b, int(types[0, a])) for a, b in zip(start, [*start[1:], types.shape[1]])]
-
-
-def rectangles(cells: torch.Tensor) -> Rectangles:
-    """The cells that are not empty as few rectangles: runs of a row, grown down while the next row has the same run."""
-    found: Rectangles = {}
-    open_runs: dict[tuple[int, int, int], int] = {}  # (start, end, code) -> its first row
-    rows = cells.tolist()
-    for y, row in enumerate([*rows, []]):
-        runs, x = set(), 0
-        if y and row == rows[y - 1]:
-            continue
-        while x < len(row):
-            end = x + 1
-            while end < len(row) and row[end] == row[x]:
-                end += 1
-            if row[x] != EMPTY:
-                runs.add((x, end, row[x]))
-            x = end
-        for run in open_runs.keys() - runs:
-            first = open_runs.pop(run)
-            found.setdefault(run[2], []).append((run[0], first, run[1] - run[0], y - first))
-        for run in runs - open_runs.keys():
-            open_runs[run] = y
-    return {code: sorted(found[code], key=lambda item: (item[1], item[0])) for code in sorted(found)}
 
 
 def ticks(tokens: int) -> tuple[int, Callable[[int], str]]:

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csc.errors import InputError
-from csc.planning.branches import Pieces, branches, numbered, pieces, ramps, stage_bounds, stages_between
+from csc.planning.branches import branches, numbered, ramps
 from csc.planning.frontiers import least
 from csc.planning.pace import paced
+from csc.planning.pieces import Pieces, pieces, stage_bounds, stages_between
 from csc.planning.problem import Problem
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from csc.planning.bound import check_ranks
-from csc.planning.branches import Pieces, Stages, bounds, branches, largest_fused, numbered, pieces, totals, ways
+from csc.planning.branches import Stages, branches, numbered
+from csc.planning.pieces import Pieces, bounds, largest_fused, pieces, totals, ways
 from csc.planning.problem import Problem
 
 Floats = npt.NDArray[np.float64]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from csc.planning.branches import Ints, Pieces
+from csc.planning.branches import Ints
+from csc.planning.pieces import Pieces
 
 
 def undominated(tables: Pieces, low: Ints, labels: Ints) -> Ints:

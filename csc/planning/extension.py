@@ -19,8 +19,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from csc.planning.branches import Floats, Ints, Measures, Pieces, bounds_of, measures
+from csc.planning.branches import Floats, Ints
 from csc.planning.dominance import undominated
+from csc.planning.pieces import Measures, Pieces, bounds_of, measures
 from csc.planning.room import Room, Target, depths_of, labels_after, need_of
 
 Bools = npt.NDArray[np.bool_]

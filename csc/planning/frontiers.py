@@ -24,8 +24,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from csc.planning.branches import Ints, Pieces, bounds
+from csc.planning.branches import Ints
 from csc.planning.extension import EXACT, Step, extend, fitting
+from csc.planning.pieces import Pieces, bounds
 from csc.planning.room import Room, depths_of, labels_after, targets
 
 Frontiers = list[Ints]

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from csc.errors import InputError
-from csc.planning.branches import Branches, Pieces, Stages, numbered, stage_bounds
+from csc.planning.branches import Branches, Stages, numbered
+from csc.planning.pieces import Pieces, stage_bounds
 from csc.planning.problem import Problem, Value
 from csc.planning.room import Room
 

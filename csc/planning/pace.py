@@ -23,9 +23,10 @@ import itertools
 
 import numpy as np
 
-from csc.planning.branches import Floats, Ints, Measures, Pieces, ramps, totals
+from csc.planning.branches import Floats, Ints, ramps
 from csc.planning.dominance import best_frontiers
 from csc.planning.extension import Bools, Step, extend, fitting
+from csc.planning.pieces import Measures, Pieces, totals
 from csc.planning.problem import Problem
 
 INTERVALS = 14

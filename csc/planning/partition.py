@@ -22,9 +22,10 @@ from typing import Literal
 
 from csc.errors import InputError
 from csc.planning.bound import check_ranks, floor_of
-from csc.planning.branches import Branches, Pieces, Stages, branches, pieces, stages_between
+from csc.planning.branches import Branches, Stages, branches
 from csc.planning.frontiers import feasible, least, narrow, parts_of
 from csc.planning.moves import depths, held, homes, settle
+from csc.planning.pieces import Pieces, pieces, stages_between
 from csc.planning.problem import Problem
 from csc.planning.room import Room
 from csc.simulation.look import bytes_text

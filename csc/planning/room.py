@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from csc.planning.branches import Floats, Ints, Pieces, largest_fused
+from csc.planning.branches import Floats, Ints
+from csc.planning.pieces import Pieces, largest_fused
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
 

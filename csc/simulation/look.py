@@ -10,8 +10,6 @@ they also differ in brightness.
 
 from __future__ import annotations
 
-import math
-
 from csc.simulation.timeline import Timeline
 
 BASE = {
@@ -54,15 +52,6 @@ def levels(timeline: Timeline) -> dict[int, int]:
         stages = sorted({event.action.stage for event in events if event.action.computes})
         found.update((stage, level) for level, stage in enumerate(stages))
     return found
-
-
-def ticks(span: float, count: int) -> float:
-    """The step of an axis over `span` with about `count` marks: 1, 2 or 5 times a power of ten."""
-    if span <= 0:
-        return 1.0
-    rough = span / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def unit(span: float) -> tuple[float, str]:

@@ -5,7 +5,7 @@ Terms: see csc.simulation.timeline. A *tick* is the page's unit of time; the pag
     page(timelines, title, bound, limit) -> str
 
 The page is self-contained: its script (page.js) draws the data that stands in it to canvas and asks for nothing from
-outside. `csc.simulation.svg` makes a static picture.
+outside.
 """
 
 from __future__ import annotations

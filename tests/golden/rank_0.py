@@ -55,7 +55,7 @@ def forward(batch, received, weights, constants):
 def backward_input(saved, received, weights, constants):
     """B of stage 0."""
     (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
-    d_layers_0 = received["model.language_model.layers.0"]                                            # f32[2, 20, 48] from stage 1
+    d_layers_0 = received["model.language_model.layers.0"]                                # f32[2, 20, 48] from stage 1
     d_merge = layers.llama_decoder_layer_frozen.backward_input(
         saved_layers_0, cos, sin, visibility, under(weights, "model.language_model.layers.0."), d_layers_0,
     )
@@ -82,7 +82,7 @@ def backward_weight(kept, weights, constants):
 def backward(saved, received, weights, constants):
     """BW of stage 0: B and W, region by region; returns what is sent."""
     (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
-    d_layers_0 = received["model.language_model.layers.0"]                                            # f32[2, 20, 48] from stage 1
+    d_layers_0 = received["model.language_model.layers.0"]                                # f32[2, 20, 48] from stage 1
     d_merge = layers.llama_decoder_layer_frozen.backward_input(
         saved_layers_0, cos, sin, visibility, under(weights, "model.language_model.layers.0."), d_layers_0,
     )

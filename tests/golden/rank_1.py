@@ -20,7 +20,7 @@ LAYERS_1_TO_2 = [f"model.language_model.layers.{i}." for i in range(1, 3)]
 def forward(batch, received, weights, constants):
     """F of stage 1."""
     (cos, sin, visibility) = layers.tables.of_stage_1(batch, constants)
-    layers_0 = received["model.language_model.layers.0"]                                              # f32[2, 20, 48] from stage 0
+    layers_0 = received["model.language_model.layers.0"]                                  # f32[2, 20, 48] from stage 0
     hidden_states = layers_0
     saved_layers_1_to_2 = []
     for layer in LAYERS_1_TO_2:
@@ -37,7 +37,7 @@ def forward(batch, received, weights, constants):
 def backward_input(saved, received, weights, constants):
     """B of stage 1."""
     (cos, sin, visibility, saved_layers_1_to_2) = saved; del saved
-    d_layers_2 = received["model.language_model.layers.2"]                                            # f32[2, 20, 48] from stage 2
+    d_layers_2 = received["model.language_model.layers.2"]                                # f32[2, 20, 48] from stage 2
     d_hidden_states = d_layers_2
     for layer in reversed(LAYERS_1_TO_2):
         d_hidden_states = layers.llama_decoder_layer_frozen.backward_input(

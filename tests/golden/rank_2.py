@@ -19,7 +19,7 @@ STAGES = (2,)
 def forward(batch, received, weights, constants):
     """F of stage 2."""
     (cos, sin, visibility, labels) = layers.tables.of_stage_2(batch, constants)
-    layers_2 = received["model.language_model.layers.2"]                                              # f32[2, 20, 48] from stage 1
+    layers_2 = received["model.language_model.layers.2"]                                  # f32[2, 20, 48] from stage 1
     layers_3, saved_layers_3 = layers.llama_decoder_layer_frozen.forward(
         layers_2, cos, sin, visibility, under(weights, "model.language_model.layers.3."),
     )
@@ -35,7 +35,7 @@ def forward(batch, received, weights, constants):
 def backward_input(saved, received, weights, constants):
     """B of stage 2."""
     (cos, sin, visibility, labels, saved_layers_3, saved_norm, saved_loss) = saved; del saved
-    d_loss = received["loss"]                                                                         # weight of this microbatch in the loss of the whole batch
+    d_loss = received["loss"]                                                             # weight of this microbatch in the batch's loss
     d_norm = layers.lm_head_frozen.backward_input(saved_loss, labels, under(weights, "lm_head."), d_loss)
     del saved_loss
     d_layers_3 = layers.llama_rms_norm_frozen.backward_input(

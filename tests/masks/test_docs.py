@@ -42,4 +42,4 @@ def test_pictures_of_the_page_are_there() -> None:
     pictures = re.findall(r"\]\((images/[^)]*)\)", PAGE)
     assert len(pictures) == 2
     for name in pictures:
-        assert (Path(__file__).parents[2] / "docs" / name).read_text().startswith("<svg")
+        assert (Path(__file__).parents[2] / "docs" / name).read_text().count("<svg") == 1

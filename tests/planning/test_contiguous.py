@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.branches import branches, pieces
+from csc.planning.branches import branches
 from csc.planning.contiguous import _needs, contiguous
+from csc.planning.pieces import pieces
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room

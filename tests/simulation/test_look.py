@@ -6,11 +6,9 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from csc.ir.schedule import parse
-from csc.simulation.look import BASE, TINTS, bytes_text, colour, levels, seconds_text, ticks, unit
+from csc.simulation.look import BASE, TINTS, bytes_text, colour, levels, seconds_text, unit
 from csc.simulation.pipeline import Pipeline, Stage
 from csc.simulation.simulate import simulate
 from csc.simulation.summary import COLUMNS, rows
@@ -58,18 +56,6 @@ def test_later_chunks_are_lighter() -> None:
     pipeline = Pipeline((Stage(1.0, has_b=False, has_w=False),) * 4)
     timeline = simulate(pipeline, parse("rank 0: F 2 0 | F 0 0\nrank 1: F 1 0 | F 3 0"))
     assert levels(timeline) == {0: 0, 2: 1, 1: 0, 3: 1}
-
-
-@given(st.floats(1e-9, 1e9), st.integers(2, 20))
-def test_axes_have_round_steps(span: float, count: int) -> None:
-    step = ticks(span, count)
-    digits, power = f"{step:.6e}".split("e")
-    assert float(digits) in (1.0, 2.0, 5.0), power
-    assert count / 2.51 <= span / step <= count * (1 + 1e-6)
-
-
-def test_an_axis_over_nothing() -> None:
-    assert ticks(0.0, 10) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The HTML page and the SVG picture: self-contained, escaped, and with the run's own numbers."""
+"""The HTML page: self-contained, escaped, and with the run's own numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 import re
 from html.parser import HTMLParser
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 
 from csc.ir.schedule import Action, Schedule
-from csc.simulation.look import BASE, LIMIT, colour
 from csc.simulation.page import page
 from csc.simulation.pipeline import Link, Network, Pipeline, Stage
 from csc.simulation.simulate import simulate
-from csc.simulation.svg import svg
 from csc.simulation.timeline import Event, Timeline
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
@@ -140,58 +137,14 @@ def test_the_table_leaves_out_what_is_not_known() -> None:
     assert "against the first" in Reader(page([PLAN, BASELINE], "")).text["th"]
 
 
-def shapes(text: str, tag: str) -> list[dict[str, str]]:
-    root = ElementTree.fromstring(text)
-    return [element.attrib for element in root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")]
-
-
-def test_the_picture_has_every_box_in_its_place() -> None:
-    text = svg([PLAN], width=800)
-    boxes = [box for box in shapes(text, "rect") if "y" in box and box.get("height") == "20"]
-    events = [event for events in PLAN.ranks for event in events]
-    assert len(boxes) == len(events)
-    scale = (800 - 64 - 14) / PLAN.makespan
-    rows: dict[int, set[str]] = {}
-    for box, event in zip(boxes, events):
-        assert float(box["x"]) == pytest.approx(64 + event.start * scale, abs=0.01)
-        assert float(box["width"]) == pytest.approx(event.seconds * scale - 0.8, abs=0.02)
-        assert box["fill"] == colour(event.action.kind)[0]
-        rows.setdefault(event.rank, set()).add(box["y"])
-    assert all(len(row) == 1 for row in rows.values()) and len(set.union(*rows.values())) == 4
-    lines = [line for line in shapes(text, "line") if line.get("stroke") in BASE.values()]
-    assert len(lines) == len(PLAN.transfers)
-    assert not [line for line in shapes(svg([PLAN], messages=False), "line") if line.get("stroke") in BASE.values()]
-
-
-def test_the_picture_shows_bound_and_limit_when_they_are_given() -> None:
-    plain, full = svg([PLAN, BASELINE]), svg([PLAN, BASELINE], EVIL, bound=0.1, limit=400.0)
-    assert LIMIT not in plain and "lower bound" not in plain
-    limits = [line for line in shapes(full, "line") if line.get("stroke") == LIMIT]
-    assert len(limits) == 2 * 4 + 1  # one a rank, one in the legend
-    assert "lower bound" in full and "memory limit" in full
-
-
-def test_the_picture_is_escaped_and_asks_for_nothing() -> None:
-    text = svg([BASELINE], EVIL)
-    root = ElementTree.fromstring(text)
-    assert {element.tag.split("}")[1] for element in root.iter()} <= {
-        "svg", "title", "style", "rect", "text", "tspan", "line", "path",
-    }  # fmt: skip
-    assert root[0].text == EVIL
-    assert re.findall(r"https?:[^\"]*", text) == ["http://www.w3.org/2000/svg"]
-
-
 @settings(max_examples=30, deadline=None)
 @given(runs())
 def test_any_run_can_be_drawn(run: tuple[Pipeline, Schedule, int]) -> None:
     timeline = simulate(run[0], run[1])
-    ElementTree.fromstring(svg([timeline, timeline], bound=1.0))
     assert Reader(page([timeline, timeline], "", limit=1.0)).open == []
 
 
 def test_nothing_to_draw() -> None:
-    ElementTree.fromstring(svg([]))
     assert embedded(page([], ""))["runs"] == []
     empty = Timeline("empty", ((), ()), (), (((0.0, 0.0),), ()), (0.0, 0.0))
-    ElementTree.fromstring(svg([empty]))
     assert embedded(page([empty], ""))["runs"][0]["makespan"] == 0

@@ -1,14 +1,14 @@
-"""A mask's picture as a PNG file, through matplotlib (`pip install csc-compiler[plot]`).
+"""A mask's picture as an SVG or PNG file, through matplotlib (`pip install csc-compiler[plot]`).
 
-    png(picture, path) -> None              the picture of `csc.masks.svg`, 150 dots an inch
+    plot(picture, path, form) -> None       form: "svg" or "png" (150 dots an inch)
 
-InputError where matplotlib is not installed.
+The *strips* beside the axes show what tokens are, with a notch where a document starts.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,17 +20,16 @@ FIELD = "#f3f5f7"
 INK, SOFT = "#1b1f24", "#5b6570"
 
 
-def png(picture: Picture, path: Path) -> None:
+def plot(picture: Picture, path: Path, form: Literal["svg", "png"]) -> None:
     """Write the file. InputError where matplotlib is missing or the file cannot be written."""
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "a PNG needs matplotlib, which is not installed",
-            str(path),
-            "pip install csc-compiler[plot], or write --svg",
-        ) from error  # fmt: skip
+            "a picture needs matplotlib, which is not installed", str(path), "pip install csc-compiler[plot]"
+        ) from error
     longest = max(picture.queries, picture.keys)
     high, wide = (max(6.4 * size / longest, 1.0) for size in (picture.queries, picture.keys))
     width, height = wide + 3.3, max(high + 1.2, 4.4)
@@ -59,7 +58,8 @@ def png(picture: Picture, path: Path) -> None:
     figure.text(0.2 / width, 1 - 0.52 / height, headline(picture), fontsize=8.5, color=SOFT)
     _legend(figure, picture, left + wide + 0.3, top, width, height)
     try:
-        figure.savefig(path, format="png", dpi=150)
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "csc"}):  # text stays text; every run, the same file
+            figure.savefig(path, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
     except OSError as error:
         raise InputError(f"it cannot be written: {error.strerror}", str(path)) from error
 

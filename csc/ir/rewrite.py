@@ -1,0 +1,92 @@
+"""Changing graphs: calls that are added with their values, parts that are taken out.
+
+Terms
+  value        what a call gives, as types: fake tensors, numbers (`meta["val"]`)
+  provenance   the line and the module of the user's model that a call stands for (`meta["source"]`, `meta["module"]`)
+
+    values_of(arguments)                        the arguments of a call with values in place of nodes
+    add_call(graph, target, args, val=, like=)  one call whose value is known
+    Writer(graph, mode).call(like, target, ..)  calls whose values are computed
+    replace_call(node, new)                     let `new` stand for a call
+    extract(graph, outputs) -> fx.Graph         what makes these values, alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
+from csc.torch_private import FakeTensorMode
+
+
+def values_of(arguments: Any) -> Any:
+    """Nested tuples, lists and dicts of arguments, each node in them replaced by its value."""
+    return fx.map_arg(arguments, lambda node: node.meta["val"])
+
+
+def provenance(node: fx.Node | None) -> dict[str, str]:
+    """The line and the module of a node as entries of its meta; empty texts if none are known."""
+    meta: Mapping[str, Any] = {} if node is None else node.meta
+    return {"source": meta.get("source", ""), "module": meta.get("module", "")}
+
+
+def add_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *,
+    val: Any, like: fx.Node | None = None, name: str | None = None,
+) -> fx.Node:  # fmt: skip
+    """A call of this value with the provenance of `like`, where the graph's insertion point is."""
+    node = graph.create_node("call_function", target, args, kwargs, name=name)
+    node.meta.update(val=val, **provenance(like))
+    return node
+
+
+class Writer:
+    """Adds calls to a graph where its insertion point is, with their values in one mode."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self._value_of = Evaluation(mode)
+
+    def call(self, like: fx.Node | None, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call with the provenance of `like`, named after its operation. Raises whatever the operation raises."""
+        return self.named(None, like, target, *args, **kwargs)
+
+    def named(self, name: str | None, like: fx.Node | None, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """As `call`, under a name of one's own."""
+        val = self._value_of(target, *values_of((args, kwargs)))
+        return add_call(self.graph, target, args, kwargs, val=val, like=like, name=name)
+
+    def evaluate(self, node: fx.Node) -> None:
+        """Give a call the value that it has for its arguments."""
+        node.meta["val"] = self._value_of(node.target, *values_of((node.args, node.kwargs)))
+
+
+def replace_call(node: fx.Node, new: Any) -> None:
+    """Let all that reads a call read `new` instead, and remove it."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def extract(
+    graph: fx.Graph,
+    results: Sequence[fx.Node | None],
+    name: Callable[[fx.Node], str] = lambda node: node.name,
+    given: Collection[fx.Node] = (),
+) -> fx.Graph:
+    """The calls and placeholders that the results depend on, in the graph's order, and the results as its outputs
+    (None stays None). `name` names the calls; placeholders keep their names. given: calls that become placeholders,
+    activations under their names; what is needed for them alone is left out.
+    """
+    wanted, part = g.ancestors(results, until=given), fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node in wanted and node in given:
+            mapping[node] = g.add_placeholder(part, node.name, node.meta["val"], ("activation", node.name))
+        elif node in wanted:
+            g.copy_node(part, node, mapping, name=node.name if node.op == "placeholder" else name(node))
+    part.output(fx.map_arg(tuple(results), mapping.__getitem__))
+    return part
