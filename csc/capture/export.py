@@ -23,6 +23,7 @@ from torch import nn
 from csc.capture import host as hosting
 from csc.capture.autograd_calls import Asked, autograd_calls
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
+from csc.capture.chance import own_chance
 from csc.capture.failures import untraceable
 from csc.capture.functions import own_gradients
 from csc.capture.host import Function, HostCall
@@ -95,6 +96,7 @@ class LossOnly(nn.Module):
         asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
         with (
             own_gradients() as with_hooks,
+            own_chance(),
             autograd_calls(self.autograd),
             self.watching.entries(batch, asked, recording, by_number if self._with_rows else None),
             self._repeats.patched(),
