@@ -26,6 +26,7 @@ from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensio
 from csc.capture.chance import own_chance
 from csc.capture.failures import untraceable
 from csc.capture.functions import own_gradients
+from csc.capture.held import Held
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
 from csc.capture.own_changes import Changes, Slots, attributes_kept
@@ -77,6 +78,7 @@ class LossOnly(nn.Module):
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
         self._with_rows, self._replayed = rows, replayed
         self.autograd = Asked()
+        self._held = Held(model)
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Without hooks: those that the user gave all modules are for his own."""
@@ -103,6 +105,7 @@ class LossOnly(nn.Module):
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            self._held.put(parameters)
             before = Slots(self.model)
             loss = loss_of(self.model(**own, **self._extra))
             kept = with_hooks(loss)
