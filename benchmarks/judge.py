@@ -108,7 +108,8 @@ def train(
     if len(batches) == 1:
         return found | {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     found |= {name: p.detach().clone() for name, p in model.named_parameters()}
-    return found | {name: b.detach().clone() for name, b in model.named_buffers()}
+    kept = model.state_dict()  # what is in no checkpoint is the model's scratch paper
+    return found | {name: b.detach().clone() for name, b in model.named_buffers() if name in kept}
 
 
 def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: torch.dtype | None = None) -> Values:
