@@ -131,16 +131,21 @@ def _global_turned() -> float:
     return TURNS[0]
 
 
-def _nested(kept: list[list[float]] = [[1.0]]) -> float:
-    kept[0].append(kept[0][-1] / 2)
-    return kept[0][-1]
+class Deep:
+    """A list in a list."""
+
+    kept = ([1.0],)
+
+    def next(self) -> float:
+        self.kept[0].append(self.kept[0][-1] / 2)
+        return self.kept[0][-1]
 
 
 SCALES: dict[str, Callable[[], float]] = {
     "iterator": itertools.cycle(TURNS).__next__,
     "global": _global_turned,
     "object": Held().next,
-    "nested": _nested,
+    "nested": Deep().next,
 }
 
 
