@@ -29,7 +29,7 @@ from csc.capture.functions import own_gradients
 from csc.capture.held import Held
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
-from csc.capture.own_changes import Changes, Slots, attributes_kept
+from csc.capture.own_changes import Changes, Slot, Slots, attributes_kept
 from csc.capture.recording import Recording
 from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.capture.rows import PREFIX, Rows
@@ -58,6 +58,7 @@ class LossOnly(nn.Module):
     loss: torch.Tensor
     made: Mapping[str, torch.Tensor]
     changes: Changes  # what the last run wrote to the model
+    globals_written: frozenset[Slot]  # and beside it
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class LossOnly(nn.Module):
             before = Slots(self.model)
             loss = loss_of(self.model(**own, **self._extra))
             kept = with_hooks(loss)
-            self.changes = before.written()
+            self.changes, self.globals_written = before.written(), before.globals_written()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept
 
@@ -163,7 +164,8 @@ class Host:
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
-    gradients: the line that asked autograd for some; changes: what the model wrote to itself.
+    gradients: the line that asked autograd for some; changes: what the model wrote to itself; globals_written: and
+    beside it.
     """
 
     program: torch.export.ExportedProgram
@@ -173,6 +175,7 @@ class Exported:
     asked: tuple[Any, ...] | None
     gradients: str
     changes: Changes
+    globals_written: frozenset[Slot]
 
 
 class HostFunctionFound(Exception):
@@ -317,6 +320,7 @@ def _exported(
         tuple(asked) if ones else None,
         wrapped.autograd.gradients,
         wrapped.changes,
+        wrapped.globals_written,
     )
 
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture.globals_read import Globals
+from csc.capture.state import GLOBAL
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -46,7 +48,7 @@ class Slots:
     """Attributes and buffers of a model's modules as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._globals = model, Globals(model)
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:
@@ -59,6 +61,10 @@ class Slots:
                 continue
             found[slot] = (content, _content(value))
         return found
+
+    def globals_written(self) -> frozenset[Slot]:
+        """The globals that have another value now."""
+        return frozenset((GLOBAL, name) for name in self._globals.changed())
 
 
 def refuse_if_computed_with(
