@@ -2,7 +2,9 @@
 
     judge(module, setting) -> Outcome      module: make() -> model, batch(seed, samples, tokens) -> batch
     setting: what differs from PLAIN. freeze: globs over parameter names; off: they are frozen by requires_grad, before
-    compilation; steps: train three steps with SGD instead of one, the second on a batch of another size.
+    compilation; steps: train three steps with SGD instead of one, the second on a batch of another size; accumulate:
+    how many steps before the optimizer's one; replaced: the weights have new memory (`p.data = ...`) before each step
+    but the first.
 
 The reference is the loss of the whole batch through the model as it is, and `.grad` by named_parameters(). What differs
 is measured against what eager itself gives for weights that are moved by their last bit, so that neither a sum in
@@ -28,7 +30,7 @@ COARSE = 0.1  # of bfloat16, which has 8 bits
 SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
-    "freeze": (), "off": False, "steps": False,
+    "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
 }  # fmt: skip
 Values = dict[str, torch.Tensor | None]
 
@@ -57,7 +59,8 @@ def loss_of(result: Any) -> torch.Tensor:
     """The loss in what forward returned."""
     if isinstance(result, Mapping):
         return result["loss"]
-    return result[0] if isinstance(result, tuple) else result
+    result = getattr(result, "loss", result)
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def sizes(setting: Mapping[str, Any]) -> list[tuple[int, int, int]]:
@@ -83,19 +86,30 @@ def apply(model: nn.Module, patterns: list[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def train(model: nn.Module, batches: list[dict[str, Any]], step: Callable[[dict[str, Any]], torch.Tensor]) -> Values:
+def train(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    step: Callable[[dict[str, Any]], torch.Tensor],
+    setting: Mapping[str, Any],
+) -> Values:
     """Losses and gradients of one step, or of three steps the losses, parameters and buffers behind them."""
     found: Values = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for number, batch in enumerate(batches):
+        if number and setting["replaced"]:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
         model.zero_grad(set_to_none=True)
-        found[f"loss {number}"] = step(batch).detach().clone().reshape(())
+        for _ in range(setting["accumulate"]):
+            loss = step(batch)
+        found[f"loss {number}"] = loss.detach().clone().reshape(())
         if len(batches) > 1:
             optimizer.step()
     if len(batches) == 1:
         return found | {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     found |= {name: p.detach().clone() for name, p in model.named_parameters()}
-    return found | {name: b.detach().clone() for name, b in model.named_buffers()}
+    kept = model.state_dict()  # what is in no checkpoint is the model's scratch paper
+    return found | {name: b.detach().clone() for name, b in model.named_buffers() if name in kept}
 
 
 def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: torch.dtype | None = None) -> Values:
@@ -118,7 +132,7 @@ def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: tor
     batches = [module.batch(*size) for size in sizes(setting)]
     if dtype is not None:
         batches = [{n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()} for batch in batches]
-    return train(model, batches, step)
+    return train(model, batches, step, setting)
 
 
 def norm(value: torch.Tensor) -> float:
@@ -181,7 +195,7 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
         compiled = csc.compile(model, example=batches[0], cache=False, **options)
     else:
         compiled = compiled.with_options(**options)
-    return train(model, batches, compiled.train_step)
+    return train(model, batches, compiled.train_step, setting)
 
 
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:

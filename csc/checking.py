@@ -58,6 +58,7 @@ class Checking:
         self._made: dict[int, dict[Name, Made]] = {}  # by the number of microbatches
         self._due: dict[int, set[Name]] = {}
         self._different: DifferenceError | None = None
+        self._steady = False  # the model's forward did the same twice
         self.latest: Checked | None = None
 
     def made(self, name: Name, program: Made) -> None:
@@ -98,7 +99,8 @@ class Checking:
             if again or not all(map(self._known, due)):
                 progress(CHECK)
                 with self._all_ranks(trainer, count, group) as every:
-                    self.latest = check(self._compiler, every, batch, ready, options)
+                    self.latest = check(self._compiler, every, batch, ready, options, self._steady)
+                self._steady = self._steady or not self.latest.skipped
                 (log.warning if self.latest.skipped else log.info)("%s", self.latest)
                 if not self.latest.skipped:
                     self._keep(due)

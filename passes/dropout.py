@@ -16,6 +16,8 @@ from csc.passes.differentiate import in_layout
 from torch import fx
 
 from csc.analysis.cutting import label
+from csc.analysis.sample_layers import RECURRENT
+from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer, replace_call
@@ -31,10 +33,14 @@ def dropout(program: Program, options: Options) -> Program:
     Requires  pass `shapes`.
     Ensures   dropout, bernoulli, rand, randn and their relatives with `like` take a seed and an index, which equal
               layers have alike; attention with dropout of its weights is written out, as softmax(QK^T) dropped out and
-              multiplied by V; other random calls stay as they are, and `notes` says which.
+              multiplied by V; other random calls stay as they are, and `notes` says which. InputError for dropout
+              between the layers of a recurrent module, which stands in the middle of one operation.
     Before    %d, %mask = native_dropout(%x, 0.1, True)
     After     %d = csc.dropout(%x, 0.1, %seed, 0)
     """
+    for node in g.calls(program.graph):
+        if g.op_name(node) in RECURRENT:
+            _refuse_dropout_within(node)
     if not any(g.is_random(node) for node in g.calls(program.graph)):
         return program
     graph, _ = g.copy_graph(program.graph)
@@ -44,6 +50,16 @@ def dropout(program: Program, options: Options) -> Program:
             draws.rewrite(node)
     g.erase_dead(graph)
     return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(draws.notes)))
+
+
+def _refuse_dropout_within(node: fx.Node) -> None:
+    given = g.bind(node)
+    if given["dropout"] and given["train"] and given["num_layers"] > 1:
+        raise InputError(
+            f"{g.short_op(node)} drops out between its layers, with numbers that csc cannot draw",
+            g.place(node),
+            "set its dropout to 0, and put nn.Dropout between recurrent modules of one layer each",
+        )
 
 
 class _Draws:

@@ -12,6 +12,8 @@ from csc.analysis.sample_asking import of
 from csc.analysis.samples import EVERY_OTHER, UNKNOWN, Following, Lost, Made, Numbers, Rows, State, Whole
 from csc.ir import graph as g
 
+RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+
 
 def attention_rule(following: Following, node: fx.Node) -> State:
     """Samples apart; those packed in one sequence are kept apart by a mask that the model's own code made of them."""
@@ -38,6 +40,24 @@ def batch_norm_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
+def recurrent_rule(following: Following, node: fx.Node) -> State:
+    """Each sample has a state of its own, which starts as zeros or as rows of samples."""
+    bound = g.bind(node)
+    if "batch_sizes" in bound or "input" not in bound:
+        raise Lost(UNKNOWN)
+    state, along = of(following, bound["input"]), 0 if bound["batch_first"] else 1
+    if not isinstance(state, Rows) or state.axis != (along, 1) or state.powers:
+        raise Lost(UNKNOWN)
+    starts: Any = bound["hx"]
+    for start in starts if isinstance(starts, (list, tuple)) else [starts]:
+        found = of(following, start)
+        if found != replace(state, axis=(1, 1)):
+            raise Lost(UNKNOWN)
+    if any(of(following, weight) != Whole() for weight in bound["params"]):
+        raise Lost(EVERY_OTHER)
+    return state
+
+
 def item_rule(following: Following, node: fx.Node) -> State:
     """One of several results; of tensors that were broadcast together each is its own operand, and so are the outputs
     of a function with a backward of its own.
@@ -45,6 +65,9 @@ def item_rule(following: Following, node: fx.Node) -> State:
     several: Any = node.args[0]
     if g.op_name(several) == "csc::own_gradient":
         return of(following, several.args[0][node.args[1]])
+    if g.op_name(several) in RECURRENT and node.args[1]:
+        state = of(following, several)  # what every layer ends with: [layers, samples, width]
+        return replace(state, axis=(1, 1)) if isinstance(state, Rows) else state
     if g.op_name(several) != "aten::broadcast_tensors":
         return of(following, several)
     operand: fx.Node = several.args[0][node.args[1]]

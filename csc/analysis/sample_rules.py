@@ -20,7 +20,14 @@ from csc.analysis.sample_arithmetic import (
     sum_rule,
 )
 from csc.analysis.sample_functions import hooked_rule, incoming_rule, own_gradient_rule
-from csc.analysis.sample_layers import attention_rule, batch_norm_rule, broadcast_rule, item_rule
+from csc.analysis.sample_layers import (
+    RECURRENT,
+    attention_rule,
+    batch_norm_rule,
+    broadcast_rule,
+    item_rule,
+    recurrent_rule,
+)
 from csc.analysis.sample_losses import LOSS_RULES
 from csc.analysis.sample_moves import (
     embedding_rule,
@@ -111,6 +118,7 @@ RULES: dict[str, Rule] = {
     "aten::select_scatter": same_dims_rule,
     "aten::scaled_dot_product_attention": attention_rule,
     **dict.fromkeys(_BATCH_NORMS, batch_norm_rule),
+    **dict.fromkeys(RECURRENT, recurrent_rule),
     "aten::argsort": order_rule,
     "aten::slice_scatter": overwritten_rule,
     "aten::type_as": typed_rule,

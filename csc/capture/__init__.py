@@ -239,6 +239,7 @@ def _traced(
             exported = export(model, placed(tensors, device), extra, learned.host, layers, rows)
             learned.host = replace(exported.host, asking=())
             learned.consulted |= exported.consulted
+            learned.written |= exported.globals_written
             if exported.consulted and learned.replayed is None:
                 first = replay(model, tensors, extra, learned.host, layers, rows=True)
                 learned.replayed = first is not None

@@ -23,11 +23,13 @@ from torch import nn
 from csc.capture import host as hosting
 from csc.capture.autograd_calls import Asked, autograd_calls
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
+from csc.capture.chance import own_chance
 from csc.capture.failures import untraceable
 from csc.capture.functions import own_gradients
+from csc.capture.held import Held
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
-from csc.capture.own_changes import Changes, Slots, attributes_kept
+from csc.capture.own_changes import Changes, Slot, Slots, attributes_kept
 from csc.capture.recording import Recording
 from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.capture.rows import PREFIX, Rows
@@ -56,6 +58,7 @@ class LossOnly(nn.Module):
     loss: torch.Tensor
     made: Mapping[str, torch.Tensor]
     changes: Changes  # what the last run wrote to the model
+    globals_written: frozenset[Slot]  # and beside it
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class LossOnly(nn.Module):
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
         self._with_rows, self._replayed = rows, replayed
         self.autograd = Asked()
+        self._held = Held(model)
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Without hooks: those that the user gave all modules are for his own."""
@@ -95,16 +99,18 @@ class LossOnly(nn.Module):
         asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
         with (
             own_gradients() as with_hooks,
+            own_chance(),
             autograd_calls(self.autograd),
             self.watching.entries(batch, asked, recording, by_number if self._with_rows else None),
             self._repeats.patched(),
             hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            self._held.put(parameters)
             before = Slots(self.model)
             loss = loss_of(self.model(**own, **self._extra))
             kept = with_hooks(loss)
-            self.changes = before.written()
+            self.changes, self.globals_written = before.written(), before.globals_written()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept
 
@@ -158,7 +164,8 @@ class Host:
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
-    gradients: the line that asked autograd for some; changes: what the model wrote to itself.
+    gradients: the line that asked autograd for some; changes: what the model wrote to itself; globals_written: and
+    beside it.
     """
 
     program: torch.export.ExportedProgram
@@ -168,6 +175,7 @@ class Exported:
     asked: tuple[Any, ...] | None
     gradients: str
     changes: Changes
+    globals_written: frozenset[Slot]
 
 
 class HostFunctionFound(Exception):
@@ -312,6 +320,7 @@ def _exported(
         tuple(asked) if ones else None,
         wrapped.autograd.gradients,
         wrapped.changes,
+        wrapped.globals_written,
     )
 
 

@@ -15,6 +15,7 @@ Terms: a *slot* is (path of a module, name of an attribute), of a buffer (path o
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture.globals_read import Globals
+from csc.capture.state import GLOBAL
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -45,7 +48,7 @@ class Slots:
     """Attributes and buffers of a model's modules as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._globals = model, Globals(model)
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:
@@ -58,6 +61,10 @@ class Slots:
                 continue
             found[slot] = (content, _content(value))
         return found
+
+    def globals_written(self) -> frozenset[Slot]:
+        """The globals that have another value now."""
+        return frozenset((GLOBAL, name) for name in self._globals.changed())
 
 
 def refuse_if_computed_with(
@@ -200,8 +207,17 @@ def _content(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Tensors, also in containers, are equal if they are one: comparing values would be part of the trace."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, (torch.Tensor, weakref.ref)):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     try:
-        return type(one) is type(other) and bool(one == other)
+        return bool(one == other)
     except Exception:  # comparing is the user's code
         return False
 

@@ -4,6 +4,7 @@ Terms: a batch goes through the model *whole*, as it is, once. Listed microbatch
 count is seen by the targets that the loss is a mean over, and by the loss of all of them as one batch where they fit.
 
     eager_step(model, batch, trainable, rule) -> Step
+    loss_again(model, batch, rule) -> loss   of another forward
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
 """
 
@@ -65,6 +66,15 @@ def eager_step(
                 loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(loss.detach()), gradients, mode.unknown, sure)
+
+
+def loss_again(model: nn.Module, batch: Batch | Sequence[Batch], rule: str = "auto") -> float:
+    """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
+    that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
+    """
+    with undisturbed(model), training(model), without_kv_cache(model), WithoutChance():
+        torch.manual_seed(0)
+        return float(_loss(model, batch, rule)[0].detach())
 
 
 def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[torch.Tensor, bool]:

@@ -2,7 +2,7 @@
 
     check(compiler, trainer, batch, ready, options) -> Checked      DifferenceError if they differ
 
-Costs about two of eager PyTorch's steps: one of each.
+Costs about two of eager PyTorch's steps: one of each, and once for a model one more forward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from csc import devices
 from csc.capture import device_of
-from csc.check.eager import eager_step
+from csc.check.eager import eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
 from csc.check.rounding import moved
 from csc.check.stepping import step_of
 from csc.compiler import Compiler
-from csc.errors import DifferenceError
+from csc.errors import DifferenceError, InputError
 from csc.ir.program import Options
 from csc.runtime.trainer import Trainer
 
@@ -55,13 +55,19 @@ class Checked:
 
 
 def check(
-    compiler: Compiler, trainer: Trainer, batch: Any, ready: Sequence[Mapping[str, Any]], options: Options
+    compiler: Compiler,
+    trainer: Trainer,
+    batch: Any,
+    ready: Sequence[Mapping[str, Any]],
+    options: Options,
+    steady: bool = False,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
     trainer: all ranks of the program, in this process, with the model's weights. batch: as the user gives it; ready:
-    its microbatches. DifferenceError that names the region where both part; the model and its gradients are as before
-    in any case.
+    its microbatches. steady: it is known that the model's forward does the same each time. DifferenceError that names
+    the region where both part, InputError if the model is another function in each step; the model and its gradients
+    are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
@@ -88,12 +94,25 @@ def check(
     result = judge(
         right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)
     )
+    if not (steady and result.good):
+        _refuse_unsteady(model, right.loss, loss_again(model, given, rule))
     seconds = time.perf_counter() - start
     if result.good or not right.sure:
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds)
     raise _difference(compiler, ready[0], options, result, tolerance)
+
+
+def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
+    if abs(again - loss) > EXACT * abs(loss):
+        raise InputError(
+            f"the same batch has another loss each time, {loss:.7g} and then {again:.7g}: the model computes with "
+            "something that its forward changes (an iterator, a global, an object of its own)",
+            type(model).__name__,
+            "pass what changes from step to step as an entry of the batch, a tensor; or keep the module out of the "
+            "trace with csc.opaque(module)",
+        )
 
 
 def _compare_with_whole(model: nn.Module, batch: Any, trainable: Set[str], loss: float, rule: str) -> None:

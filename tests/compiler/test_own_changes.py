@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,48 @@ def test_without_weights_the_graph_is_asked(case: str) -> None:
     assert csc.compile(remembered, example=small.text_batch(2), cache=False).program.regions
     with pytest.raises(InputError, match="changes kept and computes with it"):
         csc.compile(computed, example=small.text_batch(2), cache=False)
+
+
+TURNS = [1.0, 0.5, 0.25]
+
+
+class Held:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def next(self) -> float:
+        self.calls += 1
+        return 1.0 / self.calls
+
+
+def _global_turned() -> float:
+    TURNS.append(TURNS.pop(0))
+    return TURNS[0]
+
+
+class Deep:
+    """A list in a list."""
+
+    kept = ([1.0],)
+
+    def next(self) -> float:
+        self.kept[0].append(self.kept[0][-1] / 2)
+        return self.kept[0][-1]
+
+
+SCALES: dict[str, Callable[[], float]] = {
+    "iterator": itertools.cycle(TURNS).__next__,
+    "global": _global_turned,
+    "object": Held().next,
+    "nested": Deep().next,
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_what_changes_where_csc_does_not_look_is_refused_by_the_check(case: str) -> None:
+    model = Changing(None, lambda kept: kept, lambda _: SCALES[case](), False)
+    compiled = csc.compile(model, example=small.text_batch(2), cache=False)
+    with pytest.raises(InputError, match=r"the same batch has another loss each time.*its forward changes"):
+        compiled.train_step(small.text_batch(2))

@@ -26,6 +26,28 @@ class Settings:
         self.inner = None
 
 
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("factor", "table")
+
+    def __init__(self) -> None:
+        self.factor, self.table = 1.0, torch.ones(16)
+
+
+class Shared:
+    """What all models of this file read."""
+
+    factor = 1.0
+
+
+FACTOR, FACTORS, TABLES, SETTINGS = 1.0, [1.0], [torch.ones(16)], Settings()
+
+
+def from_elsewhere() -> torch.Tensor:
+    return FACTOR * FACTORS[0] * TABLES[0] * Shared.factor * SETTINGS.factor
+
+
 class Tuned(nn.Module):
     """Reads all kinds of state."""
 
@@ -38,9 +60,12 @@ class Tuned(nn.Module):
         self.config, self.config.inner = Settings(), Settings()
         self.gain, self.gains = 1.0, [1.0, 1.0]
         self.plain, self.deep = torch.ones(16), {"a": {"b": 1.0}}
+        self.slotted, self.objects, self.tensors = Slotted(), [Settings()], [torch.ones(16)]
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens) * self.plain * self.deep["a"]["b"] * self.scale * self.gain * self.gains[0]
+        hidden = hidden * self.slotted.factor * self.slotted.table * self.objects[0].factor * self.tensors[0]
+        hidden = hidden * from_elsewhere()
         hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
@@ -103,6 +128,15 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
     "list": lambda m: m.gains.__setitem__(0, 0.5),
     "configuration": lambda m: setattr(m.config.inner, "factor", 0.5),
     "mapping in a configuration": lambda m: m.config.table.update(a=[0.5, 2.0]),
+    "attribute of an object with slots": lambda m: setattr(m.slotted, "factor", 2.0),
+    "tensor of an object with slots": lambda m: m.slotted.table.mul_(2),
+    "object in a list": lambda m: setattr(m.objects[0], "factor", 2.0),
+    "tensor in a list": lambda m: m.tensors[0].mul_(2),
+    "global": lambda m: globals().update(FACTOR=FACTOR / 2),
+    "global list": lambda m: FACTORS.__setitem__(0, FACTORS[0] / 2),
+    "global list of tensors": lambda m: TABLES[0].mul_(0.5),
+    "attribute of a class": lambda m: setattr(Shared, "factor", Shared.factor / 2),
+    "attribute of a global object": lambda m: setattr(SETTINGS, "factor", SETTINGS.factor / 2),
     "forward hook": _hooked,
     "module replaced": _replaced,
     "forward of an object": _patched,
@@ -116,6 +150,30 @@ def test_a_change_is_taken_up_by_the_next_step(change: str) -> None:
     assert is_eagers(model)
     CHANGES[change](model.model)
     assert is_eagers(model) and is_eagers(model)
+
+
+CALLS: list[int] = []
+loss = None  # of the script; the model's code has an attribute of that name
+
+
+class Counted(small.TextModel):
+    """Counts its calls in a global."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
+        result = Settings()
+        result.loss = super().forward(tokens, labels)
+        return result.loss
+
+
+def test_globals_that_forward_only_writes_compile_nothing_anew(caplog: pytest.LogCaptureFixture) -> None:
+    global loss
+    model = csc.compile(Counted(1), example=small.text_batch(2), cache=False)
+    with caplog.at_level(logging.INFO, "csc"):
+        for _ in range(3):
+            loss = model.train_step(small.text_batch(2))
+            model.model(**small.text_batch(2))
+    assert not [record for record in caplog.records if "has changed" in record.message]
 
 
 def test_other_options_of_a_model_that_has_changed() -> None:

@@ -31,6 +31,8 @@ class Setting:
     freeze: tuple[str, ...] = ()
     off: bool = False
     steps: bool = False
+    accumulate: int = 1
+    replaced: bool = False
 
     def simpler(self) -> Iterator[Setting]:
         """Settings with one thing less."""
@@ -50,7 +52,7 @@ class Setting:
 
 def random_setting(random: Random) -> Setting:
     """pp of 1 to 3, dp and cp of 1 to 2, at most 8 ranks."""
-    pp = random.choice([1, 2, 2, 3])
+    pp, steps = random.choice([1, 2, 2, 3]), random.random() < 0.25
     dp, cp = random.choice([1, 1, 1, 2]), random.choice([1, 1, 1, 2])
     return Setting(
         pp=pp,
@@ -62,5 +64,7 @@ def random_setting(random: Random) -> Setting:
         precision="bf16" if random.random() < 0.1 else None,
         freeze=random.choice(FROZEN) if random.random() < 0.45 else (),
         off=random.random() < 0.5,
-        steps=random.random() < 0.2,
+        steps=steps,
+        accumulate=random.choice([1, 1, 1, 1, 2]),
+        replaced=steps and random.random() < 0.2,
     )

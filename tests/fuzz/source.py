@@ -10,7 +10,11 @@ from textwrap import indent
 from tests.fuzz.kinds import ENCODERS, LAYERS, LOSSES, USES
 from tests.fuzz.recipe import Recipe
 
-HEAD = """import functools
+HEAD = """import collections
+import dataclasses
+import functools
+import itertools
+import random
 
 import torch
 from torch import nn

@@ -6,6 +6,7 @@ from tests.fuzz.kinds.attention import kinds
 from tests.fuzz.kinds.reading import read
 
 LAYERS = read("plain") | read("views") | kinds() | read("autograd") | read("state")
+LAYERS |= read("objects") | read("decisions") | read("modules")
 LOSSES, ENCODERS, USES = read("losses"), read("encoders"), read("uses")
 SIMPLEST = "cross_entropy"
 __all__ = ["ENCODERS", "LAYERS", "LOSSES", "SIMPLEST", "USES"]

@@ -1,0 +1,59 @@
+import collections
+import dataclasses
+import functools
+import itertools
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+D, V = 16, 30
+
+
+class SeededInsideLayer(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.a = nn.Linear(D, D)
+
+    def forward(self, x, more):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            noise = torch.rand(D)
+        return self.a(x) * noise
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.part0 = nn.ModuleList(SeededInsideLayer(n) for n in range(1))
+        self.head = nn.Linear(D, V)
+
+    def forward(self, ids, labels, keep):
+        x = self.embed(ids)
+        more = {'ids': ids, 'keep': keep}
+        for layer in self.part0:
+            x = x + layer(x, more)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(seed, samples, tokens):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, V, (samples, tokens), generator=generator)
+    ids[:, 1:2] = 1
+    keep = torch.arange(tokens) < tokens - torch.arange(samples)[:, None] % 3
+    labels = torch.randint(0, V, (samples, tokens), generator=generator).masked_fill(~keep, -100)
+    return {"ids": ids, "labels": labels, "keep": keep}
+
+
+def make():
+    torch.manual_seed(0)
+    return Model().train()
+
+
+SETTINGS = [
+    {},
+]
