@@ -14,15 +14,25 @@ from torch import fx, nn
 
 from csc.capture.assumed import sizes_of
 from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
-from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
+from csc.capture.export import (
+    Exported,
+    Host,
+    HostFunctionFound,
+    Undecided,
+    export,
+    loss_of,
+    training,
+    without_kv_cache,
+)
 from csc.capture.failures import untraceable
+from csc.capture.guards import DECIDED, Guard, decided, decided_by, equal
 from csc.capture.modules import describe
 from csc.capture.normalise import Flattened, flatten
 from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
 from csc.capture.repeats import CannotRepeat, Layers, NotHidden
 from csc.capture.replay import Replay, Runs, Way, replay
 from csc.capture.weightless import standing_in, weightless, with_weights
-from csc.errors import CscError
+from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.torch_private import conditions_of_models, one_is_no_special_size
@@ -56,7 +66,8 @@ class Learned:
     host: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
     what the graph is; a capture holds for the values it was made with, and for those with which the model's code does
     the same, which ways tell. replayed: whether its code runs without data, which shows what it does; None if nobody
-    has tried. moves: whether it moves rows of tensors by numbers. written: attributes and buffers that its forward
+    has tried. moves: whether it moves rows of tensors by numbers. decides: whether it takes decisions by its batch
+    alone; guards: of each capture from the first that has some. written: attributes and buffers that its forward
     writes, and does not compute with. runs: its latest ones.
     """
 
@@ -65,16 +76,21 @@ class Learned:
     ways: tuple[Way, ...] = ()
     replayed: bool | None = None
     moves: bool = False
+    decides: bool = False
+    guards: tuple[Guard, ...] = ()
     written: set[Slot] = field(default_factory=set)
     runs: Runs = field(default_factory=Runs, compare=False)
 
     def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The microbatch with what the host functions make of it, and the numbers of the rows that the model moves.
-        Values that decide are replaced by those of the capture if the model does the same for both.
+        Values that decide are replaced by those of the capture if the model does the same for both. What the batch
+        decides (csc.capture.guards) is a further entry.
         """
         tensors, extra, run = self.with_rows(model, microbatch)
         way = next((one for one in self.ways if run is not None and one.serves(run, tensors)), None)
-        return {**tensors, **(way.consulted if way is not None else {}), **extra}
+        found = way.decided if way is not None else decided_by(self.guards, tensors) if self.guards else ()
+        also = {DECIDED: found} if found else {}
+        return {**tensors, **(way.consulted if way is not None else {}), **extra, **also}
 
     @property
     def replays(self) -> bool:
@@ -91,17 +107,18 @@ class Learned:
                 tensors |= call.entries(model, tensors)
         if not self.replays:
             return tensors, extra, None
-        run = self.runs.of(model, tensors, extra, self.host, self.moves)
+        run = self.runs.of(model, tensors, extra, self.host, self.moves, self.decides)
         return {**tensors, **(run.rows if run is not None else {})}, extra, run
 
 
-def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a captured Program is the model for a microbatch: same entries, sizes that it allows, values that it was
-    made for.
+def serves(program: Program, completed: Mapping[str, Any]) -> bool:
+    """Whether a captured Program is the model for a completed microbatch: same entries, sizes that it allows, values
+    and decisions that it was made for.
     """
-    if program.sizes is None or not program.sizes.allow(tensors):
+    tensors, extra = split_batch(completed)
+    if program.sizes is None or not program.sizes.allow(tensors) or program.decided != decided(extra):
         return False
-    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+    return equal(program.fixed, tensors)
 
 
 def with_sizes_of(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
@@ -124,18 +141,18 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         tensors, extra = split_batch(example)
         doubled = twice(tensors)
         if doubled is not None:
-            before = learned.ways, learned.replayed, learned.moves
+            before = learned.ways, learned.replayed, learned.moves, learned.guards
             try:
                 with conditions_of_models(_holds_for_one):
                     program = _steady(model, {**doubled, **extra}, learned, whole)
-                completed, _ = split_batch(learned.completed(model, example))
+                completed = learned.completed(model, example)
                 if serves(program, completed):
-                    return with_sizes_of(program, completed)
+                    return with_sizes_of(program, split_batch(completed)[0])
                 reason = "what two of each do is not what one does"
             except CscError as error:
                 reason = str(error)
             log.info("a batch with one sample or image is traced as it is: %s", reason)
-            learned.ways, learned.replayed, learned.moves = before  # nobody has the Programs of its ways
+            learned.ways, learned.replayed, learned.moves, learned.guards = before  # nobody has the Programs of its ways
         return _steady(model, example, learned, whole)
 
 
@@ -185,8 +202,18 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
     sizes = sizes_of(graph, traced.asked)
     fixed = {name: tensors[name] for name in sorted(traced.consulted)}
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
+    guard = Guard(sizes, fixed, traced.decisions)
     if learned.replayed and not fixed.keys() & taken:
-        _add_way(learned, model, example, Way(traced.calls, sizes, fixed))
+        _add_way(learned, model, example, Way(traced.calls, sizes, fixed, guard.decided))
+    if guard.decisions and not guard.holds(tensors):
+        raise InputError(
+            f"the model takes a Python decision that has another answer each time it is asked: {guard.decided}",
+            "model",
+            "take decisions from the batch alone, without random numbers; or compute them in the data loader and pass "
+            "plain Python values in the batch",
+        )
+    if learned.guards or guard.decisions:
+        learned.guards = (*learned.guards, guard)
     program = Program(
         name=type(model).__name__,
         inputs=_inputs(graph, tensors),
@@ -197,6 +224,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
+        decided=guard.decided,
         made=tuple(sorted(taken & tensors.keys() - split_batch(example)[0].keys())),
         sizes=sizes,
         checkpoints=flat.checkpoints,
@@ -235,11 +263,11 @@ def _traced(
         tensors, extra, run = learned.with_rows(model, example)
         rows = run is not None and learned.moves
         try:
-            exported = export(model, placed(tensors, device), extra, learned.host, layers, rows)
+            exported = export(model, placed(tensors, device), extra, learned.host, layers, rows, learned.decides)
             learned.host = replace(exported.host, asking=())
             learned.consulted |= exported.consulted
             if exported.consulted and learned.replayed is None:
-                first = replay(model, tensors, extra, learned.host, layers, rows=True)
+                first = replay(model, tensors, extra, learned.host, layers, True, learned.decides)
                 learned.replayed = first is not None
                 learned.moves = first is not None and bool(first.rows)
                 if learned.moves:
@@ -255,6 +283,9 @@ def _traced(
             learned.host = found.host
         except NumberAsked:
             raise
+        except Undecided as reason:
+            log.info("the model takes decisions by values of its batch: %s", reason.__cause__)
+            learned.decides = True
         except CscError:
             if not rows:
                 raise
@@ -269,7 +300,11 @@ def _traced(
 def _flat(exported: Exported, model: nn.Module) -> Flattened:
     try:
         return flatten(exported.program, model)
-    except (CscError, CannotRepeat):
+    except CannotRepeat:
+        raise
+    except CscError as error:
+        if exported.undecided:
+            raise Undecided from error
         raise
     except Exception as error:
         raise untraceable(error, gradients=exported.gradients) from error
