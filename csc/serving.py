@@ -28,6 +28,7 @@ import torch.distributed as dist
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
+from csc.capture.guards import decided
 from csc.capture.state import State
 from csc.checking import Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
@@ -50,6 +51,7 @@ log = logging.getLogger("csc")
 CACHED = "program, from the cache"
 Microbatch = Mapping[str, Any]
 Key = tuple[Any, int]  # signature, number of microbatches
+Family = tuple[int, tuple[str, ...]]  # number of microbatches, what they decide (csc.capture.guards)
 
 
 @dataclass
@@ -64,6 +66,22 @@ class Decided:
         """The options for another program."""
         schedule = self.schedules.get(options.microbatches) or options.schedule
         return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule)
+
+    def settled_anew(self, options: Options, regions: Sequence[str]) -> Options:
+        """The options for a program of other regions: each where it was, a new one with the next one that was there;
+        csc decides again if that leaves a stage without any.
+        """
+        known = {name: stage for stage, names in enumerate(self.stages) for name in names}
+        home = [known.get(name) for name in regions]
+        for place in reversed(range(len(regions))):
+            if home[place] is None:
+                home[place] = home[place + 1] if place + 1 < len(regions) else len(self.stages) - 1
+        stages = tuple(
+            tuple(name for name, at in zip(regions, home) if at == stage) for stage in range(len(self.stages))
+        )
+        if not all(stages):
+            return options
+        return replace(options, cuts=None, stages=stages, placement=self.placement)
 
 
 class Serving:
@@ -93,7 +111,7 @@ class Serving:
         self._histories: dict[Key, list[Program]] = {}
         self._finished: dict[Key, Program] = {}
         self._packed: dict[Key, Packed] = {}
-        self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
+        self._trainers: dict[Family, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
         self._known = Learned()  # what the programs brought along: the same on every rank
@@ -139,6 +157,7 @@ class Serving:
         key = self._key(microbatch, options)
         if key not in self._histories:
             settled = self._options(key, options)
+            settled = self._fitting(microbatch, options, settled, progress)
             history = self._compiler.compile(microbatch, settled, progress)
             key = self._key(microbatch, options)  # the capture may have shown what else decides
             self._histories[key] = history
@@ -152,11 +171,21 @@ class Serving:
             return self._histories[key][-1]
         if key not in self._finished:
             settled = self._options(key, options)
+            settled = self._fitting(microbatch, options, settled, progress)
             program = self._compiler.finished(microbatch, settled, progress)
             key = self._key(microbatch, options)
             self._finished[key] = program
             self._settle_as(key, settled, program)
         return self._finished[key]
+
+    def _fitting(self, microbatch: Microbatch, options: Options, settled: Options, progress: Progress) -> Options:
+        """The settled options, for the regions that the microbatch's answers leave."""
+        if self._decided is None or settled.stages != self._decided.stages:
+            return settled
+        traced = self._compiler.trace(microbatch, settled, progress).program
+        regions = [region.name for region in traced.regions]
+        same = set(regions) == {name for names in self._decided.stages for name in names}
+        return settled if same else self._decided.settled_anew(options, regions)
 
     def _key(self, microbatch: Microbatch, options: Options) -> Key:
         return self._compiler.signature(self._compiler.complete(microbatch)), options.microbatches
@@ -235,8 +264,7 @@ class Serving:
                 self.check(ready, options, batch, progress, again=False)
             if new:
                 self.look()
-            self.last = self._trainers[options.microbatches]
-            return self.last
+            return self.use(self._trainers[self._family(ready, options)])
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
@@ -252,7 +280,7 @@ class Serving:
         if again or self._are_due(ready, options):
             complete = self.checked_places(ready)
             names = [self._signature(microbatch) for microbatch in complete]
-            trainer = self._trainers[options.microbatches]
+            trainer = self._trainers[self._family(ready, options)]
             self.checking.compare(
                 trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
             )
@@ -273,7 +301,24 @@ class Serving:
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
         served = all(self._serves(microbatch, options) for microbatch in ready)
-        return self._trainers.get(options.microbatches) if served else None
+        return self._trainers.get(self._family(ready, options)) if served else None
+
+    def use(self, trainer: Trainer) -> Trainer:
+        """What trains a batch. Whoever asks for parameters is given those of all programs."""
+        self.last = next(one for one in self._trainers.values() if one.microbatches == trainer.microbatches)
+        return trainer
+
+    def _family(self, ready: Sequence[Microbatch], options: Options) -> Family:
+        """InputError if the microbatches of a step decide differently."""
+        answers = list(dict.fromkeys(decided(self.complete(microbatch)) for microbatch in ready))
+        if len(answers) > 1:
+            differing = [text for one in answers[:2] for text in one if text not in set(answers[0]) & set(answers[1])]
+            raise InputError(
+                f"the microbatches of one step decide differently: {', '.join(differing[:4])}", "batch",
+                "give each step microbatches that decide alike (sort the data by what it has, text alone or with "
+                "pictures), or use one microbatch and dp=1",
+            )  # fmt: skip
+        return options.microbatches, answers[0]
 
     def _serves(self, microbatch: Microbatch, options: Options) -> bool:
         return self._signature(self.complete(microbatch)) in self._served.get(options.microbatches, ())
@@ -313,14 +358,19 @@ class Serving:
             return NOTHING, (packed, how, load(directory, _own_rank()))
 
         packed, how, loaded = meeting.hold("compile", make)
-        if count in self._trainers:
-            self._trainers[count].add(loaded)
-        else:
-            own = dict(self._compiler.model.named_parameters())
-            self._trainers[count] = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
         if extends(packed.learned, self._known):
             self._known = together(packed.learned, self._known)
-        name = self._signature(self.complete(microbatch))
+        complete = self.complete(microbatch)
+        family, name = (count, decided(complete)), self._signature(complete)
+        if family in self._trainers:
+            self._trainers[family].add(loaded)
+        else:
+            own = dict(self._compiler.model.named_parameters())
+            made = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
+            first = next((one for (number, _), one in self._trainers.items() if number == count), None)
+            if first is not None:
+                first.know(made)
+            self._trainers[family] = made
         self._served.setdefault(count, set()).add(name)
         self._places[name] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}

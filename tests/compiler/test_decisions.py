@@ -1,0 +1,162 @@
+"""Decisions that a model takes by values of its batch: a capture for each answer, and never one for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.capture.guards import DECIDED
+from csc.errors import InputError
+from tests.exactness import FLOAT32
+
+WORDS, WIDTH = 40, 8
+IMAGE, SOUND = 39, 38
+Batch = dict[str, torch.Tensor]
+
+
+class Deciding(nn.Module):
+    """Text, and further layers that its tokens ask for."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.special = nn.Buffer(torch.tensor([IMAGE, SOUND]))
+        self.steps = nn.Buffer(torch.tensor(0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        hidden = getattr(self, self.kind)(input_ids, hidden, labels)
+        hidden = torch.tanh(self.layers[0](hidden))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    def any(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Two branches, each taken or not, the second asked for only after the first."""
+        if (ids == IMAGE).any():
+            hidden = hidden + self.layers[1](hidden)
+            if (ids[:, :3] == SOUND).any():
+                hidden = hidden * self.layers[2](hidden)
+        return hidden
+
+    def item(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """A number of the batch as a number of Python."""
+        return hidden * (1 + (ids == IMAGE).sum().item())
+
+    def listed(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """A list, of which the largest number says how often a layer runs."""
+        for _ in range(max((ids == IMAGE).sum(1).tolist())):
+            hidden = torch.sin(self.layers[1](hidden))
+        return hidden
+
+    def largest(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Which layer it is decides the largest label."""
+        return self.layers[1 + labels.max().item() % 2](hidden)
+
+    def rows(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Places of tokens, and how many there are."""
+        found = (ids == IMAGE).nonzero(as_tuple=True)
+        more = self.layers[1](hidden[found])
+        if len(found[0]) > 2:
+            more = more * 2
+        return hidden.index_put(found, more)
+
+    def written(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """A mask that is written to through a view before it is asked for."""
+        mask = ids == IMAGE
+        view = mask[:, 1:]
+        view[:, 1:] = False
+        view |= (ids == SOUND)[:, 1:]
+        return self.layers[1](hidden) if mask[:, 1:].any() else self.layers[2](hidden)
+
+    def spoilt(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """A mask that hidden values are written to."""
+        mask = ids == IMAGE
+        mask.view(-1)[:2] = (hidden > 0)[0, 0, :2]
+        return self.layers[1](hidden) if mask.any() else self.layers[2](hidden)
+
+    def hidden(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """By the weights, after a decision by tokens."""
+        if (ids == IMAGE).any():
+            hidden = hidden * 2
+        return self.layers[1](hidden) if hidden.sum() > 0 else self.layers[2](hidden)
+
+    def buffer(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Tokens that a buffer names, and one that stands in the code."""
+        if torch.isin(ids, self.special).any() and ids.eq(torch.tensor([1, 2]).max()).any():
+            hidden = self.layers[1](hidden)
+        return hidden
+
+    def counter(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """By how often it was run."""
+        if (ids.sum() * 0 + self.steps > 3).any():
+            hidden = self.layers[1](hidden)
+        self.steps += 1
+        return hidden
+
+    def chance(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """By a random number."""
+        return self.layers[1](hidden) if torch.rand_like(ids.float()).mean() > 0.5 else self.layers[2](hidden)
+
+    def sized(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Of a length and of tokens at once."""
+        if (ids.sum(1) > 20 * ids.shape[1]).all():
+            hidden = self.layers[1](hidden)
+        return hidden
+
+    def everything(self, ids: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """All kinds of questions, one after the other."""
+        for kind in (self.any, self.item, self.listed, self.largest, self.rows, self.written):
+            hidden = torch.tanh(kind(ids, hidden, labels))
+        return hidden
+
+
+def batch(images: tuple[int, ...] = (1, 0), sounds: tuple[int, ...] = (0, 0), length: int = 6, first: int = 0) -> Batch:
+    """So many image tokens in each sample, then sounds."""
+    ids = 1 + (first + torch.arange(len(images))[:, None] * 5 + torch.arange(length)) % 30
+    for sample, (image, sound) in enumerate(zip(images, sounds)):
+        ids[sample, 1 + first % 2 :][:image] = IMAGE
+        ids[sample, length - sound :] = SOUND
+    return {"input_ids": ids, "labels": (ids * 7 + 1) % 30}
+
+
+def trained(compiled: csc.CompiledModel, given: Batch) -> None:
+    """One step, every gradient beside those of eager PyTorch."""
+    model = compiled.model
+    model.zero_grad()
+    compiled.zero_grad()
+    loss = model(**given)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    torch.testing.assert_close(compiled.train_step(given), loss.detach(), rtol=FLOAT32, atol=1e-6)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+def captures(compiled: csc.CompiledModel) -> int:
+    return sum(map(len, compiled.compiler.captures.values()))
+
+
+def made(kind: str, example: Batch | None = None, mesh: str = "pp=2", cache: bool = False) -> csc.CompiledModel:
+    return csc.compile(Deciding(kind), mesh=mesh, example=example or batch(), cache=cache)
+
+
+def test_another_answer_is_another_capture_and_the_same_one_is_none() -> None:
+    compiled = made("any")
+    numbers = []
+    for given in (
+        batch(), batch((2, 3), first=4), batch((0, 0), first=2), batch((0, 0), (1, 0)), batch((3, 1), (4, 0)), batch(),
+    ):  # fmt: skip
+        trained(compiled, given)
+        numbers.append(captures(compiled))
+    assert numbers == [1, 1, 2, 2, 3, 3]
+    assert compiled.compiler.complete(batch())[DECIDED][0] == "bool(any(eq(input_ids, 39))) is True"
