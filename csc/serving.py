@@ -17,10 +17,10 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,10 +48,12 @@ from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
+Made_ = TypeVar("Made_")
 CACHED = "program, from the cache"
 Microbatch = Mapping[str, Any]
-Key = tuple[Any, int]  # signature, number of microbatches
-Family = tuple[int, tuple[str, ...]]  # number of microbatches, what they decide (csc.capture.guards)
+Answers = tuple[str, ...]  # what a microbatch decides (csc.capture.guards)
+Key = tuple[Any, int, Answers]  # signature, number of microbatches
+Family = tuple[int, Answers]  # number of microbatches
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Serving:
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
-        self._decided: Decided | None = None
+        self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
         self._settled: dict[Key, Options] = {}
         self._histories: dict[Key, list[Program]] = {}
         self._finished: dict[Key, Program] = {}
@@ -157,8 +159,7 @@ class Serving:
         key = self._key(microbatch, options)
         if key not in self._histories:
             settled = self._options(key, options)
-            settled = self._fitting(microbatch, options, settled, progress)
-            history = self._compiler.compile(microbatch, settled, progress)
+            settled, history = self._planned(microbatch, options, settled, self._compiler.compile, progress)
             key = self._key(microbatch, options)  # the capture may have shown what else decides
             self._histories[key] = history
             self._settle_as(key, settled, history[-1])
@@ -171,29 +172,45 @@ class Serving:
             return self._histories[key][-1]
         if key not in self._finished:
             settled = self._options(key, options)
-            settled = self._fitting(microbatch, options, settled, progress)
-            program = self._compiler.finished(microbatch, settled, progress)
+            settled, program = self._planned(microbatch, options, settled, self._compiler.finished, progress)
             key = self._key(microbatch, options)
             self._finished[key] = program
             self._settle_as(key, settled, program)
         return self._finished[key]
 
-    def _fitting(self, microbatch: Microbatch, options: Options, settled: Options, progress: Progress) -> Options:
-        """The settled options, for the regions that the microbatch's answers leave."""
-        if self._decided is None or settled.stages != self._decided.stages:
-            return settled
-        traced = self._compiler.trace(microbatch, settled, progress).program
-        regions = [region.name for region in traced.regions]
-        same = set(regions) == {name for names in self._decided.stages for name in names}
-        return settled if same else self._decided.settled_anew(options, regions)
+    def _planned(
+        self, microbatch: Microbatch, options: Options, settled: Options,
+        make: Callable[[Microbatch, Options, Progress], Made_], progress: Progress,
+    ) -> tuple[Options, Made_]:  # fmt: skip
+        """(options, what is made with them). Where a microbatch decides what none before it did, its program may have
+        other regions than the first: then each stays in its stage as far as that goes.
+        """
+        answers = decided(self._compiler.complete(microbatch))
+        if not self._decided or answers in self._decided:
+            return settled, make(microbatch, settled, progress)
+        traced = self._compiler.trace(microbatch, options, progress).program
+        if decided(self._compiler.complete(microbatch)) in self._decided:  # as the trace has shown
+            settled = self._options(self._key(microbatch, options), options)
+            return settled, make(microbatch, settled, progress)
+        first = next(iter(self._decided.values()))
+        settled = first.settled_anew(options, [region.name for region in traced.regions])
+        try:
+            return settled, make(microbatch, settled, progress)
+        except InputError as reason:
+            if settled is options:
+                raise
+            log.info("stages are planned anew for what this batch decides: %s", reason)
+            return options, make(microbatch, options, progress)
 
     def _key(self, microbatch: Microbatch, options: Options) -> Key:
-        return self._compiler.signature(self._compiler.complete(microbatch)), options.microbatches
+        complete = self._compiler.complete(microbatch)
+        return self._compiler.signature(complete), options.microbatches, decided(complete)
 
     def _options(self, key: Key, options: Options) -> Options:
         if key in self._settled:
             return self._settled[key]
-        return self._decided.settled(options) if self._decided is not None else options
+        known = self._decided.get(key[2]) or next(iter(self._decided.values()), None)
+        return known.settled(options) if known is not None else options
 
     def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
         stages = tuple(stage.regions for stage in program.stages)
@@ -210,9 +227,8 @@ class Serving:
         if self.state is None:
             self.look()
         self._settled.setdefault(key, settled)
-        if self._decided is None:
-            self._decided = Decided(stages, placement)
-        self._decided.schedules.setdefault(settled.microbatches, schedule)
+        own = self._decided.setdefault(key[2], Decided(stages, placement))
+        own.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
         self,

@@ -58,6 +58,11 @@ __all__ = [
 
 log = logging.getLogger("csc")
 
+# Of what these give, values say the size, or they are values.
+OF_VALUES = frozenset(
+    f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
+)
+
 
 @dataclass
 class Learned:
@@ -299,7 +304,15 @@ def _traced(
 
 def _flat(exported: Exported, model: nn.Module) -> Flattened:
     try:
-        return flatten(exported.program, model)
+        flat = flatten(exported.program, model)
+        left = next((one for one in g.calls(flat.graph) if exported.undecided and g.op_name(one) in OF_VALUES), None)
+        if left is not None:
+            raise InputError(
+                f"the size of a result depends on the values in the batch ({g.op_name(left)})",
+                left.meta.get("source") or "model",
+                "select with torch.where or masked_scatter, or make the selection in the data loader",
+            )
+        return flat
     except CannotRepeat:
         raise
     except CscError as error:

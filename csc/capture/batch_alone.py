@@ -22,7 +22,7 @@ from torch.overrides import resolve_name
 from csc.capture.recording import writes
 from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
 from csc.ir.sizes import Unknown, expression_to_tree
-from csc.torch_private import pytree, random_state
+from csc.torch_private import outside_tracing, pytree, random_state
 
 MISSING = object()
 LONGEST = 64  # numbers of an answer
@@ -206,7 +206,9 @@ class Alone:
         shape = tuple(known.shape)
         uses.add(("constant", id(value)))
         self._alive.append(value)
-        return ("constant", str(known.dtype).removeprefix("torch."), shape, tuple(known.detach().flatten().tolist()))
+        with outside_tracing():
+            values = tuple(known.detach().cpu().flatten().tolist())
+        return ("constant", str(known.dtype).removeprefix("torch."), shape, values)
 
     def _size(self, value: torch.SymInt) -> Any:
         expression = value.node.expr

@@ -63,7 +63,7 @@ class Deciding(nn.Module):
         """Places of tokens, and how many there are."""
         found = (ids == IMAGE).nonzero(as_tuple=True)
         more = self.layers[1](hidden[found])
-        if len(found[0]) > 2:
+        if found[0].shape[0] > 2:
             more = more * 2
         return hidden.index_put(found, more)
 
@@ -160,3 +160,49 @@ def test_another_answer_is_another_capture_and_the_same_one_is_none() -> None:
         numbers.append(captures(compiled))
     assert numbers == [1, 1, 2, 2, 3, 3]
     assert compiled.compiler.complete(batch())[DECIDED][0] == "bool(any(eq(input_ids, 39))) is True"
+
+
+def random_batch(seed: int) -> Batch:
+    chance = torch.Generator().manual_seed(seed)
+
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (1,), generator=chance))
+
+    images, sounds = (draw(3), draw(3)), (draw(2), draw(4) // 3 * 5)
+    return batch(images, sounds, first=draw(9))
+
+
+@pytest.mark.parametrize(
+    "kind", ["any", "item", "listed", "largest", "rows", "written", "buffer", "sized", pytest.param("everything", marks=pytest.mark.slow)]
+)
+def test_batches_of_all_kinds(kind: str) -> None:
+    """Whatever a batch decides, its step is that of eager PyTorch; what was decided before is not traced again."""
+    compiled = made(kind)
+    several = [random_batch(seed) for seed in range(4)]
+    for given in several:
+        trained(compiled, given)
+    before = captures(compiled)
+    for given in several:
+        trained(compiled, given)
+    assert captures(compiled) == before
+
+
+def test_what_only_moves_tokens_is_one_capture() -> None:
+    """Numbers of places are made before the step; how many there are is a size."""
+    compiled = made("rows", batch((2, 2)))
+    for given in (batch((1, 2), first=3), batch((2, 2), first=5), batch((3, 1))):
+        trained(compiled, given)
+    assert captures(compiled) == 1
+    assert [one.prefix for one in compiled.compiler.learned.host.calls] == ["nonzero"]
+
+
+@pytest.mark.parametrize(("kind", "what"), [("spoilt", "mask.any()"), ("hidden", "hidden.sum() > 0"), ("chance", "rand_like")])
+def test_what_the_batch_alone_does_not_decide_is_refused(kind: str, what: str) -> None:
+    with pytest.raises(InputError, match="depends on the values") as caught:
+        made(kind).prepare()
+    assert "test_decisions.py" in caught.value.where and what in caught.value.where
+
+
+def test_a_counter_of_steps_decides_nothing() -> None:
+    with pytest.raises(csc.CscError, match="steps"):
+        made("counter").prepare()
