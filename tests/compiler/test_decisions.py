@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import csc
 from csc.capture.guards import DECIDED
 from csc.errors import InputError
+from tests import launching
 from tests.exactness import FLOAT32
 
 WORDS, WIDTH = 40, 8
@@ -206,3 +209,73 @@ def test_what_the_batch_alone_does_not_decide_is_refused(kind: str, what: str) -
 def test_a_counter_of_steps_decides_nothing() -> None:
     with pytest.raises(csc.CscError, match="steps"):
         made("counter").prepare()
+
+
+def test_microbatches_and_replicas_that_decide_alike() -> None:
+    compiled = csc.compile(
+        Deciding("any"), mesh="pp=2,dp=2", example=batch((1,) * 4, (0,) * 4), microbatches=2, cache=False
+    )
+    for given in (batch((1,) * 4, (0,) * 4), batch((0,) * 4, (0,) * 4), batch((2,) * 4, (0,) * 4)):
+        trained(compiled, given)
+    assert captures(compiled) == 2
+
+
+def test_microbatches_of_one_step_that_decide_differently_are_refused() -> None:
+    """One of them has a picture: nothing is trained, and the next step is in order."""
+    compiled = csc.compile(Deciding("any"), mesh="pp=2", example=batch((1, 1)), microbatches=2, cache=False)
+    with pytest.raises(InputError, match=r"decide differently: .*any\(eq\(input_ids, 39\)\)"):
+        compiled.train_step(batch((1, 0)))
+    assert all(p.grad is None for p in compiled.model.parameters())
+    trained(compiled, batch((1, 2)))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_fresh_start_traces_neither_answer_again(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "cache"))
+    both = [batch(), batch((0, 0))]
+    compiled = made("any", cache=True)
+    for given in both:
+        trained(compiled, given)
+    assert captures(compiled) == 2
+    again = made("any", both[first], cache=True)
+    for given in (*both, batch((0, 0), first=3), batch((1, 1), first=2)):
+        trained(again, given)
+    assert captures(again) == 0
+    trained(again, batch((0, 0), (1, 0)))
+    trained(again, batch((2, 0), (4, 0)))  # that nobody decided before
+    assert captures(again) == 1
+
+
+@pytest.mark.gloo
+def test_two_processes(tmp_path: Path) -> None:
+    """What one answer leaves out is left out on its rank; the gradients are those of one process."""
+    from tests.compiler import decisions_worker
+
+    launching.ranks(decisions_worker.main, 2, {"kind": "any", "mesh": "pp=2"}, tmp_path)
+    results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
+    assert [one["refused"] for one in results] == ["", ""]
+    assert sorted(one["captures"] for one in results) == [0, 3]
+    for number, given in enumerate(decisions_worker.BATCHES):
+        model = Deciding("any")
+        loss = model(**given)
+        loss.backward()
+        found = load_file(tmp_path / f"gradients_{number}_0.safetensors")
+        found |= load_file(tmp_path / f"gradients_{number}_1.safetensors")
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=1e-6)
+        assert results[0]["losses"][number] == results[1]["losses"][number] == pytest.approx(float(loss.detach()))
+
+
+@pytest.mark.gloo
+def test_two_processes_refuse_parameters_that_none_had(tmp_path: Path) -> None:
+    """Which of two layers it is changes with the batch: the ranks' optimizers do not have the other."""
+    from tests.compiler import decisions_worker
+
+    launching.ranks(decisions_worker.main, 2, {"kind": "written", "mesh": "pp=2"}, tmp_path)
+    results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
+    assert all("did not have before" in one["refused"] for one in results)
