@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import sympy
 import numpy as np
+import sympy
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as python_kernels

@@ -1,8 +1,8 @@
 """Models of Hugging Face that take text, pictures and sound, and decide by tokens what of it they use.
 
-    OMNI = {name: build}        as CASES of benchmarks.coverage.models
-    phi4_batch(images, sounds)  for each sample, how many tiles a picture has (0: no picture), and its tokens of sound
-    omni_batch(images, sounds)  the same, of tokens of a picture
+OMNI = {name: build}        as CASES of benchmarks.coverage.models
+phi4_batch(images, sounds)  for each sample, how many tiles a picture has (0: no picture), and its tokens of sound
+omni_batch(images, sounds)  the same, of tokens of a picture
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def phi4() -> tuple[nn.Module, Batch]:
     return hf.Phi4MultimodalForCausalLM(config), phi4_batch()
 
 
-def phi4_batch(images: tuple[bool, ...] = (True, True), sounds: tuple[int, ...] = (4, 3), length: int = 40, first: int = 0) -> Batch:
-    """images: whether a sample's text speaks of its picture; sounds: the tokens of its sound. Their pixels and waves are there anyway, as
-    a data loader pads them.
+def phi4_batch(
+    images: tuple[bool, ...] = (True, True), sounds: tuple[int, ...] = (4, 3), length: int = 40, first: int = 0
+) -> Batch:
+    """images: whether a sample's text speaks of its picture; sounds: the tokens of its sound. Their pixels and waves
+    are there anyway, as a data loader pads them.
     """
     batch = words([[] for _ in images], length=length)
     ids = batch["input_ids"]

@@ -26,6 +26,7 @@ from csc.capture.export import (
 )
 from csc.capture.failures import untraceable
 from csc.capture.guards import DECIDED, Guard, decided, decided_by, equal
+from csc.capture.hoisted import Hoisted
 from csc.capture.modules import describe
 from csc.capture.normalise import Flattened, flatten
 from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
@@ -157,7 +158,9 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
             except CscError as error:
                 reason = str(error)
             log.info("a batch with one sample or image is traced as it is: %s", reason)
-            learned.ways, learned.replayed, learned.moves, learned.guards = before  # nobody has the Programs of its ways
+            learned.ways, learned.replayed, learned.moves, learned.guards = (
+                before  # nobody has the Programs of its ways
+            )
         return _steady(model, example, learned, whole)
 
 
@@ -219,6 +222,7 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         )
     if learned.guards or guard.decisions:
         learned.guards = (*learned.guards, guard)
+    hoisted = {name for name in tensors if any(name.startswith(f"{one.prefix}_") for one in _hoisted(learned))}
     program = Program(
         name=type(model).__name__,
         inputs=_inputs(graph, tensors),
@@ -230,12 +234,16 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
         decided=guard.decided,
-        made=tuple(sorted(taken & tensors.keys() - split_batch(example)[0].keys())),
+        made=tuple(sorted((taken & tensors.keys() - split_batch(example)[0].keys()) | hoisted)),
         sizes=sizes,
         checkpoints=flat.checkpoints,
         history=history,
     )
     return program, traced.changes
+
+
+def _hoisted(learned: Learned) -> list[Hoisted]:
+    return [one for one in learned.host.calls if isinstance(one, Hoisted)]
 
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:

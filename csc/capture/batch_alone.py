@@ -1,8 +1,8 @@
-"""What a run of a model computes from its batch alone, kept as it is computed, so that it can be asked of another batch.
+"""What a run of a model computes from its batch alone, kept call by call, so that another batch can be asked the same.
 
     alone = Alone(entries, constants, values)        the traced batch entries, and their real values, by name
     alone.add(func, args, kwargs, result)            of every call, in order
-    alone.expression(func, args, kwargs)             the call as a function of the batch; None if it is not of that alone
+    alone.expression(func, args, kwargs)             the call as a function of the batch; None if it is none
     alone.answer(func, args, kwargs)                 what it gives for the batch at hand, kept as a decision, or MISSING
     alone.decisions                                  in the order in which the model took them
 
@@ -31,11 +31,11 @@ PLAIN = (bool, int, float, str, type(None))
 FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
 # Of these the result lies in memory of its own.
 COPIES = frozenset(
-    {"eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "any", "all", "sum",
-     "max", "min", "amax", "amin", "argmax", "argmin", "cumsum", "nonzero", "argwhere", "where", "clone", "isin", "add",
-     "sub", "mul", "__add__", "__sub__", "__mul__", "__radd__", "__rsub__", "__rmul__", "__and__", "__or__", "__xor__",
-     "__invert__", "logical_and", "logical_or", "logical_not", "logical_xor", "cat", "stack", "unique", "sort",
-     "__floordiv__", "__mod__", "floor_divide", "remainder", "argsort", "topk", "bincount", "count_nonzero", "numel"}
+    {"eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "any", "all",
+     "sum", "max", "min", "amax", "amin", "argmax", "argmin", "cumsum", "nonzero", "argwhere", "where", "clone", "isin",
+     "add", "sub", "mul", "__add__", "__sub__", "__mul__", "__radd__", "__rsub__", "__rmul__", "__and__", "__or__",
+     "__xor__", "__invert__", "logical_and", "logical_or", "logical_not", "logical_xor", "cat", "stack", "unique",
+     "sort", "__floordiv__", "__mod__", "floor_divide", "remainder", "argsort", "topk", "bincount", "count_nonzero"}
 )  # fmt: skip
 Origin = tuple[Any, ...]
 
@@ -260,7 +260,7 @@ def _symbols(entries: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`input_ids:1`, by the symbol of that size."""
     return {
         str(size.node.expr): f"{name}:{dim}"
-        for name, tensor in reversed(entries.items())
+        for name, tensor in reversed(list(entries.items()))
         for dim, size in enumerate(tensor.shape)
         if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
     }
@@ -285,4 +285,3 @@ def _numbered(step: Step, place: Mapping[int, int]) -> Step:
         return tree if tree[:1] == ("constant",) else tuple(map(new, tree))
 
     return Step(step.function, new(step.args), new(step.kwargs), step.writes)
-

@@ -161,7 +161,7 @@ class LossOnly(nn.Module):
             return known[0].stand_in(self._example, self._batch)
         if self._replayed:
             return None
-        self._prefix(expression, name)  # ends the trace
+        return self._prefix(expression, name)  # ends the trace
 
     def _prefix(self, expression: Expression, name: str) -> str:
         """Of the entries of an expression. The trace has to start again with it, if it is new."""
@@ -173,7 +173,7 @@ class LossOnly(nn.Module):
 
     def refuse_changing(self) -> None:
         """InputError if a decision was taken by a buffer that the forward itself writes."""
-        written = {".".join(filter(None, slot)) for slot in self.changes.keys()}
+        written = {".".join(filter(None, slot)) for slot in self.changes}
         for name in sorted(self.watching.alone.constants_read & written) if self.watching.alone.decisions else ():
             raise InputError(
                 f"the model takes a Python decision that depends on {name!r}, which its forward changes", name,
@@ -305,7 +305,7 @@ def export(
     ones of these layers traced once (see csc.capture.repeats). rows: the microbatch has numbers of rows (see
     csc.capture.rows). decides: what is asked of the batch alone is answered, and the program is for these answers.
 
-    Raises CscError with the user's source line; HostFunctionFound, NotHidden or Undecided: then it has to be done again.
+    Raises CscError with the user's source line; HostFunctionFound, NotHidden or Undecided if it has to be done again.
     """
     layers = Layers.of(model, ()) if layers is None else layers
     _check_names(model, tensors)

@@ -2,7 +2,7 @@
 
 Terms
   guard    of one capture: the sizes that it allows, the values that it holds for, and its decisions with their answers
-  decided  the answers of a capture as texts, and beside them a completed microbatch's: in it they stand as a plain entry
+  decided  the answers of a capture as texts; in a completed microbatch, which has them too, they are a plain entry
 
 A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
 questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the

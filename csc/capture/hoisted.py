@@ -1,8 +1,8 @@
 """Tensors that a model makes of its batch alone, computed before the step instead, outside the graph.
 
-    hoisted.entries(model, batch) -> {name: tensor}       as of csc.capture.host.HostCall
-    hoisted.stand_in(example, batch)                      the same while tracing, of the traced batch
-    unused(name, earlier) -> prefix                       of the names of batch entries
+hoisted.entries(model, batch) -> {name: tensor}       as of csc.capture.host.HostCall
+hoisted.stand_in(example, batch)                      the same while tracing, of the traced batch
+unused(name, earlier) -> prefix                       of the names of batch entries
 """
 
 from __future__ import annotations

@@ -191,9 +191,13 @@ class Watching(TorchFunctionMode):
             return args
         index: list[Any] = []
         for one in args[1] if isinstance(args[1], tuple) else (args[1],):
-            mask = isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) and self._value(one) is not None
+            mask = (
+                isinstance(one, torch.Tensor)
+                and one.dtype in (torch.bool, torch.uint8)
+                and self._value(one) is not None
+            )
             numbers = self._of_batch_alone(torch.nonzero, "nonzero", (one,), {"as_tuple": True}) if mask else MISSING
-            index += [one] if numbers is MISSING else numbers
+            index.extend([one] if numbers is MISSING else numbers)
         return args[0], tuple(index)
 
     def _listed(self, tensor: torch.Tensor, own: Callable[[], Any]) -> Any:
@@ -230,7 +234,9 @@ class Watching(TorchFunctionMode):
                 return leaf
             value = self._value(leaf)
             if value is None:
-                answer = self._of_batch_alone(torch.Tensor.item, "item", (leaf,), {}) if self._sources(leaf) else MISSING
+                answer = (
+                    self._of_batch_alone(torch.Tensor.item, "item", (leaf,), {}) if self._sources(leaf) else MISSING
+                )
                 return leaf if answer is MISSING else answer
             self._asked(self._sources(leaf))
             self._consult(self._sources(leaf))

@@ -117,8 +117,8 @@ class Trainer:
                 )
         if new and any(spec.trainable for spec in new):
             log.warning(
-                "a batch trains parameters that none did before, such as %s: give them to the optimizer too, or compile "
-                "with an example that uses all parts of the model",
+                "a batch trains parameters that none did before, such as %s: give them to the optimizer too, or "
+                "compile with an example that uses all parts of the model",
                 next(spec.name for spec in new if spec.trainable),
             )
         self._specs = [*self._specs, *new]

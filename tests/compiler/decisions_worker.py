@@ -21,7 +21,6 @@ BATCHES = (batch((2, 1), (4, 0)), batch((0, 0)), batch((1, 1), first=2), batch((
 
 def main(case: dict[str, Any], directory: Path) -> None:
     compiled = csc.compile(Deciding(case["kind"]), mesh=case["mesh"], example=BATCHES[0], cache=False)
-    compiled.prepare()
     losses, refused = list[float](), ""
     try:
         for number, given in enumerate(BATCHES):

@@ -176,7 +176,18 @@ def random_batch(seed: int) -> Batch:
 
 
 @pytest.mark.parametrize(
-    "kind", ["any", "item", "listed", "largest", "rows", "written", "buffer", "sized", pytest.param("everything", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "any",
+        "item",
+        "listed",
+        "largest",
+        "rows",
+        "written",
+        "buffer",
+        "sized",
+        pytest.param("everything", marks=pytest.mark.slow),
+    ],
 )
 def test_batches_of_all_kinds(kind: str) -> None:
     """Whatever a batch decides, its step is that of eager PyTorch; what was decided before is not traced again."""
@@ -199,7 +210,9 @@ def test_what_only_moves_tokens_is_one_capture() -> None:
     assert [one.prefix for one in compiled.compiler.learned.host.calls] == ["nonzero"]
 
 
-@pytest.mark.parametrize(("kind", "what"), [("spoilt", "mask.any()"), ("hidden", "hidden.sum() > 0"), ("chance", "rand_like")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("spoilt", "mask.any()"), ("hidden", "hidden.sum() > 0"), ("chance", "rand_like")]
+)
 def test_what_the_batch_alone_does_not_decide_is_refused(kind: str, what: str) -> None:
     with pytest.raises(InputError, match="depends on the values") as caught:
         made(kind).prepare()
@@ -230,9 +243,7 @@ def test_microbatches_of_one_step_that_decide_differently_are_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_fresh_start_traces_neither_answer_again(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_start_traces_neither_answer_again(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSC_CACHE", "1")
     monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "cache"))
     both = [batch(), batch((0, 0))]
