@@ -272,7 +272,7 @@ def lists_from(numbers: Callable[[torch.Tensor, Callable[[], Any]], Any]) -> Ite
 
 @contextmanager
 def tensors_of_data() -> Iterator[None]:
-    """While it lasts, `torch.Tensor(data)` of a list or an array can be traced: it is `torch.tensor(data)`, as floats."""
+    """While it lasts, `torch.Tensor(data)` of a list or an array can be traced, as `torch.tensor(data)` of floats."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.Tensor and len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple, np.ndarray)):
