@@ -258,12 +258,13 @@ def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | 
 
 def _symbols(entries: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """`input_ids:1`, by the symbol of that size."""
-    return {
-        str(size.node.expr): f"{name}:{dim}"
+    sizes: list[tuple[str, Any]] = [
+        (f"{name}:{dim}", size)
         for name, tensor in reversed(list(entries.items()))
         for dim, size in enumerate(tensor.shape)
-        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
-    }
+        if isinstance(size, torch.SymInt)
+    ]
+    return {str(size.node.expr): place for place, size in sizes if size.node.expr.is_Symbol}
 
 
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:

@@ -196,8 +196,10 @@ class Watching(TorchFunctionMode):
                 and one.dtype in (torch.bool, torch.uint8)
                 and self._value(one) is not None
             )
-            numbers = self._of_batch_alone(torch.nonzero, "nonzero", (one,), {"as_tuple": True}) if mask else MISSING
-            index.extend([one] if numbers is MISSING else numbers)
+            numbers: Any = (
+                self._of_batch_alone(torch.nonzero, "nonzero", (one,), {"as_tuple": True}) if mask else MISSING
+            )
+            index += (one,) if numbers is MISSING else tuple(numbers)
         return args[0], tuple(index)
 
     def _listed(self, tensor: torch.Tensor, own: Callable[[], Any]) -> Any:
