@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from csc.cache.learning import snapshot
 from csc.cache.packed import Packed
+from csc.capture.guards import decided
 from csc.check.first import Checked, check
 from csc.codegen.directory import install
 from csc.compiler import Compiler, Progress
@@ -98,7 +99,7 @@ class Checking:
             due = [self._made[count][name] for name in dict.fromkeys(names) if name in self.due(count)]
             if again or not all(map(self._known, due)):
                 progress(CHECK)
-                with self._all_ranks(trainer, count, group) as every:
+                with self._all_ranks(trainer, count, names[0], group) as every:
                     self.latest = check(self._compiler, every, batch, ready, options, self._steady)
                 self._steady = self._steady or not self.latest.skipped
                 (log.warning if self.latest.skipped else log.info)("%s", self.latest)
@@ -121,15 +122,19 @@ class Checking:
         self.due(count).difference_update(names)
 
     @contextmanager
-    def _all_ranks(self, trainer: Trainer, count: int, group: dist.ProcessGroup | None) -> Iterator[Trainer]:
-        """All ranks in this process, with the model's weights."""
+    def _all_ranks(
+        self, trainer: Trainer, count: int, name: Name, group: dist.ProcessGroup | None
+    ) -> Iterator[Trainer]:
+        """All ranks in this process, with the model's weights, in the programs that decide as the one of this name."""
         if group is None:
             yield trainer
             return
         weights = dict(self._compiler.model.named_parameters())
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
-            for number, made in enumerate(self._made[count].values()):
+            answers = decided(self._made[count][name].complete)
+            alike = [made for made in self._made[count].values() if decided(made.complete) == answers]
+            for number, made in enumerate(alike):
                 directory = Path(folder) / str(number)
                 install(made.packed.files, directory, made.complete)
                 programs.append(load(directory))

@@ -307,7 +307,7 @@ class CompiledModel:
                 serving.check(ready, options, batch, self.progress)
                 pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
             self._steps += 1
-            serving.last = trainer
+            serving.use(trainer)
             return trainer.run(pieces)
 
     def _has_changed(self) -> bool:

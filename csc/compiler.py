@@ -130,16 +130,16 @@ class Compiler:
         """A capture that serves the microbatch: an earlier one, else one from the cache, else a new one. whole: one
         that can be shown, as those from the cache cannot.
         """
-        tensors, extra = split_batch(self.complete(microbatch))
-        plain = repr(sorted(extra.items(), key=lambda item: item[0]))
+        completed = self.complete(microbatch)
+        plain = _plain(microbatch)
         known = self.captures.setdefault(plain, [])
         restored = self.restored.setdefault(plain, [])
         for program in (*known, *(() if whole else restored)):
-            if serves(program, tensors):
+            if serves(program, completed):
                 return program
         for captured in () if whole else self.kept.captures(microbatch, self.learned):
             try:
-                completed, _ = split_batch(captured.learned.completed(self.model, microbatch))
+                completed = captured.learned.completed(self.model, microbatch)
             except CscError:  # a function on the host refuses the batch: a new capture says why
                 continue
             if serves(captured.program, completed):
@@ -187,6 +187,11 @@ class Compiler:
         weights = dict(self.model.named_parameters()) if with_weights else None
         with uncollected():
             return write(program, options, directory, tensors, weights, ranks)
+
+
+def _plain(microbatch: Mapping[str, Any]) -> str:
+    """Its entries that are no tensors, as text."""
+    return repr(sorted(split_batch(microbatch)[1].items(), key=lambda item: item[0]))
 
 
 @contextmanager

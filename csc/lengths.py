@@ -103,10 +103,10 @@ class Sampler:
 
     def _captured(self, microbatch: Mapping[str, Any]) -> Program:
         """An earlier capture that serves the microbatch, or a new one."""
-        completed, _ = split_batch(self.learned.completed(self.model, microbatch))
+        completed = self.learned.completed(self.model, microbatch)
         for program in self.captures.values():
             if serves(program, completed):
-                return with_sizes_of(program, completed)
+                return with_sizes_of(program, split_batch(completed)[0])
         self.progress(CAPTURE)
         return capture(self.model, microbatch, self.learned)
 

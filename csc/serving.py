@@ -17,10 +17,10 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.capture import Learned, device_of
+from csc.capture.guards import decided
 from csc.capture.state import State
 from csc.checking import Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
@@ -47,9 +48,12 @@ from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
+Made_ = TypeVar("Made_")
 CACHED = "program, from the cache"
 Microbatch = Mapping[str, Any]
-Key = tuple[Any, int]  # signature, number of microbatches
+Answers = tuple[str, ...]  # what a microbatch decides (csc.capture.guards)
+Key = tuple[Any, int, Answers]  # signature, number of microbatches
+Family = tuple[int, Answers]  # number of microbatches
 
 
 @dataclass
@@ -64,6 +68,22 @@ class Decided:
         """The options for another program."""
         schedule = self.schedules.get(options.microbatches) or options.schedule
         return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule)
+
+    def settled_anew(self, options: Options, regions: Sequence[str]) -> Options:
+        """The options for a program of other regions: each where it was, a new one with the next one that was there;
+        csc decides again if that leaves a stage without any.
+        """
+        known = {name: stage for stage, names in enumerate(self.stages) for name in names}
+        home = [known.get(name) for name in regions]
+        for place in reversed(range(len(regions))):
+            if home[place] is None:
+                home[place] = home[place + 1] if place + 1 < len(regions) else len(self.stages) - 1
+        stages = tuple(
+            tuple(name for name, at in zip(regions, home) if at == stage) for stage in range(len(self.stages))
+        )
+        if not all(stages):
+            return options
+        return replace(options, cuts=None, stages=stages, placement=self.placement)
 
 
 class Serving:
@@ -88,12 +108,12 @@ class Serving:
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
-        self._decided: Decided | None = None
+        self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
         self._settled: dict[Key, Options] = {}
         self._histories: dict[Key, list[Program]] = {}
         self._finished: dict[Key, Program] = {}
         self._packed: dict[Key, Packed] = {}
-        self._trainers: dict[int, Trainer] = {}  # by the number of microbatches
+        self._trainers: dict[Family, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
         self._known = Learned()  # what the programs brought along: the same on every rank
@@ -139,7 +159,7 @@ class Serving:
         key = self._key(microbatch, options)
         if key not in self._histories:
             settled = self._options(key, options)
-            history = self._compiler.compile(microbatch, settled, progress)
+            settled, history = self._planned(microbatch, options, settled, self._compiler.compile, progress)
             key = self._key(microbatch, options)  # the capture may have shown what else decides
             self._histories[key] = history
             self._settle_as(key, settled, history[-1])
@@ -152,19 +172,45 @@ class Serving:
             return self._histories[key][-1]
         if key not in self._finished:
             settled = self._options(key, options)
-            program = self._compiler.finished(microbatch, settled, progress)
+            settled, program = self._planned(microbatch, options, settled, self._compiler.finished, progress)
             key = self._key(microbatch, options)
             self._finished[key] = program
             self._settle_as(key, settled, program)
         return self._finished[key]
 
+    def _planned(
+        self, microbatch: Microbatch, options: Options, settled: Options,
+        make: Callable[[Microbatch, Options, Progress], Made_], progress: Progress,
+    ) -> tuple[Options, Made_]:  # fmt: skip
+        """(options, what is made with them). Where a microbatch decides what none before it did, its program may have
+        other regions than the first: then each stays in its stage as far as that goes.
+        """
+        answers = decided(self._compiler.complete(microbatch))
+        if not self._decided or answers in self._decided:
+            return settled, make(microbatch, settled, progress)
+        traced = self._compiler.trace(microbatch, options, progress).program
+        if decided(self._compiler.complete(microbatch)) in self._decided:  # as the trace has shown
+            settled = self._options(self._key(microbatch, options), options)
+            return settled, make(microbatch, settled, progress)
+        first = next(iter(self._decided.values()))
+        settled = first.settled_anew(options, [region.name for region in traced.regions])
+        try:
+            return settled, make(microbatch, settled, progress)
+        except InputError as reason:
+            if settled is options:
+                raise
+            log.info("stages are planned anew for what this batch decides: %s", reason)
+            return options, make(microbatch, options, progress)
+
     def _key(self, microbatch: Microbatch, options: Options) -> Key:
-        return self._compiler.signature(self._compiler.complete(microbatch)), options.microbatches
+        complete = self._compiler.complete(microbatch)
+        return self._compiler.signature(complete), options.microbatches, decided(complete)
 
     def _options(self, key: Key, options: Options) -> Options:
         if key in self._settled:
             return self._settled[key]
-        return self._decided.settled(options) if self._decided is not None else options
+        known = self._decided.get(key[2]) or next(iter(self._decided.values()), None)
+        return known.settled(options) if known is not None else options
 
     def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
         stages = tuple(stage.regions for stage in program.stages)
@@ -181,9 +227,8 @@ class Serving:
         if self.state is None:
             self.look()
         self._settled.setdefault(key, settled)
-        if self._decided is None:
-            self._decided = Decided(stages, placement)
-        self._decided.schedules.setdefault(settled.microbatches, schedule)
+        own = self._decided.setdefault(key[2], Decided(stages, placement))
+        own.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
         self,
@@ -200,6 +245,11 @@ class Serving:
         program = self.finished(microbatch, options, progress)
         key = self._key(microbatch, options)
         complete = self._compiler.complete(microbatch)
+        if program.decided:
+            log.warning(
+                "the directory is for batches of which this holds, and a step from it does not ask them: %s",
+                "; ".join(program.decided),
+            )
         written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights, ranks)
         if key not in self._packed and ranks is None:
             self._packed[key] = self._pack(microbatch, key, written)
@@ -235,8 +285,7 @@ class Serving:
                 self.check(ready, options, batch, progress, again=False)
             if new:
                 self.look()
-            self.last = self._trainers[options.microbatches]
-            return self.last
+            return self.use(self._trainers[self._family(ready, options)])
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
@@ -252,7 +301,7 @@ class Serving:
         if again or self._are_due(ready, options):
             complete = self.checked_places(ready)
             names = [self._signature(microbatch) for microbatch in complete]
-            trainer = self._trainers[options.microbatches]
+            trainer = self._trainers[self._family(ready, options)]
             self.checking.compare(
                 trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
             )
@@ -273,7 +322,24 @@ class Serving:
     def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
         served = all(self._serves(microbatch, options) for microbatch in ready)
-        return self._trainers.get(options.microbatches) if served else None
+        return self._trainers.get(self._family(ready, options)) if served else None
+
+    def use(self, trainer: Trainer) -> Trainer:
+        """What trains a batch. Whoever asks for parameters is given those of all programs."""
+        self.last = next(one for one in self._trainers.values() if one.microbatches == trainer.microbatches)
+        return trainer
+
+    def _family(self, ready: Sequence[Microbatch], options: Options) -> Family:
+        """InputError if the microbatches of a step decide differently."""
+        answers = list(dict.fromkeys(decided(self.complete(microbatch)) for microbatch in ready))
+        if len(answers) > 1:
+            differing = [text for one in answers[:2] for text in one if text not in set(answers[0]) & set(answers[1])]
+            raise InputError(
+                f"the microbatches of one step decide differently: {', '.join(differing[:4])}", "batch",
+                "give each step microbatches that decide alike (sort the data by what it has, text alone or with "
+                "pictures), or use one microbatch and dp=1",
+            )  # fmt: skip
+        return options.microbatches, answers[0]
 
     def _serves(self, microbatch: Microbatch, options: Options) -> bool:
         return self._signature(self.complete(microbatch)) in self._served.get(options.microbatches, ())
@@ -313,14 +379,19 @@ class Serving:
             return NOTHING, (packed, how, load(directory, _own_rank()))
 
         packed, how, loaded = meeting.hold("compile", make)
-        if count in self._trainers:
-            self._trainers[count].add(loaded)
-        else:
-            own = dict(self._compiler.model.named_parameters())
-            self._trainers[count] = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
         if extends(packed.learned, self._known):
             self._known = together(packed.learned, self._known)
-        name = self._signature(self.complete(microbatch))
+        complete = self.complete(microbatch)
+        family, name = (count, decided(complete)), self._signature(complete)
+        if family in self._trainers:
+            self._trainers[family].add(loaded)
+        else:
+            own = dict(self._compiler.model.named_parameters())
+            made = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
+            first = next((one for (number, _), one in self._trainers.items() if number == count), None)
+            if first is not None:
+                first.know(made)
+            self._trainers[family] = made
         self._served.setdefault(count, set()).add(name)
         self._places[name] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}

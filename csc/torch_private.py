@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import sympy
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -173,6 +174,12 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
+def random_state() -> bytes:
+    """The state of torch's generator on the CPU."""
+    with outside_tracing():
+        return torch.default_generator.get_state().numpy().tobytes()
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Torch functions in it are not shown to torch function modes; what they do is recorded all the same."""
@@ -263,6 +270,19 @@ def lists_from(numbers: Callable[[torch.Tensor, Callable[[], Any]], Any]) -> Ite
         return numbers(self, partial(own, self))
 
     with patch.object(FakeTensor, "tolist", tolist):
+        yield
+
+
+@contextmanager
+def tensors_of_data() -> Iterator[None]:
+    """While it lasts, `torch.Tensor(data)` of a list or an array can be traced, as `torch.tensor(data)` of floats."""
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.Tensor and len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple, np.ndarray)):
+            return torch.tensor(args[0], dtype=torch.get_default_dtype())
+        return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+    with patch.object(torch.Tensor, "__new__", new):
         yield
 
 

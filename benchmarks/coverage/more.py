@@ -24,6 +24,7 @@ from benchmarks.coverage.models import (
     signal,
     words,
 )  # fmt: skip
+from benchmarks.coverage.omni import OMNI
 
 PLAIN = {key: value for key, value in TEXT.items() if key != "head_dim"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -236,4 +237,5 @@ MORE: dict[str, Build] = {
     "Video-LLaMA 3": video_llama3,
     "LFM2-VL": lfm2_vl,
     "Granite Speech": granite_speech,
+    **OMNI,
 }  # fmt: skip

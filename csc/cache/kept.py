@@ -177,7 +177,11 @@ class Kept:
         tensors, _ = split_batch(microbatch)
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         about = {"name": self._name, "shapes": shapes, **about}
-        if key is not None and self._store.write(kind, key, files, about) and form["calls"] + form["consulted"]:
+        if (
+            key is not None
+            and self._store.write(kind, key, files, about)
+            and form["calls"] + form["consulted"] + form["guards"]
+        ):
             text = json.dumps(form, sort_keys=True).encode()
             self._store.write("learned", f"{model}-{hashlib.sha256(text).hexdigest()}", {"learned.json": text}, about)
 

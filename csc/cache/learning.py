@@ -19,9 +19,11 @@ from torch import nn
 
 from csc.capture import Learned, split_batch
 from csc.capture.export import Host
+from csc.capture.guards import Guard
+from csc.capture.hoisted import Hoisted
 from csc.capture.host import Function, HostCall
 from csc.capture.replay import Way
-from csc.ir import calls, sizes
+from csc.ir import asked, calls, sizes
 from csc.ir.stored import Unstorable
 
 PLAIN = (bool, int, float, str, type(None))
@@ -50,57 +52,108 @@ def together(more: Learned, less: Learned) -> Learned:
     """What both know, `more` extending `less`: that has ways which the other never met."""
     met = [way.calls for way in more.ways]
     ways = (*more.ways, *(way for way in less.ways if way.calls not in met))
+    known = [_guard_tree(guard) for guard in more.guards]
+    guards = (*more.guards, *(guard for guard in less.guards if _guard_tree(guard) not in known))
     written = more.written | less.written
-    return replace(more, consulted=set(more.consulted), ways=ways, written=written, runs=less.runs)
+    return replace(
+        more,
+        consulted=set(more.consulted),
+        ways=ways,
+        guards=guards,
+        decides=more.decides or less.decides,
+        written=written,
+        runs=less.runs,
+    )
 
 
 def to_tree(learned: Learned, model: nn.Module) -> Any:
     """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
-    hosted = [
-        [_place(call.function), [list(pair) for pair in call.arguments],
-         [[name, _argument(value, model)] for name, value in call.plain], call.prefix]
-        for call in learned.host.calls
-    ]  # fmt: skip
+    hosted = [_call_tree(call, model) for call in learned.host.calls]
     tried = [_place(function) for function in learned.host.tried]
     return {
         "calls": hosted, "tried": tried, "consulted": sorted(learned.consulted), "replayed": learned.replayed,
         "moves": learned.moves, "ways": list(map(_way_tree, learned.ways)),
-        "written": sorted(map(list, learned.written)),
+        "written": sorted(map(list, learned.written)), "decides": learned.decides,
+        "guards": list(map(_guard_tree, learned.guards)),
     }  # fmt: skip
 
 
 def from_tree(tree: Any, model: nn.Module) -> Learned:
     """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
-    hosted = tuple(
-        HostCall(
-            Function(*function),
-            tuple((parameter, entry) for parameter, entry in arguments),
-            tuple((name, _value(value, model)) for name, value in plain),
-            prefix,
-        )
-        for function, arguments, plain, prefix in tree["calls"]
-    )
+    hosted = tuple(_call_from(call, model) for call in tree["calls"])
     tried = tuple(Function(*function) for function in tree["tried"])
     ways = tuple(map(_way_from, tree["ways"]))
     written = {(path, name) for path, name in tree["written"]}
-    return Learned(Host(hosted, (), tried), set(tree["consulted"]), ways, tree["replayed"], tree["moves"], written)
+    guards = tuple(map(_guard_from, tree["guards"]))
+    consulted, decides = set(tree["consulted"]), tree["decides"]
+    return Learned(
+        Host(hosted, (), tried), consulted, ways, tree["replayed"], tree["moves"], decides, guards, written
+    )  # fmt: skip
+
+
+def _call_tree(call: HostCall | Hoisted, model: nn.Module) -> Any:
+    if isinstance(call, Hoisted):
+        return [asked.to_tree(call.expression), call.prefix]
+    plain = [[name, _argument(value, model)] for name, value in call.plain]
+    return [_place(call.function), [list(pair) for pair in call.arguments], plain, call.prefix]
+
+
+def _call_from(tree: Any, model: nn.Module) -> HostCall | Hoisted:
+    if len(tree) == 2:
+        return Hoisted(asked.from_tree(tree[0]), tree[1])
+    function, arguments, plain, prefix = tree
+    return HostCall(
+        Function(*function),
+        tuple((parameter, entry) for parameter, entry in arguments),
+        tuple((name, _value(value, model)) for name, value in plain),
+        prefix,
+    )
+
+
+def _guard_tree(guard: Guard) -> Any:
+    return {
+        "sizes": _sizes_tree(guard.sizes), "fixed": _values_tree(guard.fixed),
+        "decisions": [[asked.to_tree(one.expression), one.answer] for one in guard.decisions],
+    }  # fmt: skip
+
+
+def _guard_from(tree: Any) -> Guard:
+    decisions = tuple(asked.Decision(asked.from_tree(question), answer) for question, answer in tree["decisions"])
+    return Guard(sizes.from_tree(tree["sizes"]), _values_from(tree["fixed"]), decisions)
 
 
 def _way_tree(way: Way) -> Any:
     try:
-        made, assumed = calls.to_tree(way.calls), sizes.to_tree(way.sizes)
+        made = calls.to_tree(way.calls)
     except sizes.Unknown as reason:
         raise Unstorable(str(reason)) from reason
-    consulted = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in way.consulted.items()}
-    return {"calls": made, "sizes": assumed, "consulted": consulted}
+    return {
+        "calls": made, "sizes": _sizes_tree(way.sizes), "consulted": _values_tree(way.consulted),
+        "decided": list(way.decided),
+    }  # fmt: skip
 
 
 def _way_from(tree: Any) -> Way:
-    consulted = {
+    assumed, values = sizes.from_tree(tree["sizes"]), _values_from(tree["consulted"])
+    return Way(calls.from_tree(tree["calls"]), assumed, values, tuple(tree["decided"]))
+
+
+def _sizes_tree(assumed: sizes.Sizes) -> Any:
+    try:
+        return sizes.to_tree(assumed)
+    except sizes.Unknown as reason:
+        raise Unstorable(str(reason)) from reason
+
+
+def _values_tree(values: Mapping[str, torch.Tensor]) -> Any:
+    return {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in values.items()}
+
+
+def _values_from(tree: Any) -> dict[str, torch.Tensor]:
+    return {
         name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        for name, (dtype, values) in tree["consulted"].items()
+        for name, (dtype, values) in tree.items()
     }
-    return Way(calls.from_tree(tree["calls"]), sizes.from_tree(tree["sizes"]), consulted)
 
 
 def _place(function: Function) -> list[Any]:

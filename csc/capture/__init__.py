@@ -15,15 +15,26 @@ from torch import fx, nn
 from csc.capture.assumed import sizes_of
 from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
 from csc.capture.bodies import CannotRepeat
-from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
+from csc.capture.export import (
+    Exported,
+    Host,
+    HostFunctionFound,
+    Undecided,
+    export,
+    loss_of,
+    training,
+    without_kv_cache,
+)
 from csc.capture.failures import untraceable
+from csc.capture.guards import DECIDED, Guard, decided, decided_by, equal
+from csc.capture.hoisted import Hoisted
 from csc.capture.modules import describe
 from csc.capture.normalise import Flattened, flatten
 from csc.capture.own_changes import Changes, Slot, refuse_if_computed_with
 from csc.capture.repeats import Layers, NotHidden
 from csc.capture.replay import Replay, Runs, Way, replay
 from csc.capture.weightless import standing_in, weightless, with_weights
-from csc.errors import CscError
+from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.torch_private import conditions_of_models, one_is_no_special_size
@@ -49,6 +60,11 @@ __all__ = [
 
 log = logging.getLogger("csc")
 
+# Of what these give, values say the size, or they are values.
+OF_VALUES = frozenset(
+    f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
+)
+
 
 @dataclass
 class Learned:
@@ -57,7 +73,8 @@ class Learned:
     host: functions of the model that run on the host, for every batch. consulted: batch entries whose values decide
     what the graph is; a capture holds for the values it was made with, and for those with which the model's code does
     the same, which ways tell. replayed: whether its code runs without data, which shows what it does; None if nobody
-    has tried. moves: whether it moves rows of tensors by numbers. written: attributes and buffers that its forward
+    has tried. moves: whether it moves rows of tensors by numbers. decides: whether it takes decisions by its batch
+    alone; guards: of each capture from the first that has some. written: attributes and buffers that its forward
     writes, and does not compute with. runs: its latest ones.
     """
 
@@ -66,16 +83,21 @@ class Learned:
     ways: tuple[Way, ...] = ()
     replayed: bool | None = None
     moves: bool = False
+    decides: bool = False
+    guards: tuple[Guard, ...] = ()
     written: set[Slot] = field(default_factory=set)
     runs: Runs = field(default_factory=Runs, compare=False)
 
     def completed(self, model: nn.Module, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The microbatch with what the host functions make of it, and the numbers of the rows that the model moves.
-        Values that decide are replaced by those of the capture if the model does the same for both.
+        Values that decide are replaced by those of the capture if the model does the same for both. What the batch
+        decides (csc.capture.guards) is a further entry.
         """
         tensors, extra, run = self.with_rows(model, microbatch)
         way = next((one for one in self.ways if run is not None and one.serves(run, tensors)), None)
-        return {**tensors, **(way.consulted if way is not None else {}), **extra}
+        found = way.decided if way is not None else decided_by(self.guards, tensors) if self.guards else ()
+        also = {DECIDED: found} if found else {}
+        return {**tensors, **(way.consulted if way is not None else {}), **extra, **also}
 
     @property
     def replays(self) -> bool:
@@ -92,17 +114,18 @@ class Learned:
                 tensors |= call.entries(model, tensors)
         if not self.replays:
             return tensors, extra, None
-        run = self.runs.of(model, tensors, extra, self.host, self.moves)
+        run = self.runs.of(model, tensors, extra, self.host, self.moves, self.decides)
         return {**tensors, **(run.rows if run is not None else {})}, extra, run
 
 
-def serves(program: Program, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a captured Program is the model for a microbatch: same entries, sizes that it allows, values that it was
-    made for.
+def serves(program: Program, completed: Mapping[str, Any]) -> bool:
+    """Whether a captured Program is the model for a completed microbatch: same entries, sizes that it allows, values
+    and decisions that it was made for.
     """
-    if program.sizes is None or not program.sizes.allow(tensors):
+    tensors, extra = split_batch(completed)
+    if program.sizes is None or not program.sizes.allow(tensors) or program.decided != decided(extra):
         return False
-    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in program.fixed.items())
+    return equal(program.fixed, tensors)
 
 
 def with_sizes_of(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
@@ -125,18 +148,20 @@ def capture(model: nn.Module, example: Any, learned: Learned | None = None, whol
         tensors, extra = split_batch(example)
         doubled = twice(tensors)
         if doubled is not None:
-            before = learned.ways, learned.replayed, learned.moves
+            before = learned.ways, learned.replayed, learned.moves, learned.guards
             try:
                 with conditions_of_models(_holds_for_one):
                     program = _steady(model, {**doubled, **extra}, learned, whole)
-                completed, _ = split_batch(learned.completed(model, example))
+                completed = learned.completed(model, example)
                 if serves(program, completed):
-                    return with_sizes_of(program, completed)
+                    return with_sizes_of(program, split_batch(completed)[0])
                 reason = "what two of each do is not what one does"
             except CscError as error:
                 reason = str(error)
             log.info("a batch with one sample or image is traced as it is: %s", reason)
-            learned.ways, learned.replayed, learned.moves = before  # nobody has the Programs of its ways
+            learned.ways, learned.replayed, learned.moves, learned.guards = (
+                before  # nobody has the Programs of its ways
+            )
         return _steady(model, example, learned, whole)
 
 
@@ -186,8 +211,19 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
     sizes = sizes_of(graph, traced.asked)
     fixed = {name: tensors[name] for name in sorted(traced.consulted)}
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
+    guard = Guard(sizes, fixed, traced.decisions)
     if learned.replayed and not fixed.keys() & taken:
-        _add_way(learned, model, example, Way(traced.calls, sizes, fixed))
+        _add_way(learned, model, example, Way(traced.calls, sizes, fixed, guard.decided))
+    if guard.decisions and not guard.holds(tensors):
+        raise InputError(
+            f"the model takes a Python decision that has another answer each time it is asked: {guard.decided}",
+            "model",
+            "take decisions from the batch alone, without random numbers; or compute them in the data loader and pass "
+            "plain Python values in the batch",
+        )
+    if learned.guards or guard.decisions:
+        learned.guards = (*learned.guards, guard)
+    hoisted = {name for name in tensors if any(name.startswith(f"{one.prefix}_") for one in _hoisted(learned))}
     program = Program(
         name=type(model).__name__,
         inputs=_inputs(graph, tensors),
@@ -198,12 +234,17 @@ def _captured(model: nn.Module, example: Any, learned: Learned, whole: bool) -> 
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         fixed=fixed,
-        made=tuple(sorted(taken & tensors.keys() - split_batch(example)[0].keys())),
+        decided=guard.decided,
+        made=tuple(sorted((taken & tensors.keys() - split_batch(example)[0].keys()) | hoisted)),
         sizes=sizes,
         checkpoints=flat.checkpoints,
         history=history,
     )
     return program, traced.changes
+
+
+def _hoisted(learned: Learned) -> list[Hoisted]:
+    return [one for one in learned.host.calls if isinstance(one, Hoisted)]
 
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:
@@ -236,12 +277,12 @@ def _traced(
         tensors, extra, run = learned.with_rows(model, example)
         rows = run is not None and learned.moves
         try:
-            exported = export(model, placed(tensors, device), extra, learned.host, layers, rows)
+            exported = export(model, placed(tensors, device), extra, learned.host, layers, rows, learned.decides)
             learned.host = replace(exported.host, asking=())
             learned.consulted |= exported.consulted
             learned.written |= exported.globals_written
             if exported.consulted and learned.replayed is None:
-                first = replay(model, tensors, extra, learned.host, layers, rows=True)
+                first = replay(model, tensors, extra, learned.host, layers, True, learned.decides)
                 learned.replayed = first is not None
                 learned.moves = first is not None and bool(first.rows)
                 if learned.moves:
@@ -257,6 +298,9 @@ def _traced(
             learned.host = found.host
         except NumberAsked:
             raise
+        except Undecided as reason:
+            log.info("the model takes decisions by values of its batch: %s", reason.__cause__)
+            learned.decides = True
         except CscError:
             if not rows:
                 raise
@@ -270,8 +314,20 @@ def _traced(
 
 def _flat(exported: Exported, model: nn.Module) -> Flattened:
     try:
-        return flatten(exported.program, model)
-    except (CscError, CannotRepeat):
+        flat = flatten(exported.program, model)
+        left = next((one for one in g.calls(flat.graph) if exported.undecided and g.op_name(one) in OF_VALUES), None)
+        if left is not None:
+            raise InputError(
+                f"the size of a result depends on the values in the batch ({g.op_name(left)})",
+                left.meta.get("source") or "model",
+                "select with torch.where or masked_scatter, or make the selection in the data loader",
+            )
+        return flat
+    except CannotRepeat:
+        raise
+    except CscError as error:
+        if exported.undecided:
+            raise Undecided from error
         raise
     except Exception as error:
         raise untraceable(error, gradients=exported.gradients) from error

@@ -23,10 +23,12 @@ from torch import nn
 from csc.capture import host as hosting
 from csc.capture.autograd_calls import Asked, autograd_calls
 from csc.capture.batch import dynamic_dimensions, is_metadata, symbolic_dimensions
+from csc.capture.batch_alone import Alone
 from csc.capture.chance import own_chance
 from csc.capture.failures import untraceable
 from csc.capture.functions import own_gradients
 from csc.capture.held import Held
+from csc.capture.hoisted import Hoisted, unused
 from csc.capture.host import Function, HostCall
 from csc.capture.known import Run, Watching
 from csc.capture.own_changes import Changes, Slot, Slots, attributes_kept
@@ -35,12 +37,14 @@ from csc.capture.repeats import Layers, NotHidden, Repeats
 from csc.capture.rows import PREFIX, Rows
 from csc.capture.varlen import one_attention
 from csc.errors import CscError, InputError
+from csc.ir.asked import Decision, Expression
 from csc.ir.calls import Call
 from csc.torch_private import (
     conditions_of_models,
     each_computed,
     one_is_no_special_size,
     plain_checkpoints,
+    tensors_of_data,
     without_messages,
 )
 
@@ -69,13 +73,15 @@ class LossOnly(nn.Module):
         layers: Layers,
         rows: bool = False,
         replayed: bool = False,
+        decides: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.host = host
-        self._extra, self._example = dict(extra), values
-        known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
-        self.watching = Watching(known)
+        self._extra, self._example, self._decides = dict(extra), values, decides
+        self.watching = Watching(metadata(values, host), decides, self._hoisted)
+        self._own_buffers = dict(model.named_buffers(remove_duplicate=False))  # as they are, not as a trace has them
+        self._batch: Mapping[str, torch.Tensor] = {}
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
         self._with_rows, self._replayed = rows, replayed
         self.autograd = Asked()
@@ -97,13 +103,16 @@ class LossOnly(nn.Module):
             return rows[0]
 
         asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
+        self._batch = batch
+        buffers = {path: one for path, one in self._own_buffers.items() if path in parameters}
+        alone = Alone(batch, {id(parameters[path]): (path, one) for path, one in buffers.items()}, self._example)
         with (
             own_gradients() as with_hooks,
             own_chance(),
             autograd_calls(self.autograd),
-            self.watching.entries(batch, asked, recording, by_number if self._with_rows else None),
+            self.watching.entries(batch, asked, recording, alone, by_number if self._with_rows else None),
             self._repeats.patched(),
-            hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._found),
+            hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._name_of, self._found),
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
             self._held.put(parameters)
@@ -129,7 +138,7 @@ class LossOnly(nn.Module):
                 self._give_up(one.function)
         open_ = [one for one in around if one.function not in self.host.tried]
         for one in reversed(open_):
-            call = hosting.call_of(self.model, one, batch) if one.given is not None else None
+            call = hosting.call_of(self.model, one, self._name_of) if one.given is not None else None
             if one.given is None or call in self.host.calls:
                 asking = (*self.host.asking, *(each.function for each in open_))
                 raise HostFunctionFound(replace(self.host, asking=asking))
@@ -140,6 +149,42 @@ class LossOnly(nn.Module):
     def _give_up(self, function: Function) -> None:
         if function not in self.host.tried:
             self.host = replace(self.host, tried=(*self.host.tried, function))
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        """The batch entry that a traced tensor is; where questions are answered, also what can be made of it before the
+        step.
+        """
+        name = next((name for name, one in self._batch.items() if one is tensor), None)
+        if name is not None or not self._decides:
+            return name
+        expression = self.watching.alone.expression(torch.clone, (tensor,), {})
+        return f"{self._prefix(expression, 'given')}_0" if expression is not None else None
+
+    def _hoisted(self, expression: Expression, name: str) -> Any:
+        """What stands for tensors of the batch alone, in a trace; None in a replay that has none."""
+        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        if known:
+            return known[0].stand_in(self._example, self._batch)
+        if self._replayed:
+            return None
+        return self._prefix(expression, name)  # ends the trace
+
+    def _prefix(self, expression: Expression, name: str) -> str:
+        """Of the entries of an expression. The trace has to start again with it, if it is new."""
+        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        if known:
+            return known[0].prefix
+        made = Hoisted(expression, unused(name, self.host.calls))
+        raise HostFunctionFound(replace(self.host, calls=(*self.host.calls, made)))
+
+    def refuse_changing(self) -> None:
+        """InputError if a decision was taken by a buffer that the forward itself writes."""
+        written = {".".join(filter(None, slot)) for slot in self.changes}
+        for name in sorted(self.watching.alone.constants_read & written) if self.watching.alone.decisions else ():
+            raise InputError(
+                f"the model takes a Python decision that depends on {name!r}, which its forward changes", name,
+                "take it from the batch alone: pass what changes as a plain Python value in the batch",
+            )  # fmt: skip
 
     def _found(self, call: HostCall) -> None:
         """Start again with the call on the host, if it can run there."""
@@ -155,7 +200,7 @@ class Host:
     than the one before.
     """
 
-    calls: tuple[HostCall, ...] = ()
+    calls: tuple[HostCall | Hoisted, ...] = ()
     asking: tuple[Function, ...] = ()
     tried: tuple[Function, ...] = ()
 
@@ -165,7 +210,8 @@ class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
     gradients: the line that asked autograd for some; changes: what the model wrote to itself; globals_written: and
-    beside it.
+    beside it; undecided: whether it
+    asked of the batch alone what was not answered; decisions: what was.
     """
 
     program: torch.export.ExportedProgram
@@ -176,6 +222,12 @@ class Exported:
     gradients: str
     changes: Changes
     globals_written: frozenset[Slot]
+    undecided: bool
+    decisions: tuple[Decision, ...]
+
+
+class Undecided(Exception):
+    """Ends a trace that asked of its batch alone what was not answered: with answers it may go on."""
 
 
 class HostFunctionFound(Exception):
@@ -255,28 +307,37 @@ def export(
     host: Host = Host(),
     layers: Layers | None = None,
     rows: bool = False,
+    decides: bool = False,
 ) -> Exported:
     """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
     ones of these layers traced once (see csc.capture.repeats). rows: the microbatch has numbers of rows (see
-    csc.capture.rows).
+    csc.capture.rows). decides: what is asked of the batch alone is answered, and the program is for these answers.
 
-    Raises CscError with the user's source line, HostFunctionFound, or NotHidden: then it has to be done again.
+    Raises CscError with the user's source line; HostFunctionFound, NotHidden or Undecided if it has to be done again.
     """
     layers = Layers.of(model, ()) if layers is None else layers
     _check_names(model, tensors)
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     for symbolic, ones in ((symbolic_dimensions, True), (symbolic_dimensions, False), (dynamic_dimensions, True)):
-        wrapped = LossOnly(model, extra, host, tensors, layers, rows)
+        wrapped = LossOnly(model, extra, host, tensors, layers, rows, decides=decides)
         try:
-            return _exported(wrapped, tensors, symbolic, layers, ones)
-        except (CscError, HostFunctionFound, NotHidden):
+            exported = _exported(wrapped, tensors, symbolic, layers, ones)
+            wrapped.refuse_changing()
+            return exported
+        except (HostFunctionFound, NotHidden):
+            raise
+        except CscError as error:
+            if wrapped.watching.undecided:
+                raise Undecided from error
             raise
         except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
             if layers.hidden:  # perhaps it fails for something that was hidden from it
                 raise NotHidden(layers.hidden) from error
             failed = untraceable(error, wrapped.watching.asked_last, wrapped.autograd.gradients)
             failed.__cause__ = error
+            if wrapped.watching.undecided:
+                raise Undecided from failed
     raise failed
 
 
@@ -321,7 +382,18 @@ def _exported(
         wrapped.autograd.gradients,
         wrapped.changes,
         wrapped.globals_written,
+        wrapped.watching.undecided,
+        tuple(wrapped.watching.alone.decisions),
     )
+
+
+def metadata(values: Mapping[str, torch.Tensor], host: Host) -> dict[str, torch.Tensor]:
+    """The entries whose values are known in a trace; what was made of tokens is as unknown as they are."""
+    known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
+    for one in host.calls:
+        if isinstance(one, Hoisted) and not known.keys() >= set(one.expression.entries):
+            known = {name: tensor for name, tensor in known.items() if not name.startswith(f"{one.prefix}_")}
+    return known
 
 
 @contextmanager
@@ -336,6 +408,7 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         without_messages(),
         each_computed(),
         plain_checkpoints(),
+        tensors_of_data(),
     ):
         yield
 

@@ -28,9 +28,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from csc.capture.hoisted import Hoisted, unused
 from csc.errors import InputError
 from csc.torch_private import ParameterReads, outside_tracing, pytree
 
+NameOf = Callable[[torch.Tensor], str | None]  # the batch entry that a traced tensor is, as it is
 Given = Mapping[str, Any]  # the arguments of a call by the names of its parameters
 SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 CHANGES = ("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF")  # instructions that do so with a local name
@@ -75,10 +77,9 @@ class HostCall:
         """`model.get_rope_index`."""
         return ".".join(filter(None, (self.function.owner, self.function.name)))
 
-    def named(self, earlier: Sequence[HostCall]) -> HostCall:
+    def named(self, earlier: Sequence[HostCall | Hoisted]) -> HostCall:
         """The call with a prefix that none of the earlier ones has."""
-        again = sum(one.function.name == self.function.name for one in earlier)
-        return replace(self, prefix=f"{self.function.name}_call{again + 1}" if again else self.function.name)
+        return replace(self, prefix=unused(self.function.name, earlier))
 
     def same(self, other: HostCall | None) -> bool:
         """Whether both are calls with the same entries and values."""
@@ -141,11 +142,9 @@ def _alike(one: Sequence[tuple[str, Any]], other: Sequence[tuple[str, Any]]) -> 
     return all(a is b or bool(a == b) for (_, a), (_, b) in zip(one, other))
 
 
-def _bound(function: Function, real: Callable[..., Any], given: Given, entries: Mapping[int, str]) -> HostCall | None:
+def _bound(function: Function, real: Callable[..., Any], given: Given, name_of: NameOf) -> HostCall | None:
     """A call with these arguments; None if a tensor among them is no batch entry or holds pixels or sound, or a value
     belongs to the trace. Defaults are left out.
-
-    entries: names of the traced batch entries by `id`.
     """
     arguments: list[tuple[str, str]] = []
     plain: list[tuple[str, Any]] = []
@@ -154,9 +153,10 @@ def _bound(function: Function, real: Callable[..., Any], given: Given, entries: 
         if value is parameter.default or (parameter.kind in SEVERAL and not value):
             continue
         if isinstance(value, torch.Tensor):
-            if id(value) not in entries or _is_signal(value):
+            entry = None if _is_signal(value) else name_of(value)
+            if entry is None:
                 return None
-            arguments.append((name, entries[id(value)]))
+            arguments.append((name, entry))
         elif not _plain(value) or parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             return None
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -207,11 +207,16 @@ def around(model: nn.Module, frame: FrameType | None) -> list[Around]:
     return found
 
 
-def call_of(model: nn.Module, around: Around, batch: Mapping[str, torch.Tensor]) -> HostCall | None:
+def named(batch: Mapping[str, torch.Tensor]) -> NameOf:
+    """By the traced batch entries themselves."""
+    entries = {id(tensor): name for name, tensor in batch.items()}
+    return lambda tensor: entries.get(id(tensor))
+
+
+def call_of(model: nn.Module, around: Around, name_of: NameOf) -> HostCall | None:
     """The call that is under way, if its tensors are entries of the traced batch as they are. around: with `given`."""
     assert around.given is not None
-    entries = {id(tensor): name for name, tensor in batch.items()}
-    return _bound(around.function, around.function.of(model), around.given, entries)
+    return _bound(around.function, around.function.of(model), around.given, name_of)
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
@@ -266,21 +271,21 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 @contextmanager
 def hosted(
     model: nn.Module,
-    calls: Sequence[HostCall],
+    calls: Sequence[HostCall | Hoisted],
     asking: Sequence[Function],
     example: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
+    name_of: NameOf,
     found: Callable[[HostCall], None],
 ) -> Iterator[None]:
     """The model with these calls replaced by what they return for `example`, as entries of the traced `batch`. Other
     calls of the functions `asking`, if they could run on the host, are told to `found`, with the arguments as they
     come: what a frame shows of a function's arguments may have been replaced in its body.
     """
-    entries = {id(tensor): name for name, tensor in batch.items()}
-    results = [(call, call.stand_in(model, example, batch)) for call in calls]
+    results = [(call, call.stand_in(model, example, batch)) for call in calls if isinstance(call, HostCall)]
     with ExitStack() as stack:
-        for function in dict.fromkeys([*(call.function for call in calls), *asking]):
-            replacement = _replacement(function, function.of(model), results, function in asking, entries, found)
+        for function in dict.fromkeys([*(call.function for call, _ in results), *asking]):
+            replacement = _replacement(function, function.of(model), results, function in asking, name_of, found)
             stack.enter_context(patch.dict(function.namespace(model), {function.name: replacement}))
         yield
 
@@ -290,14 +295,14 @@ def _replacement(
     real: Callable[..., Any],
     results: Sequence[tuple[HostCall, Callable[[], Any]]],
     asking: bool,
-    entries: Mapping[int, str],
+    name_of: NameOf,
     found: Callable[[HostCall], None],
 ) -> Callable[..., Any]:
     signature = inspect.signature(real)
 
     @functools.wraps(real)  # also for `around`, which asks whose code a frame runs
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        call = _bound(function, real, signature.bind(*args, **kwargs).arguments, entries)
+        call = _bound(function, real, signature.bind(*args, **kwargs).arguments, name_of)
         for known, result in results:
             if known.same(call):
                 return result()

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from csc.capture.batch_alone import MISSING, Alone
 from csc.capture.recording import Recording, writes
 from csc.capture.rows import Rows
 from csc.capture.splits import Numbers, Pieces, length
+from csc.ir.asked import Expression
 from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
 
 Run = Callable[[Any, str, Any, Any], Any]  # of a function, by its name, with arguments
@@ -35,6 +37,10 @@ ASKS = frozenset(
      "histc", "__array__"}
 )  # fmt: skip
 FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
+ANSWERS = frozenset(
+    {"item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"}
+)  # of these the result is no tensor
+INDICES = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutive", "_unique2", "bincount"})
 SIZED = FACTORIES | {
     "broadcast_to", "chunk", "expand", "interpolate", "narrow", "new_full", "new_ones", "new_zeros", "pad", "repeat",
     "reshape", "roll", "split", "tensor_split", "tile", "unflatten", "unfold", "view",
@@ -53,10 +59,20 @@ class _Fact:
 class Watching(TorchFunctionMode):
     """Runs operations on known values for real, beside the trace of them."""
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        """values: the real values of the entries that may be consulted."""
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        decides: bool = False,
+        hoisted: Callable[[Expression, str], Any] = lambda expression, name: None,
+    ) -> None:
+        """values: the real values of the entries that may be consulted. decides: whether questions about the batch
+        alone are answered for the batch at hand. hoisted(expression, name): what stands for the tensors that it gives,
+        computed before the step; None if nothing does.
+        """
         super().__init__()
-        self._values = values
+        self._values, self._decides, self._hoisted = values, decides, hoisted
+        self.alone = Alone({}, {}, {})
+        self.undecided = False  # whether something was asked of the batch alone and not answered
         self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
         self._pieces = Pieces(self._run)
@@ -76,12 +92,13 @@ class Watching(TorchFunctionMode):
         batch: Mapping[str, torch.Tensor],
         asked: Callable[[frozenset[str]], None],
         recording: Recording,
+        alone: Alone,
         rows: Callable[[Run], Rows] | None = None,
     ) -> Iterator[None]:
         """Watch what is computed from these tensors. asked(sources): called before values are asked for, known or not;
         it may raise. rows: makes what moves rows by their numbers, if that is wanted.
         """
-        self.recording = recording
+        self.recording, self.alone = recording, alone
         self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
@@ -134,19 +151,56 @@ class Watching(TorchFunctionMode):
                 self._asked(sources)
             if known:
                 self._consult(sources)
-                return self._remembered(self._really(func, args, kwargs), None, sources)
+                real = self._really(func, args, kwargs)
+                self.alone.add(func, args, kwargs, real)
+                return self._remembered(real, None, sources)
+            answer = self._of_batch_alone(func, name, args, kwargs)
+            if answer is not MISSING:
+                return self._remembered(answer, None, sources)
             if tensors:
                 self.asked_last = sources
+            args = self._by_numbers(name, args)
         if not known and writes(name) and tensors and (value := self._value(tensors[0])) is not None:
             self._unknown.add(value.untyped_storage().data_ptr())
         result = func(*args, **kwargs)
         self.recording.add(func, args, kwargs, result)
+        self.alone.add(func, args, kwargs, result)
         if name == "__getitem__" and isinstance(result, torch.Tensor) and result.dim():
             assume_several(result.shape[0])
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            if known and writes(name):
+                self._really(func, args, kwargs)
             return result
         real = self._really(func, args, kwargs) if known else None
         return self._remembered(result, real, sources)
+
+    def _of_batch_alone(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a call gives for the batch at hand, if it asks of the batch alone; MISSING if not."""
+        if not self._decides:
+            self.undecided |= self.alone.expression(func, args, kwargs) is not None
+            return MISSING
+        if name in ANSWERS or name == "tolist":
+            return self.alone.answer(func, args, kwargs)
+        expression = self.alone.expression(func, args, kwargs) if name in INDICES else None
+        found = self._hoisted(expression, name) if expression is not None else None
+        return MISSING if found is None else found
+
+    def _by_numbers(self, name: str, args: Any) -> Any:
+        """`x[mask]` with a mask whose values are known is `x[numbers]`, and the numbers are made before the step."""
+        if name != "__getitem__":
+            return args
+        index: list[Any] = []
+        for one in args[1] if isinstance(args[1], tuple) else (args[1],):
+            mask = (
+                isinstance(one, torch.Tensor)
+                and one.dtype in (torch.bool, torch.uint8)
+                and self._value(one) is not None
+            )
+            numbers: Any = (
+                self._of_batch_alone(torch.nonzero, "nonzero", (one,), {"as_tuple": True}) if mask else MISSING
+            )
+            index += (one,) if numbers is MISSING else tuple(numbers)
+        return args[0], tuple(index)
 
     def _listed(self, tensor: torch.Tensor, own: Callable[[], Any]) -> Any:
         """`tensor.tolist()`, which is own() if its values are not known."""
@@ -155,12 +209,15 @@ class Watching(TorchFunctionMode):
             return own()
         listed = tensor.dim() == 1 and not tensor.is_floating_point()
         count = as_hinted(tensor.shape[0]) if sources and listed else None
-        if value is None and count is None:
+        if value is None and count is None and not (self._decides and sources):
             return own()
 
         def read() -> Any:
             if value is None:
                 self._asked(sources)
+                answer = self._of_batch_alone(torch.Tensor.tolist, "tolist", (tensor,), {})
+                if answer is not MISSING:
+                    return answer
                 self.asked_last = sources
                 return own()
             self._consult(sources)
@@ -175,9 +232,14 @@ class Watching(TorchFunctionMode):
         """Arguments in which known tensors that stand for a size or a bound are numbers."""
 
         def number(leaf: Any) -> Any:
-            value = self._value(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 else None
-            if value is None or value.is_floating_point():
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf.is_floating_point():
                 return leaf
+            value = self._value(leaf)
+            if value is None:
+                answer = (
+                    self._of_batch_alone(torch.Tensor.item, "item", (leaf,), {}) if self._sources(leaf) else MISSING
+                )
+                return leaf if answer is MISSING else answer
             self._asked(self._sources(leaf))
             self._consult(self._sources(leaf))
             with outside_tracing():
@@ -230,7 +292,8 @@ class Watching(TorchFunctionMode):
                 continue
             value = values[place] if len(values) == len(leaves) else None
             if value is None and real is None and type(leaf) is torch.Tensor and not leaf.is_floating_point():
-                value = leaf
+                with outside_tracing():
+                    value = leaf.clone()
             if value is not None and (not isinstance(value, torch.Tensor) or value.numel() > LARGEST):
                 value = None
             self._facts[id(leaf)] = _Fact(leaf, value, sources)

@@ -314,6 +314,7 @@ class Program:
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
+    decided: tuple[str, ...] = ()  # the decisions by its batch that it was captured for, as texts
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
     sizes: Sizes | None = None  # that the graph as captured is for
     checkpoints: tuple[Checkpoint, ...] = ()

@@ -17,6 +17,7 @@ Any torch optimizer over `.parameters()` makes the step; the same one on every r
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
+
+log = logging.getLogger("csc")
 
 Weights = Mapping[str, torch.Tensor]
 Pieces = list[list[batches.Piece]]
@@ -89,6 +92,39 @@ class Trainer:
         self.transport.compare_programs(program)
         self._members.append(self._loaded(program))
         self._manifests.append(program.manifest)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.program.manifest.microbatches
+
+    def know(self, other: Trainer) -> None:
+        """Of the parameters of a program for other decisions of the model. InputError if ranks of several processes
+        would have to train a parameter that they did not have before. All ranks call it.
+        """
+        own = {spec.name: spec for spec in self._specs}
+        new = [spec for spec in other._specs if spec.name not in own]
+        moved = [spec for spec in other._specs if spec.name in own and spec.ranks != own[spec.name].ranks]
+        trained = [spec for spec in (*new, *moved) if spec.trainable]
+        if not isinstance(self.transport, InProcess):
+            everywhere = self.transport.meeting.total("other decisions", lambda: float(len(trained)))
+            if everywhere:
+                raise InputError(
+                    "with what this batch decides, ranks would train parameters that they did not have before"
+                    + (f", such as {trained[0].name!r}" if trained else ""),
+                    "train_step",
+                    "compile with an example that uses all parts of the model (text, pictures and sound), and with "
+                    "stages that each have something to do without the optional ones",
+                )
+        if new and any(spec.trainable for spec in new):
+            log.warning(
+                "a batch trains parameters that none did before, such as %s: give them to the optimizer too, or "
+                "compile with an example that uses all parts of the model",
+                next(spec.name for spec in new if spec.trainable),
+            )
+        self._specs = [*self._specs, *new]
+        self._weights = {**self._weights, **{spec.name: other._weights[spec.name] for spec in new}}
+        self._empty = self._empty | (other._empty - own.keys())
 
     def _loaded(self, program: LoadedProgram) -> list[Rank]:
         """This process' ranks in a program."""
@@ -184,13 +220,14 @@ class Trainer:
 
     def _results(self, pieces: Pieces, chance: bool) -> dict[int, StepResult]:
         self.transport.begin_step()
-        working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in self._specs}
+        used = [spec for spec in self.program.manifest.parameters if spec.name in self._weights]
+        working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
         runs = {}
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
             own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
-            held = {p.name: working[p.name] for p in self._specs if rank.position in p.ranks}
+            held = {p.name: working[p.name] for p in used if rank.position in p.ranks}
             runs[rank.rank] = step(ranks, own, held, self.trace, drawn)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         return interleave(runs) if turns is None else together(runs, turns)

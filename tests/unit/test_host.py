@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from csc.capture.host import Around, HostCall, around, call_of
+from csc.capture.host import Around, HostCall, around, call_of, named
 
 
 def now(model: nn.Module) -> Around:
@@ -25,7 +25,7 @@ class Model(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> HostCall | None:
         found: Around = getattr(self, self.asks)(batch["grid"], 2, label="a")
-        return call_of(self, found, batch) if found.given is not None else None
+        return call_of(self, found, named(batch)) if found.given is not None else None
 
     def as_given(self, grid: torch.Tensor, step: int, scale: float = 1.0, *rest: int, **more: str) -> Around:
         return now(self)
@@ -90,7 +90,7 @@ def test_calls_that_are_not_for_the_host(given: Callable[[dict[str, torch.Tensor
     class Other(Model):
         def forward(self, **batch: torch.Tensor) -> HostCall | None:
             found = self.as_given(*given(batch))
-            return call_of(self, found, batch) if found.given is not None else None
+            return call_of(self, found, named(batch)) if found.given is not None else None
 
     batch = {"grid": torch.ones(3, dtype=torch.int64), "pixels": torch.ones(2, 3)}
     if given is signal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import sympy
 import torch
@@ -588,3 +589,22 @@ def test_plain_checkpoints() -> None:
     x = torch.ones(3, requires_grad=True)
     Nested()(x).sum().backward()
     assert x.grad is not None
+
+
+def test_tensors_of_data_can_be_traced_and_nothing_is_left_behind() -> None:
+    class Legacy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.Tensor(numpy.arange(3))
+
+    with private.tensors_of_data():
+        program = torch.export.export(Legacy(), (torch.ones(3),), strict=False)
+    assert program.module()(torch.ones(3)).tolist() == [1, 2, 3]
+    made = torch.Tensor([1, 2])
+    assert type(made) is torch.Tensor and made.dtype == torch.float32 and torch.Tensor(2, 3).shape == (2, 3)
+
+
+def test_random_state_changes_with_each_draw() -> None:
+    before = private.random_state()
+    assert private.random_state() == before
+    torch.rand(1)
+    assert private.random_state() != before
