@@ -22,6 +22,7 @@ import torch
 from csc.kernels.context import ATTENTION, GATHER
 from torch import fx
 
+from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -76,6 +77,7 @@ class Spreading:
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
         self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
+        self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
         self.dispatched: dict[Any, fx.Node] = {}
         self.parts: dict[fx.Node | None, _MaskParts] = {}
 
@@ -154,6 +156,10 @@ class Spreading:
                 raise self._mixed(node, "draws a random number for every token")
             g.copy_node(self.new, node, self.mapping)
             return
+        routed = follow(node, self.moved, self.dims)
+        if routed is not None:
+            self._routed(node, place, routed)
+            return
         if name == "csc::dropout":
             self._dropout(node, place)
             return
@@ -181,6 +187,26 @@ class Spreading:
         self.mapping[node] = self._call(
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
         )
+
+    def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+        """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
+        if any(used in self.fixed for used in node.all_input_nodes):
+            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
+        if isinstance(found, Moved):
+            self.moved[node] = found
+        elif found != TOKENS:
+            raise self._mixed(node, found)
+        self.places[node] = place
+        if g.op_name(node) in RESHAPES:
+            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            return
+        numbers = positions(node)
+        given = {used: self._given(used, place) for used in node.all_input_nodes if used is not numbers}
+        if numbers is not None:
+            length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.share
+            given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
 
     def _dropout(self, node: fx.Node, place: Place) -> None:
         """Each token's part of the mask that the whole sequence would have."""

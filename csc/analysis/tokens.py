@@ -29,7 +29,8 @@ ALONG = {
     "aten::split": "dim", "aten::split_with_sizes": "dim", "aten::chunk": "dim", "aten::unbind": "dim",
     "aten::index_select": "dim", "aten::linalg_vector_norm": "dim", "aten::topk": "dim", "aten::narrow": "dim",
     "aten::gather": "dim", "aten::repeat_interleave": "dim", "aten::glu": "dim",
-    "aten::unfold": "dimension",
+    "aten::unfold": "dimension", "aten::sort": "dim", "aten::argsort": "dim", "aten::scatter": "dim",
+    "aten::scatter_add": "dim",
 }  # fmt: skip
 NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
 PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
