@@ -38,7 +38,7 @@ def attention(program: Program, options: Options) -> Program:
         if g.op_name(node) != SDPA:
             continue
         try:
-            _rewrite(node, writer)
+            _rewrite(node, writer, options.mesh.cp > 1)
         except Unrecognised as reason:
             where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
             notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
@@ -74,7 +74,8 @@ class _Writer:
         return node
 
 
-def _rewrite(node: fx.Node, writer: _Writer) -> None:
+def _rewrite(node: fx.Node, writer: _Writer, spread: bool) -> None:
+    """spread: values of narrower heads than keys are filled up, since only csc::attention runs on shares of tokens."""
     given = g.bind(node)
     query, mask = given["query"], given["attn_mask"]
     if given["dropout_p"]:
@@ -83,6 +84,11 @@ def _rewrite(node: fx.Node, writer: _Writer) -> None:
     key, value = _heads(given["key"]), _heads(given["value"])
     if key.meta["val"].shape != value.meta["val"].shape:
         key, value = given["key"], given["value"]
+    width = value.meta["val"].shape[-1]
+    if spread and q.dim() == value.meta["val"].dim() == 4 and width < q.shape[3]:
+        with writer.graph.inserting_before(node):
+            wide = [0, q.shape[3] - width]
+            value = writer.call(node, f"{node.name}_wide", aten.constant_pad_nd.default, value, wide, 0)
     k, v = key.meta["val"], value.meta["val"]
     if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
@@ -95,6 +101,8 @@ def _rewrite(node: fx.Node, writer: _Writer) -> None:
             packed.block_q, packed.block_k, scale, 0.0,
         )  # fmt: skip
         out = writer.call(node, f"{name}_out", operator.getitem, pair, 0)
+        if width < v.shape[3]:
+            out = writer.call(node, f"{name}_narrow", aten.slice.Tensor, out, 3, 0, width)
     node.replace_all_uses_with(out)
     writer.graph.erase_node(node)
 

@@ -36,9 +36,10 @@ UNWRITTEN = {"aten::empty_like", "aten::zeros_like", "aten::new_empty", "aten::n
 class Moved:
     """What is known of a value that a sort of rows leads to.
 
-    order: the sort. kind: sorted (what the sort returns), sorted_order (of an order that is sorted), rows (in its order), keys (the rows sorted by), order (where
-    each row came from), tokens_of (the token that each row is of), back (where each row went), counts (of the rows of
-    each expert), ends (of the rows of each expert). keys: what was sorted or counted, before it was cast.
+    order: the sort. keys: what was sorted or counted, before it was cast. kind: sorted (what the sort returns),
+    sorted_order (of an order that is sorted), rows (in its order), keys (what the rows were sorted by, in order), order
+    (where each row came from), tokens_of (the token that each row is of), back (where each row went), counts and ends
+    (of the rows of each expert).
     each: rows of a token, of `tokens_of`.
     """
 
@@ -200,4 +201,3 @@ def _uncast(node: fx.Node) -> fx.Node:
     while g.op_name(node) in COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-

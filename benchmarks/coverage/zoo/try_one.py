@@ -54,19 +54,19 @@ def made(architecture: Architecture, config: Any) -> nn.Module:
 
 
 def small(name: str) -> Small:
-    """A model whose eager step runs. Raises what the last batch that was tried raised."""
+    """A model whose eager step runs. Raises what the first batch that was tried, the fullest, raised."""
     architecture = architectures()[name]
     config = tiny(architecture.config_class)
     config._attn_implementation = "sdpa" if architecture.model_class._supports_sdpa else "eager"
-    last: Exception = RuntimeError("no batch could be made")
+    first: Exception | None = None
     for entries in candidates(made(architecture, config), config):
         try:
             loss = loss_of(made(architecture, config)(**entries))
             loss.backward()
             return Small(architecture, config, entries)
         except Exception as error:
-            last = error
-    raise last
+            first = first or error
+    raise first or RuntimeError("no batch could be made")
 
 
 def row(name: str) -> dict[str, Any]:
