@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from csc.kernels import attention as kernels
+from csc.passes.written_out import written_out
 from torch import fx
 
 from csc.analysis import visibility
@@ -35,10 +36,11 @@ def attention(program: Program, options: Options) -> Program:
     writer = _Writer(graph, program.fake_mode)
     notes = []
     for node in g.calls(graph):
-        if g.op_name(node) != SDPA:
+        given = _given(node, writer, options.mesh.cp > 1)
+        if given is None:
             continue
         try:
-            _rewrite(node, writer, options.mesh.cp > 1)
+            _rewrite(node, given, writer, options.mesh.cp > 1)
         except Unrecognised as reason:
             where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
             notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
@@ -74,9 +76,22 @@ class _Writer:
         return node
 
 
-def _rewrite(node: fx.Node, writer: _Writer, spread: bool) -> None:
-    """spread: values of narrower heads than keys are filled up, since only csc::attention runs on shares of tokens."""
-    given = g.bind(node)
+def _given(node: fx.Node, writer: _Writer, spread: bool) -> dict[str, Any] | None:
+    """The operands of an attention; None for any other call. spread: also of one that the model writes out, since only
+    csc::attention runs on shares of tokens.
+    """
+    if g.op_name(node) == SDPA:
+        return g.bind(node) | {"softcap": 0.0}
+    given = written_out(node) if spread else None
+    if given is not None and "transposed_key" in given:
+        with writer.graph.inserting_before(node):
+            key = given.pop("transposed_key")
+            given["key"] = writer.call(node, f"{node.name}_keys", aten.transpose.int, key, 2, 3)
+    return given
+
+
+def _rewrite(node: fx.Node, given: dict[str, Any], writer: _Writer, spread: bool) -> None:
+    """spread: values of narrower heads than keys are filled up, for shares as above."""
     query, mask = given["query"], given["attn_mask"]
     if given["dropout_p"]:
         raise Unrecognised("dropout of attention weights")
@@ -98,7 +113,7 @@ def _rewrite(node: fx.Node, writer: _Writer, spread: bool) -> None:
         name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
         pair = writer.call(
             node, name, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
-            packed.block_q, packed.block_k, scale, 0.0,
+            packed.block_q, packed.block_k, scale, given["softcap"],
         )  # fmt: skip
         out = writer.call(node, f"{name}_out", operator.getitem, pair, 0)
         if width < v.shape[3]:

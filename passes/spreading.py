@@ -34,6 +34,7 @@ from csc.torch_private import OpOverload
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
 RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand"}
+FILLED = {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"}  # each place alike
 Place = tuple[int, int]
 
 
@@ -167,6 +168,13 @@ class Spreading:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
             self.places[node] = place
             return
+        if name in FILLED and node.args[0] not in self.fixed:
+            self.mapping[node] = self._call(
+                node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
+                **node.kwargs,
+            )  # fmt: skip
+            self.places[node] = place
+            return
         if name == "aten::slice" and self._along_tokens(node):
             self.mapping[node], self.places[node] = self.mapping[node.args[0]], self._cut(node, place)  # type: ignore[index]
             if not self.dims(node):
@@ -263,18 +271,23 @@ class Spreading:
 
     def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
         """A reshape in the sizes of shares. It may join tokens with samples or heads, never cut between tokens."""
-        length = place[1] - place[0]
-        shape = list(node.meta["val"].shape)
+        shape = self._shape(node, place)
         if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
             raise self._mixed(node, "joins tokens")
-        for dim in self.dims(node):
-            if shape[dim] % length:
-                raise self._mixed(node, "joins or cuts neighbouring tokens")
-            shape[dim] = shape[dim] // length * self.sizes.share
         target = aten.expand.default if g.op_name(node) == "aten::expand" else aten.reshape.default
         if g.op_name(node) == "aten::view" and self._viewable(operand, shape):
             target = aten.view.default
         return self._call(node, target, operand, shape)
+
+    def _shape(self, node: fx.Node, place: Place) -> list[int]:
+        """A value's sizes on shares."""
+        length = place[1] - place[0]
+        shape = list(node.meta["val"].shape)
+        for dim in self.dims(node):
+            if shape[dim] % length:
+                raise self._mixed(node, "joins or cuts neighbouring tokens")
+            shape[dim] = shape[dim] // length * self.sizes.share
+        return shape
 
     def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
         val = operand.meta["val"]

@@ -29,7 +29,7 @@ Dims = Callable[[fx.Node], tuple[int, ...]]
 GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
            "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
 COPIES = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::contiguous", "aten::detach"}
-UNWRITTEN = {"aten::empty_like", "aten::zeros_like", "aten::new_empty", "aten::new_zeros"}
+UNWRITTEN = {"aten::empty_like", "aten::zeros_like"}
 
 
 @dataclass(frozen=True)

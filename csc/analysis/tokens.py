@@ -38,9 +38,10 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
 _MOVES = {"aten::transpose", "aten::permute", "aten::t", "aten::unsqueeze", "aten::squeeze", "aten::clone",
           "aten::_to_copy", "aten::type_as", "aten::alias", "aten::detach", "aten::contiguous",
           "aten::lift_fresh_copy"}  # fmt: skip
-_BY_INDEX = {"aten::gather", "aten::scatter", "aten::scatter_add"}
+_BY_INDEX = {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::slice_scatter"}
 _BITWISE = {"aten::__and__", "aten::__or__", "aten::__xor__"}
-_APART = {"aten::embedding", "aten::native_dropout", "aten::dropout", "aten::one_hot"}
+_APART = {"aten::embedding", "aten::native_dropout", "aten::dropout", "aten::one_hot", "aten::zeros_like",
+          "aten::ones_like", "aten::empty_like", "aten::full_like"}  # fmt: skip
 _UNKNOWN = "is an operation of which csc does not know that it keeps tokens apart"
 
 
@@ -94,8 +95,8 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
 
 
 def _by_index(node: fx.Node, given: Sequence[fx.Node], bound: Mapping[str, Any], dims: Dims) -> str | None:
-    """What picks and places by numbers along one dimension: in all others, place by place of every operand."""
-    operands = [one for one in (bound["self"], bound["index"], bound.get("src")) if isinstance(one, fx.Node)]
+    """What picks and puts along one dimension: in all others, place by place of every operand."""
+    operands = [one for one in (bound["self"], bound.get("index"), bound.get("src")) if isinstance(one, fx.Node)]
     own = {dims(one) for one in (*operands, node)}
     if bound["dim"] % max(given[0].meta["val"].dim(), 1) in {dim for used in given for dim in dims(used)}:
         return "works along the tokens"

@@ -23,6 +23,7 @@ class Settings:
 
     def __init__(self) -> None:
         self.factor, self.table = 1.0, {"a": [1.0, 2.0]}
+        self.by_layer = {1: {"factor": 1.0}}
         self.inner = None
 
 
@@ -42,6 +43,7 @@ class Tuned(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens) * self.plain * self.deep["a"]["b"] * self.scale * self.gain * self.gains[0]
         hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
+        hidden = hidden * self.config.by_layer[1]["factor"]
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -103,6 +105,7 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
     "list": lambda m: m.gains.__setitem__(0, 0.5),
     "configuration": lambda m: setattr(m.config.inner, "factor", 0.5),
     "mapping in a configuration": lambda m: m.config.table.update(a=[0.5, 2.0]),
+    "mapping by number": lambda m: m.config.by_layer[1].update(factor=0.5),
     "forward hook": _hooked,
     "module replaced": _replaced,
     "forward of an object": _patched,

@@ -66,7 +66,10 @@ def read(rows_file: Path) -> list[dict[str, Any]]:
 
 
 def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
-    """One row, in so many seconds of processor time, from a fork of this process, which has imported what takes long and run nothing."""
+    """One row, from a fork of this process, which has imported what takes long and run nothing.
+
+    seconds: of its processor; gigabytes: of address space.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(name, seconds, gigabytes, theirs))
