@@ -23,6 +23,9 @@ def written_out(node: fx.Node) -> dict[str, Any] | None:
     """
     if not _is_product(node):
         return None
+    weights: Any
+    value: Any
+    mask: Any
     weights, value = node.args
     while g.op_name(weights) in COPIES:
         weights = weights.args[0]
@@ -72,7 +75,7 @@ def _times(node: Any) -> tuple[Any, float] | None:
     return node.args[0], number if name == "aten::mul" else 1 / number
 
 
-def _scaled(node: Any) -> tuple[fx.Node, float] | None:
+def _scaled(node: Any) -> tuple[Any, float] | None:
     """A product of queries and keys, and the number that it is multiplied by."""
     if _is_product(node):
         return node, 1.0

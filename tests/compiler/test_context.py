@@ -15,6 +15,7 @@ from csc import masks
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.verification import verify
+from tests.compiler.check_gradients import differing
 from tests.compiler.conftest import Models
 from tests.models import hf, plain
 
@@ -185,6 +186,34 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
 def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:
     model, batch = mixing(between)
     check(model, batch, 7, mesh="cp=2")
+
+
+class WrittenOut(Mixing):
+    """Attention as two products with a softmax between them, in one of several writings."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(torch.tanh)
+        self.project, self.way = nn.Linear(16, 48), way
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+        scores = torch.matmul(q, k.permute(0, 1, 3, 2) if self.way == "divided" else k.transpose(-1, -2))
+        scores = scores / 8**0.5 if self.way == "divided" else scores * 8**-0.5
+        if self.way == "capped":
+            scores = torch.tanh(scores / 0.5) * 0.5
+        places = torch.arange(hidden.shape[1])
+        lowest = float("-inf") if self.way == "divided" else torch.finfo(torch.float32).min
+        mask = torch.zeros(()).masked_fill(places[:, None] < places[None], lowest)[None, None]
+        weights = (scores + mask).softmax(-1, dtype=torch.float32).to(v.dtype)
+        hidden = hidden + torch.matmul(F.dropout(weights, 0.0), v).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(self.layers[0](hidden)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["times", "divided", "capped"])
+def test_attention_that_is_written_out(way: str) -> None:
+    torch.manual_seed(0)
+    assert differing(WrittenOut(way), mixing(torch.tanh)[1], mesh="cp=2") == {}
 
 
 class Shifted(Mixing):
