@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import fx
 
 from csc.analysis.links import RESHAPES
@@ -29,6 +30,7 @@ Dims = Callable[[fx.Node], tuple[int, ...]]
 GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
            "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
 COPIES = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::contiguous", "aten::detach"}
+ROOMY = (torch.int32, torch.int64, torch.float32, torch.float64)
 UNWRITTEN = {"aten::empty_like", "aten::zeros_like"}
 
 
@@ -197,7 +199,11 @@ def _rows(node: fx.Node) -> int:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """The value that this one is a mere cast or copy of."""
+    """The value that this one is a copy of, or whole numbers in another type that has room for them."""
     while g.op_name(node) in COPIES and isinstance(node.args[0], fx.Node):
+        before, after = (one.meta["val"].dtype for one in (node.args[0], node))
+        whole = not before.is_floating_point and not before.is_complex
+        if before != after and not (whole and after in ROOMY):
+            break
         node = node.args[0]
     return node

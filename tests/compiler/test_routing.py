@@ -49,10 +49,14 @@ class Experts(nn.Module):
         rows = hidden.reshape(-1, WIDTH)
         chances, chosen = self.router(rows).softmax(-1).topk(2)
         experts, chances = chosen.reshape(-1), chances.reshape(-1)
+        if self.way == "sorted by less":
+            chosen = experts = experts + chances.detach()
+            experts = experts.to(torch.int64)
         keys, order = torch.sort(experts, descending=self.way == "falling")
         if self.way == "two sorts":
             order = torch.argsort(keys.float() + 0.5)
         of_keys = chosen[:, :1].repeat(1, 2).reshape(-1) if self.way == "counts of other keys" else keys
+        of_keys = chosen if self.way == "sorted by less" else of_keys
         counts = torch.histc(of_keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
         given = rows[order // (4 if self.way == "other tokens" else 2)]
@@ -112,6 +116,7 @@ def test_sorted_worked_on_and_put_back(way: str, mesh: str) -> None:
         ("falling", "aten::sort sorts tokens"),
         ("two sorts", "aten::argsort sorts tokens"),
         ("counts of other keys", "aten::histc|grouped_mm_fallback"),
+        ("sorted by less", "grouped_mm_fallback"),
         ("other tokens", "aten::index"),
         ("in pairs", "aten::view joins or cuts rows that are sorted by expert"),
         ("unsorted beside sorted", "aten::mul combines rows sorted by expert with rows that are not"),
