@@ -174,6 +174,19 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
     assert verify(whole).grad_rel_max <= FLOAT32  # without cp it is fine
 
 
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda x: (x.reshape(-1, 16) + x.transpose(0, 1).reshape(-1, 16)).view_as(x), "operands have them in another"),
+        (lambda x: x + x.transpose(0, 1).reshape(2, -1, 16), "gives tokens the places of others"),
+    ],
+)
+def test_tokens_in_another_order_are_refused(between: Any, why: str) -> None:
+    model, batch = mixing(between)
+    with pytest.raises(InputError, match=rf"test_context.py.*{why}.*cp=2"):
+        csc.compile(model, example=batch, mesh="cp=2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
@@ -181,6 +194,8 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
         lambda x: torch.cat([x[:, :7] * 2, x[:, 7:30].tanh(), x[:, 30:]], 1),
         lambda x: x.reshape(-1, 16).softmax(-1).reshape(2, -1, 16),
         lambda x: F.layer_norm(x, (16,)) * x.mean(-1, keepdim=True),
+        lambda x: x.transpose(0, 1).reshape(-1, 16).tanh().reshape(-1, 2, 16).transpose(0, 1),
+        lambda x: (x.reshape(-1, 4) * x.reshape(-1, 4).sin()).view_as(x),
     ],
 )
 def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:

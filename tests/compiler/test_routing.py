@@ -59,6 +59,8 @@ class Experts(nn.Module):
         of_keys = chosen if self.way == "sorted by less" else of_keys
         counts = torch.histc(of_keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        if self.way == "another order":
+            rows = hidden.transpose(0, 1).reshape(-1, WIDTH)
         given = rows[order // (4 if self.way == "other tokens" else 2)]
         product = torch.ops.transformers.grouped_mm_fallback
         made = product(given, self.up, ends) + self.bias[keys]
@@ -118,6 +120,7 @@ def test_sorted_worked_on_and_put_back(way: str, mesh: str) -> None:
         ("counts of other keys", "aten::histc|grouped_mm_fallback"),
         ("sorted by less", "grouped_mm_fallback"),
         ("other tokens", "aten::index"),
+        ("another order", "aten::index combines tokens with others"),
         ("in pairs", "aten::view joins or cuts rows that are sorted by expert"),
         ("unsorted beside sorted", "aten::mul combines rows sorted by expert with rows that are not"),
         ("places", "aten::unsqueeze counts rows of all tokens, or makes something of their places"),
