@@ -305,7 +305,9 @@ class Spreading:
         """How many neighbours in the dimension that counts tokens belong to one of them: 1, unless a reshape has joined
         tokens with what stood behind them. None if no single dimension counts tokens, or not in their order.
         """
-        if not isinstance(node, fx.Node) or len(self.dims(node)) != 1 or node in self.moved or node in self.fixed:
+        if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
+            return None
+        if node in self.moved or node in self.fixed:
             return None
         if node not in self.steps:
             self.steps[node] = self._step_of(node, place)

@@ -100,7 +100,7 @@ def _unchanged(node: Any) -> Any:
     """
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
         operand, given = node.args[0], g.bind(node)
-        before, after = (one.meta.get("val") for one in (operand, node))
+        before, after = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (operand, node))
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
             break
         same = (before.dtype, before.device) == (after.dtype, after.device)
