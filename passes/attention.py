@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from csc.kernels import attention as kernels
+from csc.passes.written_out import written_out
 from torch import fx
 
 from csc.analysis import visibility
@@ -36,10 +37,11 @@ def attention(program: Program, options: Options) -> Program:
     masks: Masks = {}
     notes = []
     for node in g.calls(graph):
-        if g.op_name(node) != SDPA:
+        given = _given(node, writer, options.mesh.cp > 1)
+        if given is None:
             continue
         try:
-            _rewrite(node, writer, masks)
+            _rewrite(node, given, writer, masks, options.mesh.cp > 1)
         except Unrecognised as reason:
             where = g.place(node)
             notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
@@ -61,8 +63,22 @@ class _Packed:
 Masks = dict[Any, _Packed]  # by what they are made of: those that are written already
 
 
-def _rewrite(node: fx.Node, writer: Writer, masks: Masks) -> None:
-    given = g.bind(node)
+def _given(node: fx.Node, writer: Writer, spread: bool) -> dict[str, Any] | None:
+    """The operands of an attention; None for any other call. spread: also of one that the model writes out, since only
+    csc::attention runs on shares of tokens.
+    """
+    if g.op_name(node) == SDPA:
+        return g.bind(node) | {"softcap": 0.0}
+    given = written_out(node) if spread else None
+    if given is not None and "transposed_key" in given:
+        with writer.graph.inserting_before(node):
+            key = given.pop("transposed_key")
+            given["key"] = writer.named(f"{node.name}_keys", node, aten.transpose.int, key, 2, 3)
+    return given
+
+
+def _rewrite(node: fx.Node, given: dict[str, Any], writer: Writer, masks: Masks, spread: bool) -> None:
+    """spread: values of narrower heads than keys are filled up, for shares as above."""
     query, mask = given["query"], given["attn_mask"]
     if given["dropout_p"]:
         raise Unrecognised("dropout of attention weights")
@@ -70,6 +86,11 @@ def _rewrite(node: fx.Node, writer: Writer, masks: Masks) -> None:
     key, value = _heads(given["key"]), _heads(given["value"])
     if key.meta["val"].shape != value.meta["val"].shape:
         key, value = given["key"], given["value"]
+    width = value.meta["val"].shape[-1]
+    if spread and q.dim() == value.meta["val"].dim() == 4 and width < q.shape[3]:
+        with writer.graph.inserting_before(node):
+            wide = [0, q.shape[3] - width]
+            value = writer.named(f"{node.name}_wide", node, aten.constant_pad_nd.default, value, wide, 0)
     k, v = key.meta["val"], value.meta["val"]
     if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
@@ -79,9 +100,11 @@ def _rewrite(node: fx.Node, writer: Writer, masks: Masks) -> None:
         name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
         pair = writer.named(
             name, node, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
-            packed.block_q, packed.block_k, scale, 0.0,
+            packed.block_q, packed.block_k, scale, given["softcap"],
         )  # fmt: skip
         out = writer.named(f"{name}_out", node, operator.getitem, pair, 0)
+        if width < v.shape[3]:
+            out = writer.named(f"{name}_narrow", node, aten.slice.Tensor, out, 3, 0, width)
     replace_call(node, out)
 
 

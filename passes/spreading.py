@@ -22,6 +22,9 @@ import torch
 from csc.kernels.context import ATTENTION, GATHER
 from torch import fx
 
+from csc.analysis.links import RESHAPES as LAID_OUT
+from csc.analysis.links import reshaped
+from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -33,6 +36,7 @@ from csc.torch_private import OpOverload
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
 RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand"}
+FILLED = {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"}  # each place alike
 Place = tuple[int, int]
 
 
@@ -76,6 +80,8 @@ class Spreading:
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
         self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
+        self.steps: dict[fx.Node, int | None] = {}  # of values with tokens: how many of a dimension belong to one
+        self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
         self.dispatched: dict[Any, fx.Node] = {}
         self.parts: dict[fx.Node | None, _MaskParts] = {}
 
@@ -154,11 +160,24 @@ class Spreading:
                 raise self._mixed(node, "draws a random number for every token")
             g.copy_node(self.new, node, self.mapping)
             return
+        routed = follow(node, self.moved, self.dims)
+        if routed is not None:
+            self._routed(node, place, routed)
+            return
+        if len({step for used in node.all_input_nodes if (step := self._step(used, place)) is not None}) > 1:
+            raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
         if name == "csc::dropout":
             self._dropout(node, place)
             return
         if name in RESHAPES and node.args[0] not in self.fixed:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            self.places[node] = place
+            return
+        if name in FILLED and node.args[0] not in self.fixed:
+            self.mapping[node] = self._call(
+                node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
+                **node.kwargs,
+            )  # fmt: skip
             self.places[node] = place
             return
         if name == "aten::slice" and self._along_tokens(node):
@@ -181,6 +200,41 @@ class Spreading:
         self.mapping[node] = self._call(
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
         )
+
+    def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+        """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
+        if any(used in self.fixed for used in node.all_input_nodes):
+            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
+        if isinstance(found, Moved):
+            self.moved[node] = found
+        elif found != TOKENS:
+            raise self._mixed(node, found)
+        self._in_order(node, place, found)
+        self.places[node] = place
+        if g.op_name(node) in RESHAPES:
+            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            return
+        numbers = positions(node)
+        given = {used: self._given(used, place) for used in node.all_input_nodes if used is not numbers}
+        if numbers is not None:
+            length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.share
+            given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
+
+    def _in_order(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+        """Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back."""
+        known = [self.moved[used] for used in node.all_input_nodes if used in self.moved]
+        sort = next((one.order for one in known if one.order is not None), None)
+        step = None if sort is None else self._step(sort.args[0], place)
+        if found == TOKENS:
+            self.steps[node] = step
+            return
+        each = next((one.each for one in known if one.kind == "tokens_of"), 1)
+        for used in node.all_input_nodes:
+            own = self._step(used, place)
+            if known and own is not None and own * each != step:
+                raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
 
     def _dropout(self, node: fx.Node, place: Place) -> None:
         """Each token's part of the mask that the whole sequence would have."""
@@ -237,18 +291,52 @@ class Spreading:
 
     def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
         """A reshape in the sizes of shares. It may join tokens with samples or heads, never cut between tokens."""
-        length = place[1] - place[0]
-        shape = list(node.meta["val"].shape)
+        shape = self._shape(node, place)
         if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
             raise self._mixed(node, "joins tokens")
-        for dim in self.dims(node):
-            if shape[dim] % length:
-                raise self._mixed(node, "joins or cuts neighbouring tokens")
-            shape[dim] = shape[dim] // length * self.sizes.share
+        if self._step(node.args[0], place) is not None and self._step(node, place) is None:
+            raise self._mixed(node, "gives tokens the places of others")
         target = aten.expand.default if g.op_name(node) == "aten::expand" else aten.reshape.default
         if g.op_name(node) == "aten::view" and self._viewable(operand, shape):
             target = aten.view.default
         return self._call(node, target, operand, shape)
+
+    def _step(self, node: Any, place: Place) -> int | None:
+        """How many neighbours in the dimension that counts tokens belong to one of them: 1, unless a reshape has joined
+        tokens with what stood behind them. None if no single dimension counts tokens, or not in their order.
+        """
+        if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
+            return None
+        if node in self.moved or node in self.fixed:
+            return None
+        if node not in self.steps:
+            self.steps[node] = self._step_of(node, place)
+        return self.steps[node]
+
+    def _step_of(self, node: fx.Node, place: Place) -> int | None:
+        (dim,), shape, length = self.dims(node), node.meta["val"].shape, place[1] - place[0]
+        made: Any = node.args[0] if node.target is operator.getitem else node
+        operands = [used for used in made.all_input_nodes if self.dims(used)]
+        if g.op_name(node) in LAID_OUT and len(operands) == 1 and len(self.dims(operands[0])) == 1:
+            before = self._step(operands[0], place)
+            if before is None:
+                return None
+            axis = reshaped(operands[0].meta["val"].shape, shape, (self.dims(operands[0])[0], before), length)
+            return axis[1] if axis is not None and axis[0] == dim else None
+        if shape[dim] == length:
+            return 1
+        found = {step for used in operands if (step := self._step(used, place)) is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def _shape(self, node: fx.Node, place: Place) -> list[int]:
+        """A value's sizes on shares."""
+        length = place[1] - place[0]
+        shape = list(node.meta["val"].shape)
+        for dim in self.dims(node):
+            if shape[dim] % length:
+                raise self._mixed(node, "joins or cuts neighbouring tokens")
+            shape[dim] = shape[dim] // length * self.sizes.share
+        return shape
 
     def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
         val = operand.meta["val"]

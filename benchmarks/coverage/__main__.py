@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
     parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
     parser.add_argument("--rows", type=Path, default=Path("build/zoo.jsonl"), help="with --all: where rows are kept")
-    parser.add_argument("--seconds", type=float, default=240, help="with --all: what an architecture may take")
+    parser.add_argument("--seconds", type=float, default=240, help="with --all: processor time of an architecture")
     parser.add_argument("--gigabytes", type=float, default=12, help="with --all: what its process may hold")
     parser.add_argument("--only", default="", help="with --all: parts of names, with commas between")
     arguments = parser.parse_args()

@@ -10,7 +10,7 @@ The same graph is lowered for two lengths of the sequence; a dimension whose siz
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ ALONG = {
     "aten::cumsum": "dim", "aten::cat": "dim", "aten::stack": "dim", "aten::slice": "dim", "aten::select": "dim",
     "aten::split": "dim", "aten::split_with_sizes": "dim", "aten::chunk": "dim", "aten::unbind": "dim",
     "aten::index_select": "dim", "aten::linalg_vector_norm": "dim", "aten::topk": "dim", "aten::narrow": "dim",
-    "aten::gather": "dim", "aten::repeat_interleave": "dim", "aten::glu": "dim",
-    "aten::unfold": "dimension",
+    "aten::repeat_interleave": "dim", "aten::glu": "dim",
+    "aten::unfold": "dimension", "aten::sort": "dim", "aten::argsort": "dim", "aten::scatter": "dim",
+    "aten::scatter_add": "dim",
 }  # fmt: skip
 NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
 PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
@@ -37,8 +38,10 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
 _MOVES = {"aten::transpose", "aten::permute", "aten::t", "aten::unsqueeze", "aten::squeeze", "aten::clone",
           "aten::_to_copy", "aten::type_as", "aten::alias", "aten::detach", "aten::contiguous",
           "aten::lift_fresh_copy"}  # fmt: skip
+_BY_INDEX = {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::slice_scatter"}
 _BITWISE = {"aten::__and__", "aten::__or__", "aten::__xor__"}
-_APART = {"aten::embedding", "aten::native_dropout", "aten::dropout", "aten::one_hot"}
+_APART = {"aten::embedding", "aten::native_dropout", "aten::dropout", "aten::one_hot", "aten::zeros_like",
+          "aten::ones_like", "aten::empty_like", "aten::full_like"}  # fmt: skip
 _UNKNOWN = "is an operation of which csc does not know that it keeps tokens apart"
 
 
@@ -64,6 +67,18 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
         along = range(rank) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
         hit = {dim % max(rank, 1) for dim in along} & {dim for used in given for dim in dims(used)}
         return "works along the tokens" if hit else None
+    if name in _BY_INDEX:
+        return _by_index(node, given, bound, dims)
+    if name in ("aten::constant_pad_nd", "aten::pad"):
+        padded = {len(bound["pad"]) // 2 - 1 - place // 2 for place, size in enumerate(bound["pad"]) if size}
+        first = given[0].meta["val"].dim() - len(bound["pad"]) // 2
+        return "pads tokens" if {dim - first for dim in dims(given[0])} & padded else None
+    if name == "aten::repeat":
+        first = len(bound["repeats"]) - given[0].meta["val"].dim()
+        again = any(bound["repeats"][first + dim] != 1 for dim in dims(given[0]))
+        return "repeats the sequence" if again else None
+    if name == "aten::index":
+        return _looked_up(node, bound, dims)
     if name in NORMS:
         first = given[0].meta["val"].dim() - len(bound["normalized_shape"])
         return "normalises over tokens" if any(dim >= first for dim in dims(given[0])) else None
@@ -77,6 +92,24 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
     if is_pointwise(node):
         return _misaligned(node, given, dims)
     return _UNKNOWN
+
+
+def _by_index(node: fx.Node, given: Sequence[fx.Node], bound: Mapping[str, Any], dims: Dims) -> str | None:
+    """What picks and puts along one dimension: in all others, place by place of every operand."""
+    operands = [one for one in (bound["self"], bound.get("index"), bound.get("src")) if isinstance(one, fx.Node)]
+    own = {dims(one) for one in (*operands, node)}
+    if bound["dim"] % max(given[0].meta["val"].dim(), 1) in {dim for used in given for dim in dims(used)}:
+        return "works along the tokens"
+    return None if len(own) == 1 else "combines the tokens of some operands with the first of others"
+
+
+def _looked_up(node: fx.Node, bound: Mapping[str, Any], dims: Dims) -> str | None:
+    """A table without tokens, looked up by numbers that each token has."""
+    if dims(bound["self"]):
+        return _UNKNOWN
+    numbers = [one for one in bound["indices"] if one is not None]
+    behind = {dim - one.meta["val"].dim() for one in numbers for dim in dims(one)}
+    return None if len(behind) == len(dims(node)) == 1 else "combines every token with every other"
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -76,6 +76,10 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         results = [mapping[r] if isinstance(r, fx.Node) else r for r in g.outputs(inner.graph)]
         if detach:
             for position, result in enumerate(results):
+                made = _unchanged(g.outputs(inner.graph)[position])
+                if isinstance(made, fx.Node) and made.op == "placeholder":
+                    results[position] = mapping[made]
+                    continue
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
                 if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
                     detached = module.graph.create_node(
@@ -88,6 +92,33 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
     module.graph.erase_node(node)
     if not body.users:
         module.graph.erase_node(body)
+
+
+def _unchanged(node: Any) -> Any:
+    """The value that a chain of calls hands on as it is: eager returns the very tensor, whose gradient no_grad does not
+    take, and the trace goes on with the last call's node in its place.
+    """
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
+        operand, given = node.args[0], g.bind(node)
+        before, after = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (operand, node))
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            break
+        same = (before.dtype, before.device) == (after.dtype, after.device)
+        name = g.op_name(node)
+        layout = given.get("memory_format")
+        if name in ("aten::to", "aten::type_as"):
+            kept = same and not given.get("copy") and layout in (None, torch.preserve_format)
+        elif name == "aten::contiguous":
+            wanted = layout if isinstance(layout, torch.memory_format) else torch.contiguous_format
+            kept = before.is_contiguous(memory_format=wanted)
+        elif name in ("aten::dropout", "aten::feature_dropout"):
+            kept = given["p"] == 0 or not given["train"]
+        else:
+            kept = name in ("aten::positive", "aten::resolve_conj", "aten::resolve_neg")
+        if not kept:
+            break
+        node = operand
+    return node
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,9 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _configurations(f"{path}.{name}".lstrip("."), value, seen, DEPTH)
 
 
-def _is_holder(name: str, value: Any) -> bool:
-    return name in OWN or (isinstance(value, dict) and "_hooks" in name)
+def _is_holder(name: Any, value: Any) -> bool:
+    """name: of a slot of a module, or the key of a mapping, which may be anything."""
+    return name in OWN or (isinstance(value, dict) and "_hooks" in str(name))
 
 
 def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -24,6 +24,23 @@ def no_grad(x: torch.Tensor, layer: Applying) -> torch.Tensor:
     return y * layer.scale * z + x
 
 
+def same_under_no_grad(x: torch.Tensor, layer: Applying) -> torch.Tensor:
+    """Operations that change nothing return their operand, whose gradient no_grad does not take."""
+    with torch.no_grad():
+        cast, near, held, plus = x.to(x.dtype), x.contiguous(), F.dropout(x, 0.5, training=False), +x
+        float_of, twice = x.float(), x.to(torch.float32).contiguous().type_as(x)
+        made = x.tanh().to(x.dtype).contiguous()
+    return (x * cast + near.sin() + held * 2 + plus.exp() + float_of * 3 + twice.cos()) * layer.scale * made
+
+
+def copied_under_no_grad(x: torch.Tensor, layer: Applying) -> torch.Tensor:
+    turned = x.transpose(-1, -2)
+    with torch.no_grad():
+        near, wide, fresh = turned.contiguous(), x.double(), x.to(x.dtype, copy=True)
+        seen, dropped = x.view(x.shape), F.dropout(x, 0.0, training=True)
+    return near.transpose(-1, -2) * layer.scale + wide.float() * x + fresh * seen + dropped * x
+
+
 def inference(x: torch.Tensor, layer: Applying) -> torch.Tensor:
     with torch.inference_mode():
         y = x * layer.scale
@@ -98,6 +115,8 @@ def written(x: torch.Tensor, layer: Applying) -> torch.Tensor:
 
 CASES: dict[str, Function] = {
     "no_grad": no_grad,
+    "what changes nothing under no_grad": same_under_no_grad,
+    "copies under no_grad": copied_under_no_grad,
     "inference mode": inference,
     "a function without gradients": lambda x, layer: fixed(x) * layer.scale,
     "enabled within": enabled_within,

@@ -16,6 +16,7 @@ from csc import masks
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.verification import verify
+from tests.compiler.check_gradients import differing
 from tests.compiler.conftest import Models
 from tests.models import hf, plain
 
@@ -175,6 +176,19 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
     assert verify(whole).grad_rel_max <= FLOAT32  # without cp it is fine
 
 
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda x: (x.reshape(-1, 16) + x.transpose(0, 1).reshape(-1, 16)).view_as(x), "operands have them in another"),
+        (lambda x: x + x.transpose(0, 1).reshape(2, -1, 16), "gives tokens the places of others"),
+    ],
+)
+def test_tokens_in_another_order_are_refused(between: Any, why: str) -> None:
+    model, batch = mixing(between)
+    with pytest.raises(InputError, match=rf"test_context.py.*{why}.*cp=2"):
+        csc.compile(model, example=batch, mesh="cp=2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
@@ -182,11 +196,41 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
         lambda x: torch.cat([x[:, :7] * 2, x[:, 7:30].tanh(), x[:, 30:]], 1),
         lambda x: x.reshape(-1, 16).softmax(-1).reshape(2, -1, 16),
         lambda x: F.layer_norm(x, (16,)) * x.mean(-1, keepdim=True),
+        lambda x: x.transpose(0, 1).reshape(-1, 16).tanh().reshape(-1, 2, 16).transpose(0, 1),
+        lambda x: (x.reshape(-1, 4) * x.reshape(-1, 4).sin()).view_as(x),
     ],
 )
 def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:
     model, batch = mixing(between)
     check(model, batch, 7, mesh="cp=2")
+
+
+class WrittenOut(Mixing):
+    """Attention as two products with a softmax between them, in one of several writings."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(torch.tanh)
+        self.project, self.way = nn.Linear(16, 48), way
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+        scores = torch.matmul(q, k.permute(0, 1, 3, 2) if self.way == "divided" else k.transpose(-1, -2))
+        scores = scores / 8**0.5 if self.way == "divided" else scores * 8**-0.5
+        if self.way == "capped":
+            scores = torch.tanh(scores / 0.5) * 0.5
+        places = torch.arange(hidden.shape[1])
+        lowest = float("-inf") if self.way == "divided" else torch.finfo(torch.float32).min
+        mask = torch.zeros(()).masked_fill(places[:, None] < places[None], lowest)[None, None]
+        weights = (scores + mask).softmax(-1, dtype=torch.float32).to(v.dtype)
+        hidden = hidden + torch.matmul(F.dropout(weights, 0.0), v).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(self.layers[0](hidden)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["times", "divided", "capped"])
+def test_attention_that_is_written_out(way: str) -> None:
+    torch.manual_seed(0)
+    assert differing(WrittenOut(way), mixing(torch.tanh)[1], mesh="cp=2") == {}
 
 
 class Shifted(Mixing):

@@ -23,6 +23,7 @@ class Settings:
 
     def __init__(self) -> None:
         self.factor, self.table = 1.0, {"a": [1.0, 2.0]}
+        self.by_layer = {1: {"factor": 1.0}}
         self.inner = None
 
 
@@ -67,6 +68,7 @@ class Tuned(nn.Module):
         hidden = hidden * self.slotted.factor * self.slotted.table * self.objects[0].factor * self.tensors[0]
         hidden = hidden * from_elsewhere()
         hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
+        hidden = hidden * self.config.by_layer[1]["factor"]
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -137,6 +139,7 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
     "global list of tensors": lambda m: TABLES[0].mul_(0.5),
     "attribute of a class": lambda m: setattr(Shared, "factor", Shared.factor / 2),
     "attribute of a global object": lambda m: setattr(SETTINGS, "factor", SETTINGS.factor / 2),
+    "mapping by number": lambda m: m.config.by_layer[1].update(factor=0.5),
     "forward hook": _hooked,
     "module replaced": _replaced,
     "forward of an object": _patched,

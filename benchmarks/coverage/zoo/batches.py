@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +18,21 @@ from benchmarks.coverage.models import signal, words
 LENGTH = 40
 SIDE = 32
 
+# what some models take beside pictures: a question to their Q-former, which tokens see which picture
+BESIDE_PICTURES: dict[str, Callable[[], torch.Tensor]] = {
+    "qformer_input_ids": lambda: 3 + torch.arange(12).view(2, 6),
+    "image_attention_mask": lambda: torch.ones(2, LENGTH, 1, dtype=torch.long),
+    "image_embeds_position_mask": lambda: (torch.arange(LENGTH) // 4 == 1).long().repeat(2, 1),
+}
+
 
 def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     """Batches to try, the fullest first."""
     takes = set(inspect.signature(model.forward).parameters)
     text = _text(config, takes)
-    extras = list(_pictures(model, config, takes)) + list(_sounds(model, config, takes))
+    extras = [*_pictures(model, config, takes), *_sounds(model, config, takes)]
+    for extra in extras:
+        extra |= {name: make() for name, make in BESIDE_PICTURES.items() if name in takes and "pixel_values" in extra}
     for extra in extras:
         yield _placed(model, config, text, extra)
     if not extras or not getattr(config, "is_encoder_decoder", False):
@@ -118,7 +127,9 @@ def _placed(model: nn.Module, config: Any, text: dict[str, torch.Tensor], extra:
     takes = inspect.signature(model.forward).parameters
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in takes:
-            extra = extra | {name: (found["input_ids"] == token).long()}
+            prefix = "paligemma" in getattr(config, "model_type", "")  # its types are prefix and answer, not picture
+            types = (torch.arange(len(found["input_ids"][0])) > 2 + each).expand_as(found["input_ids"])
+            extra = extra | {name: (types if prefix else found["input_ids"] == token).long()}
     return found | extra
 
 

@@ -10,20 +10,33 @@ import json
 import multiprocessing
 import re
 import resource
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coverage.zoo.names import architectures
 from benchmarks.coverage.zoo.try_one import WAYS, quiet, row
+
+# what takes long to import, and every architecture would
+PRELOADED = ("transformers.models.mixtral.modeling_mixtral", "transformers.models.llava.modeling_llava",
+             "transformers.models.whisper.modeling_whisper", "csc.api", "csc.check.first", "csc.check.locate",
+             "csc.runtime.trainer", "torch.export._trace", "networkx", "torch._inductor.codecache")  # fmt: skip
+WAITING = 10  # times its processor time is what a process may take: others run beside it
 
 
 def run(rows_file: Path, names: Sequence[str], seconds: float, gigabytes: float) -> None:
-    """Try the architectures that have no row yet, families mixed, so that the first rows are a sample of all."""
-    names = sorted(names, key=lambda name: sha256(name.encode()).hexdigest())
+    """Try the architectures that have no row yet, mixed, so that the first rows are a sample of all: one class of every
+    family before the second of any.
+    """
+    for module in PRELOADED:
+        import_module(module)
+    names = mixed(names)
     done = {found["name"] for found in read(rows_file)}
     rows_file.parent.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names, start=1):
@@ -35,6 +48,16 @@ def run(rows_file: Path, names: Sequence[str], seconds: float, gigabytes: float)
         print(f"{number}/{len(names)} {name}: {cell(found)}", file=sys.stderr, flush=True)
 
 
+def mixed(names: Sequence[str]) -> list[str]:
+    """In an order that says nothing about them, families in turn."""
+    known, seen = architectures(), Counter[str]()
+    turns = {}
+    for name in sorted(names, key=lambda name: sha256(name.encode()).hexdigest()):
+        turns[name] = seen[known[name].kind]
+        seen[known[name].kind] += 1
+    return sorted(turns, key=turns.__getitem__)
+
+
 def read(rows_file: Path) -> list[dict[str, Any]]:
     """The rows that there are."""
     if not rows_file.exists():
@@ -43,26 +66,32 @@ def read(rows_file: Path) -> list[dict[str, Any]]:
 
 
 def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
-    """One row, from a fork of this process, which has imported what takes long and run nothing."""
+    """One row, from a fork of this process, which has imported what takes long and run nothing.
+
+    seconds: of its processor; gigabytes: of address space.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(name, gigabytes, theirs))
+    process = context.Process(target=_serve, args=(name, seconds, gigabytes, theirs))
     process.start()
     theirs.close()
     try:
-        if ours.poll(seconds):
+        if ours.poll(WAITING * seconds):
             return ours.recv()
-        reason = ["hang", f"no answer in {seconds:.0f} s", []]
+        reason = ["hang", f"no answer in {WAITING * seconds:.0f} s", []]
     except EOFError:
-        reason = ["crash", "the process died", []]
+        process.join()
+        slow = process.exitcode == -signal.SIGXCPU
+        reason = ["hang", f"not done in {seconds:.0f} s", []] if slow else ["crash", "the process died", []]
     finally:
         process.kill()
         process.join()
     return {"name": name, "task": "", "eager": "", "ways": {"pp=2": reason}}
 
 
-def _serve(name: str, gigabytes: float, pipe: Connection) -> None:
+def _serve(name: str, seconds: float, gigabytes: float, pipe: Connection) -> None:
     quiet()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     limit = int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     pipe.send(row(name))

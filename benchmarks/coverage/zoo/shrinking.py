@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks.coverage.zoo.particular import PARTICULAR
+
 WIDTH, HEADS, HEAD, LAYERS, VOCABULARY, IMAGE = 32, 4, 8, 2, 128, 32
 
 # The first rule whose pattern matches a whole name gives the value; lists of numbers get it entry by entry.
 RULES: tuple[tuple[str, Any], ...] = (
-    (r"(classifier|summary).*|initializer.*|.*_init.*", None),
+    (r"(classifier|summary).*|initializer.*|.*_init.*|num_feat_extract_layers", None),
     (r".*(drop|dropout).*|.*_pdrop|mask_(time|feature)_prob|router_jitter_noise", 0.0),
     (r"(moe_)?n(um)?_(local_|routed_)?experts|num_routed_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|top_k_experts|moe_k|num_selected_experts|expert_capacity", 2),
@@ -49,6 +51,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r".*(hidden_size|d_model|n_embd|embed_dim|hidden_dim|model_dim|projection_dim|_width)(_global)?", WIDTH),
     (r".*embedding_size", WIDTH),
     (r"(hidden_sizes|embed_dims|dim|width|dim_model|output_dim|out_dim|input_dim|query_pre_attn_scalar)", WIDTH),
+    (r"adapter_(in_dim|input_size)", WIDTH),
     (r"(output_hidden_size|out_hidden_size|text_hidden_size|output_channels|downsample_hidden_size)", WIDTH),
 )  # fmt: skip
 # lists of layers' numbers, and lists with an entry for each layer
@@ -56,6 +59,7 @@ PLACES = (
     r".*(block_indexes|visual_indexes|out_indices|attn_idxs|attn_indexes|vision_feature_layers?|insert_layer_id)|"
     r"cross_attention_layers|moe_layers|mlp_only_layers"
 )
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 KINDS = (
     r"(\w+_)?layer_types|layers_block_type|mtp_layers_block_type|.*_layers|indexer_types|layer_rope_theta|"
     r"activation_sparsity_pattern|.*layers_pattern"
@@ -85,16 +89,30 @@ class Tokens:
 
 def shrunk(config: dict[str, Any], tokens: Tokens) -> dict[str, Any]:
     """The same with small numbers."""
-    found = {name: value(name, old, tokens) for name, old in config.items()}
+    every = max((n for name, n in config.items() if name in DEPTHS and isinstance(n, int)), default=0)
+    cut = {name: old[:LAYERS] if _by_layer(name, old, every) else old for name, old in config.items()}
+    found = {name: value(name, old, tokens) for name, old in cut.items() if name != "per_layer_config"}
+    kinds = next((entry for name, entry in found.items() if name in ("layer_types", "layers_block_type")), None)
+    if isinstance(kinds, list) and len(kinds) > LAYERS and "num_hidden_layers" in found:
+        found["num_hidden_layers"] = len(kinds)
+    found |= PARTICULAR.get(str(config.get("model_type")), {})
     heads, keys = found.get("num_attention_heads"), config.get("num_key_value_heads")
     if keys is not None and keys == config.get("num_attention_heads"):
         found["num_key_value_heads"] = heads
     return found
 
 
+def _by_layer(name: str, old: Any, layers: int) -> bool:
+    """Whether an entry is a list of numbers, one for each layer."""
+    numbers = isinstance(old, (list, tuple)) and all(isinstance(entry, (int, float)) for entry in old)
+    return numbers and layers > LAYERS and len(old) == layers
+
+
 def value(name: str, old: Any, tokens: Tokens) -> Any:
     """One entry's small value."""
     if isinstance(old, dict):
+        if not all(isinstance(key, str) for key in old):
+            return old
         return rope(old) if "rope" in name else shrunk(old, tokens)
     if isinstance(old, bool) or old is None or isinstance(old, str):
         return old

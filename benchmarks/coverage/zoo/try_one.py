@@ -11,16 +11,18 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+import csc
 from benchmarks.coverage.zoo.batches import candidates, encoder
 from benchmarks.coverage.zoo.names import Architecture, architectures
 from benchmarks.coverage.zoo.shrinking import tiny
-from benchmarks.judge import judge, loss_of
+from benchmarks.judge import PLAIN, asked, judge, loss_of
 
 WAYS: dict[str, dict[str, Any]] = {"pp=2": {"pp": 2}, "cp=2": {"cp": 2}, "frozen": {"pp": 2}}
 
@@ -52,19 +54,19 @@ def made(architecture: Architecture, config: Any) -> nn.Module:
 
 
 def small(name: str) -> Small:
-    """A model whose eager step runs. Raises what the last batch that was tried raised."""
+    """A model whose eager step runs. Raises what the first batch that was tried, the fullest, raised."""
     architecture = architectures()[name]
     config = tiny(architecture.config_class)
     config._attn_implementation = "sdpa" if architecture.model_class._supports_sdpa else "eager"
-    last: Exception = RuntimeError("no batch could be made")
+    first: Exception | None = None
     for entries in candidates(made(architecture, config), config):
         try:
             loss = loss_of(made(architecture, config)(**entries))
             loss.backward()
             return Small(architecture, config, entries)
         except Exception as error:
-            last = error
-    raise last
+            first = first or error
+    raise first or RuntimeError("no batch could be made")
 
 
 def row(name: str) -> dict[str, Any]:
@@ -79,13 +81,24 @@ def row(name: str) -> dict[str, Any]:
         ]
         return found | {"eager": f"{type(error).__name__}: {str(error)[:300]} ({place[-1] if place else ''})"}
     found["entries"] = sorted(module.entries)
+    compiled = traced(module)
     for way, changes in WAYS.items():
         pattern = encoder(module.make()) if way == "frozen" else None
         if way == "frozen" and pattern is None:
             continue
-        outcome = judge(module, changes | {"freeze": (pattern,) if pattern else ()})
+        if compiled is None and found["ways"]:
+            found["ways"][way] = found["ways"]["pp=2"]  # no way has a trace to begin with
+            continue
+        outcome = judge(module, changes | {"freeze": (pattern,) if pattern else ()}, compiled)
         found["ways"][way] = [outcome.kind, outcome.reason[:600], list(map(list, outcome.differences.items()))[:3]]
     return found | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def traced(module: Small) -> csc.CompiledModel | None:
+    """The trace that all ways begin with; None if there is none, and the judge will say why."""
+    with suppress(Exception):
+        return csc.compile(module.make(), example=module.entries, cache=False, **asked({**PLAIN, **WAYS["pp=2"]}))
+    return None
 
 
 def quiet() -> None:
