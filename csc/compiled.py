@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.cache.store import store
-from csc.capture import check_lists, pieces, split_batch
+from csc.capture import split_batch
 from csc.capture.state import State
 from csc.check.eager import Step
 from csc.check.first import Checked
@@ -27,7 +27,8 @@ from csc.check.when import checks
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
-from csc.entries import check_cut, check_entries
+from csc.dividing import Divide, Dividing
+from csc.entries import check_entries
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.options import changed
@@ -60,6 +61,7 @@ class CompiledModel:
         cache: bool = True,
         check: bool | int | None = None,
         timeout: float = 600.0,
+        divide: Divide | None = None,
     ) -> None:
         self._model = model
         self._example = example
@@ -69,6 +71,7 @@ class CompiledModel:
         self._check = checks(check)
         self._steps = 0
         self._timeout = timeout
+        self._dividing = Dividing(divide)
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._state: State | None = None  # of the model when the compiler captured it, for other options
         self._made: Serving | None = None
@@ -132,6 +135,7 @@ class CompiledModel:
             self._model, options, self._example, home, self.compiler, self._cache, checked, self._timeout
         )
         other.progress = self.progress
+        other._dividing = self._dividing
         other._before = self._serving.trained
         other._state = self._serving.state
         return other
@@ -179,12 +183,10 @@ class CompiledModel:
         return self.cut(batch, options.microbatches * options.mesh.dp)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
-        """A batch as `parts` microbatches of as many samples each. InputError for an entry that cannot be cut."""
-        tensors, extra = split_batch(batch)
-        if parts == 1:
-            return [{**tensors, **extra}]
-        check_lists(extra, tensors)
-        return [piece | extra for piece in pieces(tensors, parts, self.compiler.whole_entries(batch, parts))]
+        """A batch as `parts` microbatches of as many samples each, with what belongs to these. InputError for an entry
+        that cannot be divided.
+        """
+        return self._dividing.cut(batch, parts, self.compiler)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class CompiledModel:
         parts = options.microbatches * options.mesh.dp
         if parts > 1 and not isinstance(batch, (list, tuple)):
             whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
-            check_cut(whole - self.compiler.whole_entries(batch, parts), parts)
+            self._dividing.check(batch, parts, self.compiler, whole)
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""

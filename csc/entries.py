@@ -1,12 +1,11 @@
 """The entries of a batch beside those of the example that a model was compiled for.
 
 check_entries(example, batch, model)        InputError for other keys, dtypes or plain values
-check_cut(names, parts)                     InputError if entries were cut that have no sample dimension
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -42,15 +41,6 @@ def check_entries(example: Batch, batch: Batch, model: nn.Module) -> None:
         own = getattr(model, "check_batch", None)
         if callable(own):
             own({**found, **other})
-
-
-def check_cut(names: Set[str], parts: int) -> None:
-    """names: of entries that were cut though the graph shows that they have no sample dimension."""
-    for name in sorted(names):
-        raise InputError(
-            f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
-            f"{parts} pieces", "batch", f"give a list of {parts} ready microbatches, each with the whole of it",
-        )  # fmt: skip
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

@@ -13,7 +13,17 @@ import torch
 from torch import fx, nn
 
 from csc.capture.assumed import sizes_of
-from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
+from csc.capture.batch import (
+    check_lists,
+    device_of,
+    does_not_divide,
+    doubtful,
+    dynamic_dimensions,
+    pieces,
+    placed,
+    split_batch,
+    twice,
+)
 from csc.capture.export import Exported, Host, HostFunctionFound, export, loss_of, training, without_kv_cache
 from csc.capture.failures import untraceable
 from csc.capture.modules import describe
@@ -32,6 +42,7 @@ __all__ = [
     "capture",
     "check_lists",
     "device_of",
+    "does_not_divide",
     "doubtful",
     "dynamic_dimensions",
     "loss_of",
