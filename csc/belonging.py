@@ -9,6 +9,7 @@ Terms
 
     belongings(tensors, tokens) -> {entry: Belonging}     of the entries that it is known of
     token_ids(model) -> {kind: token id}                  as its config has them
+    kind_of(name) -> kind or None
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
     samples = len(text)
     found: dict[str, Belonging] = {}
     for kind in KINDS:
-        of_kind = {name: tensor for name, tensor in tensors.items() if _kind(name) == kind and tensor.dim()}
+        of_kind = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind and tensor.dim()}
         of_kind = {name: tensor for name, tensor in of_kind.items() if tensor.shape[:2] != text.shape}
         if of_kind:
-            found |= _of_kind(of_kind, samples, _places(kind, tensors, tokens))
+            found |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
     for name, tensor in tensors.items():
-        if name not in found and _kind(name) is None and tensor.dim():
+        if name not in found and kind_of(name) is None and tensor.dim():
             if len(tensor) == samples and tensor.dim() > 1:
                 found[name] = Belonging((1,) * samples)
             elif tensor.shape[1:3] == text.shape:  # position ids of several axes
@@ -76,7 +77,8 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
     return found
 
 
-def _kind(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
+    """What an entry's name speaks of."""
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
 
 
@@ -93,7 +95,7 @@ def _places(kind: str, tensors: Mapping[str, torch.Tensor], tokens: Mapping[str,
     return Places(tuple(mask.sum(1).tolist()), tuple((mask & ~follows).sum(1).tolist()))
 
 
-def _of_kind(entries: Mapping[str, torch.Tensor], samples: int, places: Places | None) -> dict[str, Belonging]:
+def _ofkind_of(entries: Mapping[str, torch.Tensor], samples: int, places: Places | None) -> dict[str, Belonging]:
     measure = _measure(entries)
     features = next((tensor for tensor in entries.values() if tensor.is_floating_point()), None)
     if measure is None and features is None:

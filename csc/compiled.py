@@ -28,7 +28,7 @@ from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
 from csc.dividing import Divide, Dividing
-from csc.entries import check_entries
+from csc.entries import check_entries, fullest
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.options import changed
@@ -147,7 +147,7 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         ready = self._ready(self.example if batch is None else batch, options)
-        return self._current_programs().history(ready[0], options, self.progress)
+        return self._current_programs().history(fullest(ready), options, self.progress)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
@@ -163,8 +163,8 @@ class CompiledModel:
 
     @property
     def microbatch(self) -> dict[str, Any]:
-        """The example's first microbatch."""
-        return self._ready(self.example, self.options)[0]
+        """The example's first microbatch of those with the most entries."""
+        return fullest(self._ready(self.example, self.options))
 
     def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
         """Write the program directory for the example batch. InputError if something else is there.
@@ -198,7 +198,14 @@ class CompiledModel:
         options = self._options(microbatches)
         batch = self.example if batch is None else batch
         ready = self._ready(batch, options)
-        return self._current_programs().trainer(ready, options, self.progress, batch if check else None)
+        return self._current_programs().trainer(
+            ready, options, self.progress, batch if check else None, self._full(ready)
+        )
+
+    def _full(self, ready: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The example's fullest microbatch if it has entries that all of these lack."""
+        example = fullest(self.example) if isinstance(self.example, (list, tuple)) else self.example
+        return None if fullest(ready).keys() >= split_batch(example)[0].keys() else self.microbatch
 
     @property
     def checks(self) -> bool:
@@ -278,7 +285,7 @@ class CompiledModel:
             if trainer is None:
                 serving = self._current_programs()
                 ready = self._ready(batch, options)
-                trainer = serving.trainer(ready, options, self.progress, batch)
+                trainer = serving.trainer(ready, options, self.progress, batch, self._full(ready))
                 pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
             elif self._check is not True and self._check and self._steps % self._check == 0:
                 self.gather()
@@ -330,10 +337,7 @@ class CompiledModel:
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
-        manifest = trainer.program.manifest
-        used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
-        complete = self._serving.checked_places(ready)
-        return [{n: v for n, v in one.items() if n in used} for one in complete]
+        return [trainer.reads(one) for one in self._serving.checked_places(ready)]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:
         """The batches, in order, each with its context-parallel plans made while the batch before is trained on:

@@ -124,7 +124,7 @@ def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) 
 def _divided(
     tensors: Mapping[str, torch.Tensor], parts: int, known: Mapping[str, Belonging], whole: Collection[str]
 ) -> list[dict[str, torch.Tensor]]:
-    """Entries of which nothing is known are cut into equal slices."""
+    """Entries of which nothing is known are cut into equal slices. A microbatch lacks those that it has no row of."""
     for name, belonging in known.items():
         if len(belonging.rows) % parts:
             raise does_not_divide(name, len(belonging.rows), parts)
@@ -133,5 +133,6 @@ def _divided(
         each = len(belonging.rows) // parts
         rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]
         for microbatch, tensor in zip(found, tensors[name].split(rows, belonging.dim), strict=True):
-            microbatch[name] = tensor.contiguous()
-    return [{name: microbatch[name] for name in tensors} for microbatch in found]
+            if len(tensor) or not len(tensors[name]):
+                microbatch[name] = tensor.contiguous()
+    return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in found]

@@ -17,7 +17,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from csc.checking import Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
+from csc.entries import fullest_first
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
@@ -54,16 +55,20 @@ Key = tuple[Any, int]  # signature, number of microbatches
 
 @dataclass
 class Decided:
-    """stages: the regions of each; placement: the rank of each; schedules: by number of microbatches."""
+    """stages: the regions of each; placement: the rank of each; entries: of the microbatch that it was decided for;
+    schedules: by number of microbatches.
+    """
 
     stages: tuple[tuple[str, ...], ...]
     placement: tuple[int, ...]
+    entries: frozenset[str]
     schedules: dict[int, Schedule | None] = field(default_factory=dict)
 
-    def settled(self, options: Options) -> Options:
-        """The options for another program."""
+    def settled(self, options: Options, entries: Set[str]) -> Options:
+        """The options for another program, of microbatches with these entries."""
         schedule = self.schedules.get(options.microbatches) or options.schedule
-        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule)
+        part = isinstance(schedule, Schedule) and not entries >= self.entries
+        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule, part=part)
 
 
 class Serving:
@@ -164,7 +169,7 @@ class Serving:
     def _options(self, key: Key, options: Options) -> Options:
         if key in self._settled:
             return self._settled[key]
-        return self._decided.settled(options) if self._decided is not None else options
+        return self._decided.settled(options, _entries(key)) if self._decided is not None else options
 
     def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
         stages = tuple(stage.regions for stage in program.stages)
@@ -182,8 +187,9 @@ class Serving:
             self.look()
         self._settled.setdefault(key, settled)
         if self._decided is None:
-            self._decided = Decided(stages, placement)
-        self._decided.schedules.setdefault(settled.microbatches, schedule)
+            self._decided = Decided(stages, placement, _entries(key))
+        if not settled.part:
+            self._decided.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
         self,
@@ -215,17 +221,26 @@ class Serving:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def trainer(self, ready: Sequence[Microbatch], options: Options, progress: Progress, batch: Any = None) -> Trainer:
+    def trainer(
+        self,
+        ready: Sequence[Microbatch],
+        options: Options,
+        progress: Progress,
+        batch: Any = None,
+        full: Microbatch | None = None,
+    ) -> Trainer:
         """The runtime with a program for each of these microbatches; missing ones are found or compiled, and compared
         with eager PyTorch if nobody has done so. All ranks call it with the same.
 
-        batch: what the microbatches were made of; None: nothing is compared. DifferenceError if a program does not
-        train what eager PyTorch does.
+        batch: what the microbatches were made of; None: nothing is compared. full: a microbatch with all entries, if
+        these lack some: its program is then made first, which has the stages for all. DifferenceError if a program does
+        not train what eager PyTorch does.
         """
         with self.compiling:
             self.checking.refuse_different()
             new = False
-            for microbatch in ready:
+            first = [full] if full is not None and options.microbatches not in self._trainers else []
+            for microbatch in [*first, *fullest_first(ready)]:
                 if not self._serves(microbatch, options):
                     self.meeting(options)
                     self._gather_weights()
@@ -425,6 +440,11 @@ class Serving:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
         self._before = None
+
+
+def _entries(key: Key) -> frozenset[str]:
+    """The names of a microbatch's tensors."""
+    return frozenset(name for name, *_ in key[0][0])
 
 
 def _own_rank() -> list[int] | None:

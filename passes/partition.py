@@ -14,6 +14,7 @@ from csc.analysis.costs import basis
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
+from csc.ir.schedule import Schedule, part
 from csc.planning.partition import at_cuts
 from csc.planning.plan import Plan as Decided
 from csc.planning.plan import plan
@@ -33,6 +34,8 @@ def partition(program: Program, options: Options) -> Program:
     """
     problem = numbers.problem(program, options)
     program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
+    if options.part:
+        options = replace(options, schedule=_of_part(program, problem, options))
     decided = decide(program, problem, options)
     home = [0] * len(program.regions)
     for index, members in enumerate(decided.stages):
@@ -86,7 +89,9 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         raise InputError("both cuts and stages are given", "cuts", "give one of them")
     names = [region.name for region in program.regions]
     if options.stages is not None:
-        return _matching(names, options.stages)
+        known = set(names)
+        wanted = [[name for name in stage if name in known] for stage in options.stages]
+        return _matching(names, wanted if options.part else options.stages)
     if options.cuts is None:
         return None
     starts = at_cuts(names, options.cuts)
@@ -98,6 +103,20 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         )  # fmt: skip
     bounds = [*starts, len(names)]
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(starts))]
+
+
+def _of_part(program: Program, problem: Problem, options: Options) -> Schedule:
+    """What of the given schedule there is to do in these stages, some of which may be empty."""
+    assert isinstance(options.schedule, Schedule)
+    given = _given(program, options) or []
+    home = {unit: index for index, members in enumerate(given) for unit in members}
+    needs = [[program.regions[unit] for unit in members] for members in given]
+    return part(
+        options.schedule,
+        channels(problem.values, [home[unit] for unit in range(len(program.regions))]),
+        [any(region.needs_dx or region.needs_dw for region in members) for members in needs],
+        [any(region.needs_dw for region in members) for members in needs],
+    )
 
 
 def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[list[int]]:

@@ -98,7 +98,7 @@ class Learned:
         """(tensors, other values, what the model's code does, if that matters); values that decide are as they are."""
         tensors, extra = split_batch(microbatch)
         for call in self.host.calls:
-            if all(entry in tensors for _, entry in call.arguments):
+            if call.is_for(tensors):
                 tensors |= call.entries(model, tensors)
         if not self.replays:
             return tensors, extra, None

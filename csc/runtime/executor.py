@@ -1,10 +1,11 @@
 """The executor: runs one rank's list of actions for one step.
 
 Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own
-and opaque here. A rank that cannot go on *waits*; its generator then yields a text that says for what. With a
-transport that blocks it never yields.
+and opaque here. The *whole* program is the first one, which has all that a microbatch's own has; of its actions, those
+that a microbatch has nothing for are skipped. A rank that cannot go on *waits*; its generator then yields a text that
+says for what. With a transport that blocks it never yields.
 
-    step(ranks, microbatches, weights, trace) -> generator -> StepResult
+    step(whole, ranks, microbatches, weights, trace) -> generator -> StepResult
     interleave({rank: generator}) -> {rank: StepResult}     the ranks of a process in turns, in a fixed order
 """
 
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
-from csc.ir.schedule import Action, Message
+from csc.ir.schedule import Action, Message, doable
 from csc.runtime import context, losses, seeds
-from csc.runtime.gradients import GradientSums, Pair, reduce
+from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
@@ -86,14 +87,16 @@ class _Step:
     """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
 
     def __init__(
-        self, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+        self, rank: Rank, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
     ) -> None:
-        rank, manifest = ranks[0], ranks[0].program.manifest
+        manifest = rank.program.manifest
         self.rank = rank  # for all that is the same in every program
         self.ranks = ranks
         self.batches = microbatches
         self.weights = weights
-        self.stages = {stage.stage: stage for stage in rank.stages}
+        self.stages = {
+            stage.stage: [one.program.manifest.stages[stage.stage] for one in ranks] for stage in rank.stages
+        }
         of_rank = {id(one): _Routes(one) for one in ranks}
         self.routes = [of_rank[id(one)] for one in ranks]
         self.inbox = _Inbox()
@@ -107,12 +110,18 @@ class _Step:
         self.gradients = GradientSums(held, self.stages)
 
     def compute(self, action: Action) -> None:
-        """Run F, B, W or BW of one microbatch."""
-        stage, mb = self.stages[action.stage], action.microbatch
+        """Run F, B, W or BW of one microbatch, as far as its program has it."""
+        mb = action.microbatch
+        stage = self.stages[action.stage][mb]
+        kind = doable(action.kind, stage.backward_input, stage.backward_weight) if action.kind != "F" else "F"
+        if "W" in action.kind and not stage.backward_weight:
+            self.gradients.add(stage.stage, mb, ())
+        if kind is None:
+            return
         constants, functions = self.ranks[mb].constants, self.ranks[mb].functions[stage.stage]
         item = (stage.stage, mb)
         loss_here = self.rank.program.manifest.loss.stage == stage.stage
-        if action.kind == "F":
+        if kind == "F":
             received = self.inbox.take("F", *item)
             sent, saved = functions.forward(self.batches[mb], received, self.weights, constants)
             if loss_here:
@@ -121,9 +130,9 @@ class _Step:
             if stage.backward_input:
                 self.saved[item] = saved
             self._hand_on("F", stage.stage, mb, sent)
-        elif action.kind == "BW":
+        elif kind == "BW":
             self.gradients.add(stage.stage, mb, self._backward(functions, *item))
-        elif action.kind == "B":
+        elif kind == "B":
             assert functions.backward_input is not None
             received = self._gradients_for(*item)
             sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights, constants)
@@ -162,6 +171,10 @@ class _Step:
             self.outbox[kind, stage, mb] = dict(sent)
             self.pending[kind, stage, mb] = count
 
+    def moves(self, action: Action) -> bool:
+        """Whether a SEND or RECV has something to move."""
+        return action.channel in self.routes[action.microbatch].messages
+
     def message(self, action: Action) -> MessageSpec:
         """What a SEND or RECV carries, in the sizes of its microbatch."""
         return self.routes[action.microbatch].messages[action.channel]
@@ -175,23 +188,26 @@ class _Step:
 
 
 def step(
+    whole: Rank,
     ranks: Sequence[Rank],
     microbatches: Sequence[Batch],
     weights: Mapping[str, torch.Tensor],
     trace: bool = False,
     drawn: int = 0,
+    uneven: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
     name; `drawn`: see csc.runtime.seeds.
 
-    ranks: for each microbatch the rank in the program of the microbatch's sizes; the same one where sizes are equal.
+    whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
+    the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
-    rank, manifest = ranks[0], ranks[0].program.manifest
+    rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
-    state = _Step(ranks, microbatches, weights)
+    state = _Step(whole, ranks, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = yield from losses.weights(ranks, microbatches)
@@ -202,6 +218,8 @@ def step(
             start = time.perf_counter()
             if action.computes:
                 state.compute(action)
+            elif action.kind != "REDUCE" and not state.moves(action):
+                continue
             elif action.kind == "SEND":
                 state.send(action)
             elif action.kind == "RECV":
@@ -210,8 +228,13 @@ def step(
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
             else:
+                sums = state.gradients
+                reached = None
+                if uneven:
+                    names = [spec.name for spec in manifest.parameters]
+                    reached = yield from of_any(sums, names, manifest.mesh, rank.endpoint, rank.device)
                 yield from reduce(
-                    state.gradients, rank.position, rank.replica, rank.piece, manifest.mesh, rank.endpoint, rank.device
+                    sums, rank.position, rank.replica, rank.piece, manifest.mesh, rank.endpoint, rank.device, reached
                 )
             if trace:
                 timed.append(Timed(action, start, time.perf_counter()))
@@ -228,7 +251,7 @@ def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
     for action in actions[here + actions[here].computes :]:
         if action.computes:
             return
-        if action.kind == "RECV":
+        if action.kind == "RECV" and state.moves(action):
             state.rank.endpoint.post(state.message(action), action.microbatch)
 
 
