@@ -163,8 +163,12 @@ class CompiledModel:
 
     @property
     def microbatch(self) -> dict[str, Any]:
-        """The example's first microbatch of those with the most entries."""
-        return fullest(self._ready(self.example, self.options))
+        """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
+        found = fullest(self._ready(self.example, self.options))
+        if isinstance(self.example, (list, tuple)):
+            return found
+        tensors, extra = split_batch(self.example)
+        return found if found.keys() >= tensors.keys() else {**tensors, **extra}
 
     def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
         """Write the program directory for the example batch. InputError if something else is there.

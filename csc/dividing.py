@@ -76,7 +76,13 @@ class Dividing:
         return {name: belonging for name, belonging in found.items() if name not in self._said_whole}
 
 
-def _check(divide: Mapping[str, str | Rows]) -> None:
+def _check(divide: Any) -> None:
+    if not isinstance(divide, Mapping):
+        raise InputError(
+            f"divide is {divide!r}", "compile",
+            "map entries to how they are divided, or give a function from the batch and a number to so many "
+            "microbatches",
+        )  # fmt: skip
     for name, how in divide.items():
         if not callable(how) and how not in (SAMPLES, WHOLE):
             raise InputError(

@@ -89,9 +89,7 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         raise InputError("both cuts and stages are given", "cuts", "give one of them")
     names = [region.name for region in program.regions]
     if options.stages is not None:
-        known = set(names)
-        wanted = [[name for name in stage if name in known] for stage in options.stages]
-        return _matching(names, wanted if options.part else options.stages)
+        return _in_part(program, options.stages) if options.part else _matching(names, options.stages)
     if options.cuts is None:
         return None
     starts = at_cuts(names, options.cuts)
@@ -103,6 +101,22 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         )  # fmt: skip
     bounds = [*starts, len(names)]
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(starts))]
+
+
+def _in_part(program: Program, stages: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The regions of each stage of a larger program that are there. What has no parameters may be called otherwise in
+    both (one of two places where features are put into the text): where its name stands before what it reads, it goes
+    to the stage that reads it.
+    """
+    named = {name: stage for stage, members in enumerate(stages) for name in members}
+    maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
+    reads = [[maker[value] for value in region.activations] for region in program.regions]
+    home = [named.get(region.name, 0) for region in program.regions]
+    for unit in reversed(range(len(home))):
+        readers = [home[other] for other, read in enumerate(reads) if unit in read]
+        if readers and any(home[unit] < home[one] for one in reads[unit]):
+            home[unit] = min(readers)
+    return [[unit for unit, own in enumerate(home) if own == stage] for stage in range(len(stages))]
 
 
 def _of_part(program: Program, problem: Problem, options: Options) -> Schedule:
