@@ -6,12 +6,13 @@ fullest(microbatches), fullest_first(...)   by their numbers of entries
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import nn
 
-from csc.belonging import kind_of
+from csc.belonging import kind_of, token_ids
 from csc.capture import split_batch
 from csc.errors import InputError
 
@@ -40,6 +41,7 @@ def check_entries(example: Batch, batch: Batch, model: nn.Module) -> None:
                 f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
                 "values that are no tensors are compiled in: compile again with an example that has these",
             )  # fmt: skip
+        _check_lacking(expected.keys() - found.keys(), found, model)
         own = getattr(model, "check_batch", None)
         if callable(own):
             own({**found, **other})
@@ -59,6 +61,20 @@ def _may_lack(found: Mapping[str, Any], expected: Mapping[str, Any], name: str) 
     """Whether an entry may be absent: of images, videos or sounds, of which the batch has no entry at all."""
     kind = kind_of(name)
     return kind is not None and not any(other in found and kind_of(other) == kind for other in expected)
+
+
+def _check_lacking(names: Set[str], found: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """InputError if the text has places for what a batch lacks: the model would read them as words."""
+    ids = found.get("input_ids")
+    tokens = token_ids(model)
+    for name in sorted(names):
+        token = tokens.get(kind_of(name) or "")
+        places = 0 if ids is None or token is None else int((ids == token).sum())
+        if places:
+            raise InputError(
+                f"the batch has no entry {name!r}, and the text has {places} placeholders for it", "train_step",
+                f"add it, or leave out the placeholders (token {token})",
+            )  # fmt: skip
 
 
 def _keys_remedy(expected: Mapping[str, Any]) -> str:

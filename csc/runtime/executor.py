@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
-from csc.ir.schedule import Action, Message, doable
+from csc.ir.schedule import Action, Kind, Message, doable
 from csc.runtime import context, losses, seeds
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
@@ -111,13 +111,10 @@ class _Step:
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, as far as its program has it."""
-        mb = action.microbatch
+        mb, kind = action.microbatch, self.doable(action)
         stage = self.stages[action.stage][mb]
-        kind = doable(action.kind, stage.backward_input, stage.backward_weight) if action.kind != "F" else "F"
         if "W" in action.kind and not stage.backward_weight:
-            self.gradients.add(stage.stage, mb, ())
-        if kind is None:
-            return
+            self.gradients.add(stage.stage, mb, ())  # the sums wait for every microbatch's turn
         constants, functions = self.ranks[mb].constants, self.ranks[mb].functions[stage.stage]
         item = (stage.stage, mb)
         loss_here = self.rank.program.manifest.loss.stage == stage.stage
@@ -139,7 +136,7 @@ class _Step:
             if stage.backward_weight:
                 self.saved_for_weights[item] = saved
             self._hand_on("B", stage.stage, mb, sent)
-        else:
+        elif kind == "W":
             assert functions.backward_weight is not None
             pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights, constants)
             self.gradients.add(stage.stage, mb, pairs)
@@ -171,9 +168,14 @@ class _Step:
             self.outbox[kind, stage, mb] = dict(sent)
             self.pending[kind, stage, mb] = count
 
-    def moves(self, action: Action) -> bool:
-        """Whether a SEND or RECV has something to move."""
-        return action.channel in self.routes[action.microbatch].messages
+    def doable(self, action: Action) -> Kind | None:
+        """What of an action there is to do for its microbatch; None: nothing."""
+        if action.kind in ("F", "REDUCE"):
+            return action.kind
+        if action.kind in ("SEND", "RECV"):
+            return action.kind if action.channel in self.routes[action.microbatch].messages else None
+        stage = self.stages[action.stage][action.microbatch]
+        return doable(action.kind, stage.backward_input, stage.backward_weight)
 
     def message(self, action: Action) -> MessageSpec:
         """What a SEND or RECV carries, in the sizes of its microbatch."""
@@ -218,7 +220,9 @@ def step(
             start = time.perf_counter()
             if action.computes:
                 state.compute(action)
-            elif action.kind != "REDUCE" and not state.moves(action):
+                if state.doable(action) is None:
+                    continue
+            elif state.doable(action) is None:
                 continue
             elif action.kind == "SEND":
                 state.send(action)
@@ -251,7 +255,7 @@ def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
     for action in actions[here + actions[here].computes :]:
         if action.computes:
             return
-        if action.kind == "RECV" and state.moves(action):
+        if action.kind == "RECV" and state.doable(action) is not None:
             state.rank.endpoint.post(state.message(action), action.microbatch)
 
 

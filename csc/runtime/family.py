@@ -34,8 +34,8 @@ def check_member(first: LoadedProgram, other: LoadedProgram) -> None:
 
 
 def is_part(first: Manifest, other: Manifest) -> bool:
-    """Whether a program reads less of the batch than the first one."""
-    return {one.name for one in other.inputs} < {one.name for one in first.inputs}
+    """Whether a program lacks entries of the batch that the first one reads."""
+    return not {one.name for one in other.inputs} >= {one.name for one in first.inputs}
 
 
 def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:

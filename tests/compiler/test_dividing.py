@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 import csc
 from csc.errors import InputError
+from csc.integrations.hf import CompiledTrainer
 from tests.models import captions, mixed
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -132,6 +135,9 @@ def test_the_first_batch_may_have_no_images() -> None:
     step_is_eager(compiled, captions.batch([[3], []]), FLOAT64)
     with pytest.raises(InputError, match="the batch has no entry 'image_grid_thw'"):
         compiled.train_step({name: t for name, t in captions.batch([[3], [1]]).items() if name != "image_grid_thw"})
+    forgotten = {name: t for name, t in captions.batch([[3], [1]]).items() if name in ("input_ids", "labels")}
+    with pytest.raises(InputError, match="the batch has no entry 'image_grid_thw', and the text has 4 placeholders"):
+        compiled.train_step(forgotten)
     with pytest.raises(InputError, match="the batch has no entry 'labels'"):
         compiled.train_step({name: t for name, t in captions.batch([[], []]).items() if name != "labels"})
 
@@ -145,6 +151,38 @@ def test_a_list_of_microbatches_with_and_without_images() -> None:
         for i in range(3)
     ]
     same(captions.Captions(), batch, FLOAT64, given, mesh="pp=2", microbatches=3)
+
+
+def test_a_timeline_leaves_out_what_is_not_done() -> None:
+    batch = captions.batch([[1], []])
+    compiled = csc.compile(captions.Captions(), example=batch, mesh="pp=2", microbatches=2, cuts=["embed"])
+    found = compiled.timeline(batch)
+    done = [{str(event.action) for event in rank if event.action.microbatch == 1} for rank in found.ranks]
+    assert done[0] == {"F 0 1"} and "SEND B 1>0 1" not in done[1]
+    assert "SEND F 0>1 0" in map(str, (event.action for event in found.ranks[0]))
+
+
+def test_a_loop_of_hf_trainer(tmp_path: Path) -> None:
+    """Batches with other numbers of images, with none, and with an image in the last sample alone."""
+    counts = [[1, 2], [3], [], [1], [], [], [], [], [], [], [], [2], [1], [], [2], []]
+    steps = [captions.batch(counts[start : start + 4]) for start in range(0, 16, 4)]
+    model = captions.Captions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in steps:
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled = csc.compile(captions.Captions(), example=steps[0], mesh="pp=2", microbatches=2)
+    settings = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.1, max_grad_norm=0.0,
+        lr_scheduler_type="constant", optim="sgd", report_to="none", use_cpu=True, save_strategy="no",
+        disable_tqdm=True, train_sampling_strategy="sequential", dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    rows = [{"row": row} for row in range(16)]
+    CompiledTrainer(compiled, settings, train_dataset=rows, data_collator=lambda own: steps[own[0]["row"] // 4]).train()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(compiled.model.get_parameter(name), parameter, rtol=1e-11, atol=1e-13, msg=name)
 
 
 # what a user says
