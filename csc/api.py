@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from csc.compiled import CompiledModel, Example, Factory
+from csc.dividing import Divide
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.options import changed
@@ -47,6 +48,7 @@ def compile(
     cache: bool = True,
     check: bool | int | None = None,
     timeout: float = 600.0,
+    divide: Divide | None = None,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -76,6 +78,9 @@ def compile(
     check: compare a program with eager PyTorch before its first step, on that step's batch (about two eager steps); a
     number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0; see docs/check.md.
     timeout: seconds without an answer until another process counts as lost.
+    divide: whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole" (for
+    every microbatch) or a function from the batch to each sample's number of rows; or one function from the batch and
+    a number to so many microbatches; see docs/guide.md.
 
     Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
     compiles for all of them, on first use. Raises InputError for bad arguments.
@@ -102,7 +107,7 @@ def compile(
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(target, options, example, home, cache=cache, check=check, timeout=timeout)
+        return CompiledModel(target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide)
 
     if model is None:
         return build

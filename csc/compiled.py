@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.cache.store import store
-from csc.capture import check_lists, pieces, split_batch
+from csc.capture import split_batch
 from csc.capture.state import State
 from csc.check.eager import Step
 from csc.check.first import Checked
@@ -27,7 +27,8 @@ from csc.check.when import checks
 from csc.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.codegen.write import checked_ranks
 from csc.compiler import Compiler, Progress, quiet
-from csc.entries import check_cut, check_entries
+from csc.dividing import Divide, Dividing
+from csc.entries import check_entries, fullest
 from csc.errors import InputError
 from csc.instead import INSTEAD, instead
 from csc.ir.program import Options, Program
@@ -61,6 +62,7 @@ class CompiledModel:
         cache: bool = True,
         check: bool | int | None = None,
         timeout: float = 600.0,
+        divide: Divide | None = None,
     ) -> None:
         self._model = model
         self._example = example
@@ -70,6 +72,7 @@ class CompiledModel:
         self._check = checks(check)
         self._steps = 0
         self._timeout = timeout
+        self._dividing = Dividing(divide)
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._state: State | None = None  # of the model when the compiler captured it, for other options
         self._made: Serving | None = None
@@ -138,6 +141,7 @@ class CompiledModel:
             self._model, options, self._example, home, self.compiler, self._cache, checked, self._timeout
         )
         other.progress = self.progress
+        other._dividing = self._dividing
         other._before = self._serving.trained
         other._state = self._serving.state
         return other
@@ -149,7 +153,7 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         ready = self._ready(self.example if batch is None else batch, options)
-        return self._current_programs().history(ready[0], options, self.progress)
+        return self._current_programs().history(fullest(ready), options, self.progress)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
@@ -165,8 +169,12 @@ class CompiledModel:
 
     @property
     def microbatch(self) -> dict[str, Any]:
-        """The example's first microbatch."""
-        return self._ready(self.example, self.options)[0]
+        """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
+        found = fullest(self._ready(self.example, self.options))
+        if isinstance(self.example, (list, tuple)):
+            return found
+        tensors, extra = split_batch(self.example)
+        return found if found.keys() >= tensors.keys() else {**tensors, **extra}
 
     def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
         """Write the program directory for the example batch. InputError if something else is there.
@@ -185,12 +193,10 @@ class CompiledModel:
         return self.cut(batch, options.microbatches * options.mesh.dp)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
-        """A batch as `parts` microbatches of as many samples each. InputError for an entry that cannot be cut."""
-        tensors, extra = split_batch(batch)
-        if parts == 1:
-            return [{**tensors, **extra}]
-        check_lists(extra, tensors)
-        return [piece | extra for piece in pieces(tensors, parts, self.compiler.whole_entries(batch, parts))]
+        """A batch as `parts` microbatches of as many samples each, with what belongs to these. InputError for an entry
+        that cannot be divided.
+        """
+        return self._dividing.cut(batch, parts, self.compiler)
 
     # --- as an nn.Module --------------------------------------------------------------------------------------------
 
@@ -220,7 +226,14 @@ class CompiledModel:
         options = self._options(microbatches)
         batch = self.example if batch is None else batch
         ready = self._ready(batch, options)
-        return self._current_programs().trainer(ready, options, self.progress, batch if check else None)
+        return self._current_programs().trainer(
+            ready, options, self.progress, batch if check else None, self._full(ready)
+        )
+
+    def _full(self, ready: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The example's fullest microbatch if it has entries that all of these lack."""
+        example = fullest(self.example) if isinstance(self.example, (list, tuple)) else self.example
+        return None if fullest(ready).keys() >= split_batch(example)[0].keys() else self.microbatch
 
     @property
     def checks(self) -> bool:
@@ -300,7 +313,7 @@ class CompiledModel:
             if trainer is None:
                 serving = self._current_programs()
                 ready = self._ready(batch, options)
-                trainer = serving.trainer(ready, options, self.progress, batch)
+                trainer = serving.trainer(ready, options, self.progress, batch, self._full(ready))
                 pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
             elif self._check is not True and self._check and self._steps % self._check == 0:
                 self.gather()
@@ -348,14 +361,11 @@ class CompiledModel:
         parts = options.microbatches * options.mesh.dp
         if parts > 1 and not isinstance(batch, (list, tuple)):
             whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
-            check_cut(whole - self.compiler.whole_entries(batch, parts), parts)
+            self._dividing.check(batch, parts, self.compiler, whole)
 
     def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
-        manifest = trainer.program.manifest
-        used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
-        complete = self._serving.checked_places(ready)
-        return [{n: v for n, v in one.items() if n in used} for one in complete]
+        return [trainer.reads(one) for one in self._serving.checked_places(ready)]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:
         """The batches, in order, each with its context-parallel plans made while the batch before is trained on:

@@ -9,7 +9,7 @@ Terms
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,12 +158,12 @@ class Compiler:
         flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
 
-    def whole_entries(self, batch: Mapping[str, Any], parts: int) -> frozenset[str]:
+    def whole_entries(self, batch: Mapping[str, Any], parts: int, known: Collection[str] = ()) -> frozenset[str]:
         """Entries of a global batch without a sample dimension, which are not cut, as a trace of it shows; none if it
-        cannot be traced.
+        cannot be traced. known: entries that the trace is not asked for.
         """
         tensors, _ = split_batch(batch)
-        among = doubtful(tensors, parts)
+        among = doubtful(tensors, parts).difference(known)
         key = frozenset(tensors), among
         if among and key not in self.whole:
             try:
@@ -171,7 +171,7 @@ class Compiler:
                 self.whole[key] = frozenset(combination(captured, captured.graph).whole)
             except CscError:  # its microbatches say why, or can be traced
                 self.whole[key] = frozenset()
-        return self.whole.get(key, frozenset())
+        return self.whole.get(key, frozenset()).difference(known)
 
     def emit(
         self,

@@ -17,7 +17,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from csc.checking import Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
+from csc.entries import fullest_first
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
@@ -58,16 +59,20 @@ Family = tuple[int, Answers]  # number of microbatches
 
 @dataclass
 class Decided:
-    """stages: the regions of each; placement: the rank of each; schedules: by number of microbatches."""
+    """stages: the regions of each; placement: the rank of each; entries: of the microbatch that it was decided for;
+    schedules: by number of microbatches.
+    """
 
     stages: tuple[tuple[str, ...], ...]
     placement: tuple[int, ...]
+    entries: frozenset[str]
     schedules: dict[int, Schedule | None] = field(default_factory=dict)
 
-    def settled(self, options: Options) -> Options:
-        """The options for another program."""
+    def settled(self, options: Options, entries: Set[str]) -> Options:
+        """The options for another program, of microbatches with these entries."""
         schedule = self.schedules.get(options.microbatches) or options.schedule
-        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule)
+        part = isinstance(schedule, Schedule) and not entries >= self.entries
+        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule, part=part)
 
     def settled_anew(self, options: Options, regions: Sequence[str]) -> Options:
         """The options for a program of other regions: each where it was, a new one with the next one that was there;
@@ -210,7 +215,7 @@ class Serving:
         if key in self._settled:
             return self._settled[key]
         known = self._decided.get(key[2]) or next(iter(self._decided.values()), None)
-        return known.settled(options) if known is not None else options
+        return known.settled(options, _entries(key)) if known is not None else options
 
     def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
         stages = tuple(stage.regions for stage in program.stages)
@@ -227,8 +232,9 @@ class Serving:
         if self.state is None:
             self.look()
         self._settled.setdefault(key, settled)
-        own = self._decided.setdefault(key[2], Decided(stages, placement))
-        own.schedules.setdefault(settled.microbatches, schedule)
+        own = self._decided.setdefault(key[2], Decided(stages, placement, _entries(key)))
+        if not settled.part:
+            own.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
         self,
@@ -265,17 +271,26 @@ class Serving:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def trainer(self, ready: Sequence[Microbatch], options: Options, progress: Progress, batch: Any = None) -> Trainer:
+    def trainer(
+        self,
+        ready: Sequence[Microbatch],
+        options: Options,
+        progress: Progress,
+        batch: Any = None,
+        full: Microbatch | None = None,
+    ) -> Trainer:
         """The runtime with a program for each of these microbatches; missing ones are found or compiled, and compared
         with eager PyTorch if nobody has done so. All ranks call it with the same.
 
-        batch: what the microbatches were made of; None: nothing is compared. DifferenceError if a program does not
-        train what eager PyTorch does.
+        batch: what the microbatches were made of; None: nothing is compared. full: a microbatch with all entries, if
+        these lack some: its program is then made first, which has the stages for all. DifferenceError if a program does
+        not train what eager PyTorch does.
         """
         with self.compiling:
             self.checking.refuse_different()
             new = False
-            for microbatch in ready:
+            first = [full] if full is not None and options.microbatches not in self._trainers else []
+            for microbatch in [*first, *fullest_first(ready)]:
                 if not self._serves(microbatch, options):
                     self.meeting(options)
                     self._gather_weights()
@@ -496,6 +511,11 @@ class Serving:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
         self._before = None
+
+
+def _entries(key: Key) -> frozenset[str]:
+    """The names of a microbatch's tensors."""
+    return frozenset(name for name, *_ in key[0][0])
 
 
 def _own_rank() -> list[int] | None:

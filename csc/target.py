@@ -40,7 +40,7 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
             "name a compiled model, an nn.Module or a function that makes one",
         )
     if example is not None:
-        batch = _attribute(module, example, path)
+        batch, dividing = _attribute(module, example, path), compiled._dividing
         compiled = CompiledModel(
             compiled._model,
             compiled.options,
@@ -48,6 +48,7 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
             compiled._directory,
             cache=compiled._cache,
         )
+        compiled._dividing = dividing
     return compiled
 
 

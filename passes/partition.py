@@ -14,6 +14,7 @@ from csc.analysis.costs import basis
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
+from csc.ir.schedule import Schedule, part
 from csc.planning.partition import at_cuts
 from csc.planning.plan import Plan as Decided
 from csc.planning.plan import plan
@@ -33,6 +34,8 @@ def partition(program: Program, options: Options) -> Program:
     """
     problem = numbers.problem(program, options)
     program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
+    if options.part:
+        options = replace(options, schedule=_of_part(program, problem, options))
     decided = decide(program, problem, options)
     home = [0] * len(program.regions)
     for index, members in enumerate(decided.stages):
@@ -86,7 +89,7 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         raise InputError("both cuts and stages are given", "cuts", "give one of them")
     names = [region.name for region in program.regions]
     if options.stages is not None:
-        return _matching(names, options.stages)
+        return _in_part(program, options.stages) if options.part else _matching(names, options.stages)
     if options.cuts is None:
         return None
     starts = at_cuts(names, options.cuts)
@@ -98,6 +101,36 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         )  # fmt: skip
     bounds = [*starts, len(names)]
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(starts))]
+
+
+def _in_part(program: Program, stages: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The regions of each stage of a larger program that are there. What has no parameters may be called otherwise in
+    both (one of two places where features are put into the text): where its name stands before what it reads, it goes
+    to the stage that reads it.
+    """
+    named = {name: stage for stage, members in enumerate(stages) for name in members}
+    maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
+    reads = [[maker[value] for value in region.activations] for region in program.regions]
+    home = [named.get(region.name, 0) for region in program.regions]
+    for unit in reversed(range(len(home))):
+        readers = [home[other] for other, read in enumerate(reads) if unit in read]
+        if readers and any(home[unit] < home[one] for one in reads[unit]):
+            home[unit] = min(readers)
+    return [[unit for unit, own in enumerate(home) if own == stage] for stage in range(len(stages))]
+
+
+def _of_part(program: Program, problem: Problem, options: Options) -> Schedule:
+    """What of the given schedule there is to do in these stages, some of which may be empty."""
+    assert isinstance(options.schedule, Schedule)
+    given = _given(program, options) or []
+    home = {unit: index for index, members in enumerate(given) for unit in members}
+    needs = [[program.regions[unit] for unit in members] for members in given]
+    return part(
+        options.schedule,
+        channels(problem.values, [home[unit] for unit in range(len(program.regions))]),
+        [any(region.needs_dx or region.needs_dw for region in members) for members in needs],
+        [any(region.needs_dw for region in members) for members in needs],
+    )
 
 
 def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[list[int]]:

@@ -83,7 +83,7 @@ def choices_of(program: Program, options: Options) -> dict[str, Choice]:
     found: dict[str, Choice] = {region.name: NONE for region in program.regions}
     for pattern, choice in options.recompute:
         matched = [region.name for region in program.regions if _matches(pattern, region)]
-        if not matched:
+        if not matched and not options.part:
             names = [*dict.fromkeys(region.component for region in program.regions), *found]
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
             raise InputError(

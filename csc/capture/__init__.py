@@ -13,7 +13,17 @@ import torch
 from torch import fx, nn
 
 from csc.capture.assumed import sizes_of
-from csc.capture.batch import check_lists, device_of, doubtful, dynamic_dimensions, pieces, placed, split_batch, twice
+from csc.capture.batch import (
+    check_lists,
+    device_of,
+    does_not_divide,
+    doubtful,
+    dynamic_dimensions,
+    pieces,
+    placed,
+    split_batch,
+    twice,
+)
 from csc.capture.bodies import CannotRepeat
 from csc.capture.export import (
     Exported,
@@ -44,6 +54,7 @@ __all__ = [
     "capture",
     "check_lists",
     "device_of",
+    "does_not_divide",
     "doubtful",
     "dynamic_dimensions",
     "loss_of",
@@ -110,7 +121,7 @@ class Learned:
         """(tensors, other values, what the model's code does, if that matters); values that decide are as they are."""
         tensors, extra = split_batch(microbatch)
         for call in self.host.calls:
-            if all(entry in tensors for _, entry in call.arguments):
+            if call.is_for(tensors):
                 tensors |= call.entries(model, tensors)
         if not self.replays:
             return tensors, extra, None

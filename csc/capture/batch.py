@@ -121,12 +121,17 @@ def pieces(
         if tensor.dim() == 0 or name in whole:
             sliced[name] = [tensor] * parts
         elif tensor.shape[0] % parts:
-            raise InputError(
-                f"the batch entry {name!r} has {tensor.shape[0]} rows; {parts} microbatches x replicas do not fit",
-                "batch",
-                f"make its first dimension a multiple of {parts}, give a list of {parts} ready microbatches, or change "
-                "microbatches or the mesh's dp",
-            )
+            raise does_not_divide(name, tensor.shape[0], parts)
         else:
             sliced[name] = tensor.chunk(parts) if tensor.shape[0] else [tensor] * parts
     return [{name: parts_of[i] for name, parts_of in sliced.items()} for i in range(parts)]
+
+
+def does_not_divide(name: str, rows: int, parts: int) -> InputError:
+    """What to say of an entry whose rows are not a multiple of `parts`."""
+    return InputError(
+        f"the batch entry {name!r} has {rows} rows; {parts} microbatches x replicas do not fit",
+        "batch",
+        f"make its first dimension a multiple of {parts}, say with csc.compile(divide={{{name!r}: ...}}) how many rows "
+        f"each sample has, give a list of {parts} ready microbatches, or change microbatches or the mesh's dp",
+    )

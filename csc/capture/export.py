@@ -93,7 +93,8 @@ class LossOnly(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         host = self.host
-        made = {name for call in host.calls for name in call.entries(self.model, self._example)}
+        calls = [call for call in host.calls if call.is_for(self._example)]
+        made = {name for call in calls for name in call.entries(self.model, self._example)}
         parameters = self._named()
         recording = Recording({**parameters, **{f"batch {name}": tensor for name, tensor in batch.items()}})
         rows: list[Rows] = []
@@ -112,7 +113,7 @@ class LossOnly(nn.Module):
             autograd_calls(self.autograd),
             self.watching.entries(batch, asked, recording, alone, by_number if self._with_rows else None),
             self._repeats.patched(),
-            hosting.hosted(self.model, host.calls, host.asking, self._example, batch, self._name_of, self._found),
+            hosting.hosted(self.model, calls, host.asking, self._example, batch, self._name_of, self._found),
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
             self._held.put(parameters)

@@ -38,6 +38,10 @@ class Hoisted:
         """As those of a HostCall."""
         return tuple((entry, entry) for entry in self.expression.entries)
 
+    def is_for(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the entries that it is made of."""
+        return all(entry in batch for entry in self.expression.entries)
+
     def entries(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors, named, for a real microbatch; none if they cannot be made of it: then no program wants them."""
         try:

@@ -85,6 +85,10 @@ class HostCall:
         """Whether both are calls with the same entries and values."""
         return other is not None and self == other and _alike(self.plain, other.plain)
 
+    def is_for(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the entries that it is called with: one without images may lack them."""
+        return all(entry in batch for _, entry in self.arguments)
+
     def gives_tensors(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> bool:
         """Whether it runs on a batch without the model's parameters and returns tensors, and nothing that would have to
         be traced for its value.

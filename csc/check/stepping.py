@@ -16,13 +16,11 @@ def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]
 
     What the program draws from torch's generator all the same (in modules that it calls as they are) is `unknown`.
     """
-    manifest = trainer.program.manifest
-    used = {item.name for item in manifest.inputs} | manifest.fixed.keys()
     parameters = dict(trainer.named_parameters())
     before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         trainer.zero_grad()
-        given = [{name: value for name, value in one.items() if name in used} for one in microbatches]
+        given = [trainer.reads(one) for one in microbatches]
         with devices.forked(trainer.device):
             state = _generator(trainer.device)
             loss = trainer.train_step(given, chance=False)

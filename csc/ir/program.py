@@ -229,6 +229,8 @@ class Options:
     keep_fp32: modules that compute in float32 with precision="bf16".
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
+    part: the stages and the schedule are those of a program that does more, beside which this one runs: regions that
+    it lacks are left out, and so are their B, W and messages.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -246,6 +248,7 @@ class Options:
     keep_fp32: tuple[str, ...] = ()
     recompute: tuple[tuple[str, Choice], ...] = ()
     context: tuple[tuple[str, int], ...] = ()
+    part: bool = False
 
 
 @dataclass(frozen=True)

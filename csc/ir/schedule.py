@@ -13,6 +13,7 @@ in which they are sent.
     rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 
     parse(text) -> Schedule        str(schedule) -> text        peak_in_flight(schedule) -> [count per stage]
+    part(schedule, channels, has_b, has_w) -> Schedule           what is left where there is less to do
     with_messages(name, orders, channels) -> Schedule            from the order of F, B, W and BW alone
     fused(order) -> order                                         every B with its W right behind it as one BW
 
@@ -248,3 +249,26 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
             elif action.kind in ("B", "W", "BW") and last[item] == i:
                 alive[action.stage] -= 1
     return list(peaks.values())
+
+
+def part(schedule: Schedule, channels: Iterable[Message], has_b: Sequence[bool], has_w: Sequence[bool]) -> Schedule:
+    """The schedule without the messages, Bs and Ws that a program has not, in the same order."""
+    there = set(channels)
+
+    def left(action: Action) -> Action | None:
+        if action.kind in ("SEND", "RECV"):
+            return action if action.channel in there else None
+        if not action.computes or action.kind == "F":
+            return action
+        kind = doable(action.kind, has_b[action.stage], has_w[action.stage])
+        return Action(kind, action.stage, action.microbatch) if kind else None
+
+    ranks = (tuple(kept for action in actions if (kept := left(action)) is not None) for actions in schedule.ranks)
+    return Schedule(schedule.name, tuple(ranks))
+
+
+def doable(kind: Kind, has_b: bool, has_w: bool) -> Kind | None:
+    """What of a B, W or BW a stage does that has B and W, B alone, or neither."""
+    if kind == "BW":
+        return "BW" if has_b and has_w else "B" if has_b else "W" if has_w else None
+    return kind if (has_b if kind == "B" else has_w) else None

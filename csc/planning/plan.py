@@ -99,7 +99,7 @@ def plan(
     """
     if stages is None:
         check_ranks(problem)
-    fixed = None if stages is None else _given(problem, stages)
+    fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
     if isinstance(schedule, Schedule):
         home = _checked(problem, tuple(schedule.placement.values()))
         return _best(problem, [home], fixed, _kept(problem, schedule), [None, _one])
@@ -137,10 +137,10 @@ def _kept(problem: Problem, schedule: Schedule) -> Way:
     return Way(seconds, lambda stages, home: schedule)
 
 
-def _given(problem: Problem, stages: Sequence[Sequence[int]]) -> Stages:
-    """The user's stages, checked and in the user's order."""
+def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool = False) -> Stages:
+    """The user's stages, checked and in the user's order. may_be_empty: beside a program that has work for all."""
     listed = sorted(unit for members in stages for unit in members)
-    if listed != list(range(len(problem.units))) or not all(stages):
+    if listed != list(range(len(problem.units))) or not (may_be_empty or all(stages)):
         raise InputError("the stages do not hold every unit once, each stage at least one", "stages", "List them all")
     home = homes(stages)
     for unit, ahead in enumerate(branches(problem).before):

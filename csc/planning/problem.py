@@ -126,7 +126,7 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
                 has_w=any(unit.has_w for unit in units),
                 saved=saved,
                 kept=kept,
-                fused=min(max(unit.fused for unit in units), max(0.0, kept - saved)),
+                fused=min(max((unit.fused for unit in units), default=0.0), max(0.0, kept - saved)),
                 state=sum(unit.state for unit in units),
             )
         )

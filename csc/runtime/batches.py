@@ -57,9 +57,9 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]
                 "batch",
                 f"Give {pieces}, or compile for another number",
             )
-        ready = [_tensors(first, mb, f"batch[{i}]") for i, mb in enumerate(batch)]
+        ready = [_tensors(_for(manifests, mb), mb, f"batch[{i}]") for i, mb in enumerate(batch)]
     elif hasattr(batch, "items"):  # a dict, or an HF BatchEncoding, which is a UserDict
-        tensors = _tensors(first, batch, "batch")
+        tensors = _tensors(_for(manifests, batch), batch, "batch")
         parts = {name: _pieces(first, name, tensor, pieces) for name, tensor in tensors.items()}
         ready = [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
     else:
@@ -71,6 +71,15 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]
     _check_whole(first, ready)
     placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
     return [placed[d * count : (d + 1) * count] for d in range(replicas)]
+
+
+def read(manifests: Sequence[Manifest], microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that a program reads: the one that reads most of what is there."""
+    given = {name for name, value in microbatch.items() if value is not None}
+    able = [one for one in manifests if all(spec.name in given for spec in one.inputs)]
+    chosen = max(able, key=lambda one: len(one.inputs), default=manifests[0])
+    used = {spec.name for spec in chosen.inputs} | chosen.fixed.keys()
+    return {name: value for name, value in microbatch.items() if name in used}
 
 
 def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -103,6 +112,8 @@ def _placed(manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor
     """The microbatch with the first program that takes it; the complaint is that of the first one."""
     complaints = []
     for index, manifest in enumerate(manifests):
+        if {spec.name for spec in manifest.inputs} | manifest.fixed.keys() != microbatch.keys() | manifest.fixed.keys():
+            continue
         try:
             for spec in manifest.inputs:
                 _check(spec, microbatch[spec.name], where, pieces)
@@ -124,6 +135,16 @@ def from_file(program: LoadedProgram, file: Path | None) -> GlobalBatch:
     if all(tuple(tensors[s.name].shape) == s.shape for s in manifest.inputs if s.name in tensors):
         return [tensors] * (manifest.microbatches * manifest.mesh.dp)
     return tensors
+
+
+def _for(manifests: Sequence[Manifest], batch: Mapping[str, Any]) -> Manifest:
+    """A program that reads all of the entries, and no other; the first one if there is none, to complain about it."""
+    given = {name for name, value in batch.items() if value is not None}
+    for manifest in manifests:
+        names = {spec.name for spec in manifest.inputs}
+        if names <= given <= names | manifest.fixed.keys():
+            return manifest
+    return manifests[0]
 
 
 def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[str, torch.Tensor]:
@@ -176,8 +197,8 @@ def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]
     """InputError if microbatches differ in an entry that all of a batch's samples share."""
     for spec in manifest.inputs:
         if spec.whole or not spec.shape:
-            first = ready[0][spec.name]
-            if any(one[spec.name] is not first and not torch.equal(one[spec.name], first) for one in ready[1:]):
+            given = [one[spec.name] for one in ready if spec.name in one]
+            if any(one is not given[0] and not torch.equal(one, given[0]) for one in given[1:]):
                 raise InputError(
                     f"key {spec.name!r} has no sample dimension, and microbatches differ in it",
                     "batch",

@@ -1,10 +1,11 @@
 """The executor: runs one rank's list of actions for one step.
 
 Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own
-and opaque here. A rank that cannot go on *waits*; its generator then yields a text that says for what. With a
-transport that blocks it never yields.
+and opaque here. The *whole* program is the first one, which has all that a microbatch's own has; of its actions, those
+that a microbatch has nothing for are skipped. A rank that cannot go on *waits*; its generator then yields a text that
+says for what. With a transport that blocks it never yields.
 
-    step(ranks, microbatches, weights, trace) -> generator -> StepResult
+    step(whole, ranks, microbatches, weights, trace) -> generator -> StepResult
     interleave({rank: generator}) -> {rank: StepResult}     the ranks of a process in turns, in a fixed order
 """
 
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
-from csc.ir.schedule import Action, Message
+from csc.ir.schedule import Action, Kind, Message, doable
 from csc.runtime import context, losses, seeds
-from csc.runtime.gradients import GradientSums, Pair, reduce
+from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
@@ -86,14 +87,16 @@ class _Step:
     """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
 
     def __init__(
-        self, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+        self, rank: Rank, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
     ) -> None:
-        rank, manifest = ranks[0], ranks[0].program.manifest
+        manifest = rank.program.manifest
         self.rank = rank  # for all that is the same in every program
         self.ranks = ranks
         self.batches = microbatches
         self.weights = weights
-        self.stages = {stage.stage: stage for stage in rank.stages}
+        self.stages = {
+            stage.stage: [one.program.manifest.stages[stage.stage] for one in ranks] for stage in rank.stages
+        }
         of_rank = {id(one): _Routes(one) for one in ranks}
         self.routes = [of_rank[id(one)] for one in ranks]
         self.inbox = _Inbox()
@@ -107,12 +110,15 @@ class _Step:
         self.gradients = GradientSums(held, self.stages)
 
     def compute(self, action: Action) -> None:
-        """Run F, B, W or BW of one microbatch."""
-        stage, mb = self.stages[action.stage], action.microbatch
+        """Run F, B, W or BW of one microbatch, as far as its program has it."""
+        mb, kind = action.microbatch, self.doable(action)
+        stage = self.stages[action.stage][mb]
+        if "W" in action.kind and not stage.backward_weight:
+            self.gradients.add(stage.stage, mb, ())  # the sums wait for every microbatch's turn
         constants, functions = self.ranks[mb].constants, self.ranks[mb].functions[stage.stage]
         item = (stage.stage, mb)
         loss_here = self.rank.program.manifest.loss.stage == stage.stage
-        if action.kind == "F":
+        if kind == "F":
             received = self.inbox.take("F", *item)
             sent, saved = functions.forward(self.batches[mb], received, self.weights, constants)
             if loss_here:
@@ -121,16 +127,16 @@ class _Step:
             if stage.backward_input:
                 self.saved[item] = saved
             self._hand_on("F", stage.stage, mb, sent)
-        elif action.kind == "BW":
+        elif kind == "BW":
             self.gradients.add(stage.stage, mb, self._backward(functions, *item))
-        elif action.kind == "B":
+        elif kind == "B":
             assert functions.backward_input is not None
             received = self._gradients_for(*item)
             sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights, constants)
             if stage.backward_weight:
                 self.saved_for_weights[item] = saved
             self._hand_on("B", stage.stage, mb, sent)
-        else:
+        elif kind == "W":
             assert functions.backward_weight is not None
             pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights, constants)
             self.gradients.add(stage.stage, mb, pairs)
@@ -162,6 +168,15 @@ class _Step:
             self.outbox[kind, stage, mb] = dict(sent)
             self.pending[kind, stage, mb] = count
 
+    def doable(self, action: Action) -> Kind | None:
+        """What of an action there is to do for its microbatch; None: nothing."""
+        if action.kind in ("F", "REDUCE"):
+            return action.kind
+        if action.kind in ("SEND", "RECV"):
+            return action.kind if action.channel in self.routes[action.microbatch].messages else None
+        stage = self.stages[action.stage][action.microbatch]
+        return doable(action.kind, stage.backward_input, stage.backward_weight)
+
     def message(self, action: Action) -> MessageSpec:
         """What a SEND or RECV carries, in the sizes of its microbatch."""
         return self.routes[action.microbatch].messages[action.channel]
@@ -175,23 +190,26 @@ class _Step:
 
 
 def step(
+    whole: Rank,
     ranks: Sequence[Rank],
     microbatches: Sequence[Batch],
     weights: Mapping[str, torch.Tensor],
     trace: bool = False,
     drawn: int = 0,
+    uneven: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
     name; `drawn`: see csc.runtime.seeds.
 
-    ranks: for each microbatch the rank in the program of the microbatch's sizes; the same one where sizes are equal.
+    whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
+    the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
-    rank, manifest = ranks[0], ranks[0].program.manifest
+    rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
-    state = _Step(ranks, microbatches, weights)
+    state = _Step(whole, ranks, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = yield from losses.weights(ranks, microbatches)
@@ -202,6 +220,10 @@ def step(
             start = time.perf_counter()
             if action.computes:
                 state.compute(action)
+                if state.doable(action) is None:
+                    continue
+            elif state.doable(action) is None:
+                continue
             elif action.kind == "SEND":
                 state.send(action)
             elif action.kind == "RECV":
@@ -210,7 +232,11 @@ def step(
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
             else:
-                yield from reduce(state.gradients, rank)
+                reached = None
+                if uneven:
+                    names = [spec.name for spec in manifest.parameters]
+                    reached = yield from of_any(state.gradients, names, rank)
+                yield from reduce(state.gradients, rank, reached)
             if trace:
                 timed.append(Timed(action, start, time.perf_counter()))
     except Exception as error:
@@ -226,7 +252,7 @@ def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
     for action in actions[here + actions[here].computes :]:
         if action.computes:
             return
-        if action.kind == "RECV":
+        if action.kind == "RECV" and state.doable(action) is not None:
             state.rank.endpoint.post(state.message(action), action.microbatch)
 
 

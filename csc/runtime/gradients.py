@@ -6,13 +6,14 @@ sums run.
 
     GradientSums(parameters, stages).add(stage, microbatch, pairs)     what one W gives
     reduce(sums, rank)        a generator: over tied stages, highest first, then over the ranks that have parts
+    of_any(sums, names, rank)        a generator: which parameters any rank has a gradient of
 
 The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Sequence
 
 import torch
 
@@ -94,13 +95,20 @@ class GradientSums:
             self._of_stage[stage] = {}
 
 
-def reduce(sums: GradientSums, rank: Rank) -> Generator[str, None, None]:
+def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = None) -> Generator[str, None, None]:
     """Sum over the ranks of a pipeline that hold a tied parameter, then each gradient over the group on which it is
     parts. Every rank calls it once a step.
+
+    reached: the parameters that have a gradient on some rank, if replicas may differ in that: those without it here
+    count zeros, others have none anywhere; None: all ranks have the same.
     """
-    sums.merge()
+    if reached is None:
+        sums.merge()
     for spec in sums.specs.values():
-        if spec.trainable and len(spec.ranks) > 1:
+        if reached is not None and spec.name in reached and spec.name not in sums.buffers:
+            sums.buffers[spec.name] = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
+            sums.own.add(spec.name)
+        if spec.trainable and len(spec.ranks) > 1 and (reached is None or spec.name in reached):
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
                 there = sums.buffers.get(spec.name)
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
@@ -122,6 +130,14 @@ def reduce(sums: GradientSums, rank: Rank) -> Generator[str, None, None]:
     for why, ticket in tickets:
         while not rank.endpoint.finish_sum(ticket):
             yield why
+
+
+def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Generator[str, None, frozenset[str]]:
+    """Those of these parameters that any rank has a gradient of. Every rank calls it with the same names."""
+    sums.merge()
+    row = torch.tensor([float(name in sums.buffers) for name in names], dtype=torch.float64, device=rank.device)
+    yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "which parameters have a gradient")
+    return frozenset(name for name, count in zip(names, row.tolist(), strict=True) if count)
 
 
 def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[tuple[Group | None, list[ParameterSpec]]]:

@@ -122,7 +122,7 @@ def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.
     for _ in range(steps):
         transport.begin_step()
         transport.sum_over_processes(torch.zeros(1), "start of a paced step")
-        results = interleave({rank.rank: step([rank] * len(factors), factors, {}, trace=True) for rank in ranks})
+        results = interleave({rank.rank: step(rank, [rank] * len(factors), factors, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
 

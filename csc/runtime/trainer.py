@@ -21,6 +21,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from csc.runtime import batches, context, saving, seeds, weights
 from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.family import check_member
+from csc.runtime.family import check_member, is_part
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
@@ -125,6 +126,10 @@ class Trainer:
         self._specs = [*self._specs, *new]
         self._weights = {**self._weights, **{spec.name: other._weights[spec.name] for spec in new}}
         self._empty = self._empty | (other._empty - own.keys())
+
+    def reads(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a completed microbatch that its program reads: the one that reads most of it."""
+        return batches.read(self._manifests, microbatch)
 
     def _loaded(self, program: LoadedProgram) -> list[Rank]:
         """This process' ranks in a program."""
@@ -224,11 +229,13 @@ class Trainer:
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
         runs = {}
+        first = self._manifests[0]
+        uneven = any(is_part(first, self._manifests[piece.program]) for row in pieces for piece in row)
         for index, rank in enumerate(self._ranks):
             ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
             own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
             held = {p.name: working[p.name] for p in used if rank.position in p.ranks}
-            runs[rank.rank] = step(ranks, own, held, self.trace, drawn)
+            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         return interleave(runs) if turns is None else together(runs, turns)
 

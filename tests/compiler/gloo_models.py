@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.coverage.models import llava_next
 from tests.compiler import small
-from tests.models import packed
+from tests.models import captions, packed
 from tests.models.hf import llava, llava_batch, valm, valm_batch, whisper_batch, whisper_llama
 from tests.models.images import tiles_batch
 from tests.models.plain import plain, plain_batch
@@ -36,6 +36,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropped": small.dropped,
     "llava_lengths": llava,
     "tiles": lambda: tiles()[0],
+    "captions": captions.Captions,
+    "captions_tied": lambda: captions.Captions(tied=True),
 }
 BATCHES: dict[str, Callable[[int], Any]] = {
     "llava": llava_batch,
@@ -49,5 +51,8 @@ BATCHES: dict[str, Callable[[int], Any]] = {
     "packed": lambda samples: packed.batch(samples, length=200),
     "llava_lengths": lambda count: [llava_batch(2, length=20 + 9 * (i % 3)) for i in range(count)],  # microbatches
     "tiles": lambda count: [tiles_batch(tiles()[0], sizes) for sizes in TILES[:count]],  # microbatches
+    "captions": lambda samples: captions.batch([[1, 2], [3], *[[]] * (samples - 2)], [0, 0, 1, *[0] * (samples - 3)]),
+    "captions_tied": lambda samples: captions.batch([*[[]] * (samples - 2), [1], [2, 1]]),
+    "captions_text": lambda samples: captions.batch([[]] * samples),
     "packed_otherwise": lambda samples: packed.batch(samples, 200, (11, 40, 2)),
 }

@@ -21,7 +21,7 @@ FLOORS = {
     "csc.forecast": 5, "csc.run": 5, "csc.timings": 5,
     "csc.cost_tables": 5, "csc.costing": 4, "csc.lengths": 4, "csc.placeholders": 4, "csc.profiling": 4,
     "csc.api": 4, "csc.compiled": 4, "csc.entries": 4, "csc.compiler": 4, "csc.options": 4, "csc.drawing": 4,
-    "csc.checkpoint": 4,
+    "csc.checkpoint": 4, "csc.belonging": 4, "csc.dividing": 4,
     "csc.cache": 4, "csc.serving": 4, "csc.check": 4, "csc.checking": 4,
     "csc.composition": 3,
     "csc.capture": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Kind, Message, fused, parse, peak_in_flight, with_messages
+from csc.ir.schedule import Action, Kind, Message, fused, parse, part, peak_in_flight, with_messages
 from csc.ir.schedule_verifier import verify
 
 TEXT = """# by hand, 2 ranks
@@ -222,3 +222,16 @@ def test_neighbours_are_fused() -> None:
 def test_in_flight_counts_from_f_to_the_last_of_b_and_w() -> None:
     orders = [compute("F 0 0", "F 0 1", "B 0 0", "F 0 2", "W 0 0", "B 0 1", "W 0 1", "B 0 2", "W 0 2", "F 1 0")]
     assert peak_in_flight(with_messages("one", orders, [])) == [3, 0]
+
+
+def test_a_part_keeps_the_order_of_what_it_has() -> None:
+    text = """# given, 2 ranks, 2 microbatches
+rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | BW 0 0 | RECV B 1>0 1 | B 0 1 | W 0 1 | REDUCE
+rank 1: RECV F 0>1 0 | F 1 0 | BW 1 0 | SEND B 1>0 0 | RECV F 0>1 1 | F 1 1 | B 1 1 | SEND B 1>0 1 | W 1 1 | REDUCE
+"""
+    whole, channels = parse(text), [("F", 0, 1), ("B", 1, 0)]
+    assert part(whole, channels, [True, True], [True, True]) == whole
+    left = str(part(whole, [], [False, True], [False, True])).splitlines()
+    assert left[1:] == ["rank 0: F 0 0 | F 0 1 | REDUCE", "rank 1: F 1 0 | BW 1 0 | F 1 1 | B 1 1 | W 1 1 | REDUCE"]
+    frozen = str(part(whole, channels, [False, True], [False, False])).splitlines()
+    assert "BW" not in frozen[2] and "B 1 0" in frozen[2] and "W 1 1" not in frozen[2]

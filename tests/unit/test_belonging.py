@@ -1,0 +1,109 @@
+"""Whose rows are whose, read off batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from csc.belonging import Belonging, belongings, token_ids
+from tests.models import mixed
+
+IMAGE = {"image": 99}
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 1, 1], [1, 3, 0, 2], [1, 1, 1, 1], [0, 2, 1, 2], [0, 1]])
+@pytest.mark.parametrize("name", mixed.CASES)
+def test_every_row_is_its_samples(name: str, counts: list[int]) -> None:
+    model, batch = mixed.built(name, counts)
+    found = belongings(batch, token_ids(model))
+    assert found.keys() == batch.keys()
+    case = mixed.CASES[name]
+    for entry, belonging in found.items():
+        if entry in ("pixel_values", "pixel_attention_mask") and case.make is mixed.slots:
+            expected: Sequence[int] = [1] * len(counts)
+        elif entry == "pixel_values" and case.make is mixed.qwen:
+            expected = [sum(h * w for h, w in own) for own in mixed.samples(case, counts)]
+        elif entry in ("pixel_values", "image_grid_thw", "image_sizes", "input_features", "feature_attention_mask"):
+            expected = counts
+        else:
+            expected = [1] * len(counts)
+        assert belonging == Belonging(tuple(expected)), entry
+
+
+def text(places: list[list[int]]) -> torch.Tensor:
+    """Placeholders in runs of so many, a word between and around them."""
+    rows = [[1] + [token for run in own for token in [99] * run + [1]] for own in places]
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+
+def rows(places: list[list[int]], entry: str = "pixel_values", **entries: torch.Tensor) -> tuple[int, ...] | None:
+    found = belongings({"input_ids": text(places), **entries}, IMAGE).get(entry)
+    return None if found is None else found.rows
+
+
+def test_runs_of_places_where_sizes_are_not_in_proportion() -> None:
+    sizes = torch.tensor([[2, 3], [3, 3], [5, 4]])
+    tiles = torch.zeros(3, 4, 3, 8, 8)
+    assert rows([[5, 7], [9]], pixel_values=tiles, image_sizes=sizes) == (2, 1)
+    assert rows([[12], [9], [8]], pixel_values=tiles, image_sizes=sizes) == (1, 1, 1)
+
+
+def test_images_beside_each_other() -> None:
+    """Whose places are one run."""
+    assert rows([[12], [4], []], pixel_values=torch.zeros(4, 3, 8, 8)) == (3, 1, 0)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 6], [1, 8, 4]])
+    assert rows([[4 + 6], [8]], pixel_values=torch.zeros(16 + 24 + 32, 5), image_grid_thw=grid) == (40, 32)
+
+
+def test_grids_that_are_merged_differently() -> None:
+    grid, merged = torch.tensor([[1, 4, 4], [1, 4, 4], [1, 8, 4]]), torch.tensor([2, 1, 2])
+    pixels = torch.zeros(64, 5)
+    assert rows([[4, 16], [8]], pixel_values=pixels, image_grid_thw=grid, image_merge_sizes=merged) == (32, 32)
+    assert rows([[4], [16, 8]], pixel_values=pixels, image_grid_thw=grid, image_merge_sizes=merged) == (16, 48)
+
+
+def test_an_entry_that_says_how_many_images_there_are() -> None:
+    sizes, tiles = torch.tensor([[2, 3], [3, 3], [5, 4]]), torch.zeros(3, 4, 3, 8, 8)
+    told = torch.tensor([2, 1])
+    assert rows([[13], [9]], pixel_values=tiles, image_sizes=sizes, batch_num_images=told) == (2, 1)
+    assert rows([[13], [9]], "batch_num_images", pixel_values=tiles, image_sizes=sizes, batch_num_images=told) == (1, 1)
+
+
+def test_images_and_videos_in_one_batch() -> None:
+    ids = text([[4], [6, 4]])
+    ids[1, 1:7] = 98
+    entries = {
+        "input_ids": ids,
+        "pixel_values": torch.zeros(32, 5), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        "pixel_values_videos": torch.zeros(24, 5), "video_grid_thw": torch.tensor([[2, 2, 6]]),
+    }  # fmt: skip
+    found = belongings(entries, {"image": 99, "video": 98})
+    assert {name: one.rows for name, one in found.items()} == {
+        "input_ids": (1, 1), "pixel_values": (16, 16), "image_grid_thw": (1, 1), "pixel_values_videos": (0, 24),
+        "video_grid_thw": (0, 1),
+    }  # fmt: skip
+
+
+def test_token_types_say_it_where_no_config_does() -> None:
+    ids = text([[4, 4], [4]])
+    entries = {"input_ids": ids, "mm_token_type_ids": (ids == 99).int(), "pixel_values": torch.zeros(3, 3, 8, 8)}
+    assert belongings(entries, {})["pixel_values"].rows == (2, 1)
+
+
+def test_positions_of_several_axes() -> None:
+    ids = text([[4], [4]])
+    entries = {"input_ids": ids, "position_ids": torch.zeros(3, *ids.shape)}
+    assert belongings(entries, {})["position_ids"] == Belonging((1, 1), dim=1)
+
+
+def test_what_nothing_is_known_of() -> None:
+    """Nobody guesses: places that no number of images has, entries of which no name speaks, and no tokens at all."""
+    assert (
+        rows([[5], [4]], pixel_values=torch.zeros(3, 3, 8, 8), image_sizes=torch.tensor([[1, 2], [3, 4], [5, 6]]))
+        is None
+    )
+    assert rows([[4], [4]], "chunks", chunks=torch.zeros(6, 2)) is None
+    assert belongings({"x": torch.zeros(4, 2)}, IMAGE) == {}
