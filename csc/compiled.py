@@ -209,7 +209,8 @@ class CompiledModel:
         DifferenceError if it does not train what eager PyTorch trains.
         """
         if any(parameter.is_meta for parameter in self.model.parameters()):
-            return str(Checked(skipped="the model has no weights here"))
+            ready = self._ready(self.example, self.options)
+            return str(self._current_programs().check_by_layer(ready, self.options, self.progress))
         self.trainer()
         return str(self._serving.checking.latest or Checked(skipped="that was done before, as the cache knows"))
 
