@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
+from csc.cache.switches import tracing_switches
 from csc.capture import Learned, device_of
 from csc.capture.state import State
 from csc.check.first import Checked
@@ -242,7 +243,7 @@ class Serving:
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
-        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written)
+        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written, tracing_switches)
 
     def check(
         self, ready: Sequence[Microbatch], options: Options, batch: Any, progress: Progress, again: bool = True

@@ -3,17 +3,18 @@
 Terms
   slots      where a model holds what its forward may read: attributes of modules and of their configurations,
              parameters, buffers, submodules, hooks
+  rest       what slots hold in turn, and classes, functions, globals (csc.capture.held)
   structure  slots as they were: attributes, submodules, buffers with the versions of their values, hooks, modes
   parameters the parameters' identities, and which of them train
 
-    state = State(model, ignored)
+    state = State(model, ignored, world)
     state.holds() -> bool                    microseconds: identities and version counters
     state.changed() -> Changed               what differs, in words; nothing where a value was replaced by an equal one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from csc.capture.held import Held
 
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
@@ -56,9 +59,17 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 class State:
-    """A model as it is now. `ignored`: slots that the model's own forward writes."""
+    """A model as it is now. `ignored`: slots that the model's own forward writes; `world`: tells switches of torch's,
+    as [name, state].
+    """
 
-    def __init__(self, model: nn.Module, ignored: Set[Slot] = frozenset()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ignored: Set[Slot] = frozenset(),
+        world: Callable[[], list[Any]] = list,
+    ) -> None:
+        self._world, self._switches = world, world()
         self._model, self._ignored = model, _of_equals(model, ignored)
         holders = dict(_holders(model))
         self._before = {path: dict(own) for path, own in holders.items()}
@@ -91,6 +102,17 @@ class State:
         self._written = [(tensor, tensor._version) for tensor in self._tensors.values()]
         self._parameters = list(model.parameters())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._dtypes = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
+        roots = [
+            (f"attribute {path}.{name}".replace(" .", " "), value)
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if not _is_holder(name, value) and not self._is_ignored(path, name)
+        ]
+        watched = chain(self._all, (value for value, _ in self._held))
+        self._rest = Held(roots, self._classes, frozenset(map(id, watched)))
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
@@ -101,6 +123,10 @@ class State:
             and [buffer._version for buffer in self._buffers] == self._versions
             and all(tensor._version == version for tensor, version in self._written)
             and all(_same(value, before) for value, before in self._held)
+            and [(parameter.dtype, parameter.device) for parameter in self._parameters] == self._dtypes
+            and list(map(type, self._modules)) == self._classes
+            and self._rest.holds()
+            and self._world() == self._switches
         )
 
     def changed(self) -> Changed:
@@ -130,6 +156,10 @@ class State:
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
         structure += self._modes()
+        structure += self._rest.changed()
+        structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
+        if not parameters:
+            structure += self._kinds_changed()
         flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()
         trainable = tuple(name for (name, parameter), before in flags if parameter.requires_grad != before)
         return Changed(tuple(dict.fromkeys(structure)), tuple(parameters), trainable)
@@ -137,6 +167,13 @@ class State:
     def _is_ignored(self, path: str, name: str) -> bool:
         module, _, kind = path.rpartition(".")
         return (path, name) in self._ignored or ("_hooks" in kind and (module, kind) in self._ignored)
+
+    def _kinds_changed(self) -> list[str]:
+        """Parameters of another dtype or device, modules of another class."""
+        kinds = zip(self._model.named_parameters(), self._dtypes)
+        found = [f"dtype or device of {name}" for (name, p), before in kinds if (p.dtype, p.device) != before]
+        classes = zip(self._model.named_modules(), self._classes)
+        return found + [f"class of {path or 'the model'}" for (path, one), before in classes if type(one) is not before]
 
     def _modes(self) -> list[str]:
         """Modules whose mode is another, seen from the model's own: a model in eval mode trains as a whole."""

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from csc.check.eager import joined
-from csc.check.first import BUG, Checked, check, room_of
+from csc.check.first import BUG, ROOM, Checked, check, room_of
 from csc.check.layer_files import install_alike, not_the_same
 from csc.check.shallow import bytes_of, kinds, shallow
 from csc.compiler import Compiler
@@ -35,7 +35,6 @@ log = logging.getLogger("csc")
 
 MICROBATCHES = 2  # enough for their weights to show
 WORK = 4e12  # FLOPs of a check on a CPU: tens of seconds on a few cores
-ROOM = 0.7  # of a device's memory: nothing else of the model is in it
 
 
 def check_by_layer(
