@@ -73,7 +73,7 @@ class State:
         self._model, self._ignored = model, _of_equals(model, ignored)
         holders = dict(_holders(model))
         self._before = {path: dict(own) for path, own in holders.items()}
-        self.was_training = model.training
+        self.was_training, self.was_autocast = model.training, autocasts()
         self._kinds = _kinds(model)
         self._all = list(holders.values())
         self._sizes = list(map(len, self._all))
@@ -185,6 +185,11 @@ class State:
             if module.training != (before or not self.was_training):
                 found.append(f"{path or 'the model'} is in {'train' if module.training else 'eval'} mode")
         return found
+
+
+def autocasts() -> bool:
+    """Whether torch.autocast is on, for any device that csc runs on."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 def _kinds(model: nn.Module) -> list[Any]:

@@ -48,7 +48,7 @@ def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[
     trainable: names of the parameters that train. rule: how the losses of listed microbatches combine: "mean", "sum",
     "tokens" (counted targets of the loss), or "auto", as in one batch of all of them.
     """
-    with undisturbed(model), training(model), without_kv_cache(model):
+    with torch.enable_grad(), undisturbed(model), training(model), without_kv_cache(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             parameter.grad = None

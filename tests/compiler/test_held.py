@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrize
 import csc
 from csc.capture.state import State
 from csc.check.eager import eager_step
+from csc.errors import InputError
 from tests.compiler import small
 
 GAIN = 1.0
@@ -223,3 +225,23 @@ class Counting(nn.Module):
         global CALLS
         CALLS += 1
         return self.linear(x).mean()
+
+
+def test_autocast_around_a_step_is_refused() -> None:
+    compiled = csc.compile(small.text(1), example=small.text_batch(2), cache=False, check=False)
+    compiled.train_step(small.text_batch(2))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="autocast is on, and was not when"):
+        compiled.train_step(small.text_batch(2))
+    assert compiled.train_step(small.text_batch(2)).isfinite()
+
+
+def test_modes_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps make gradients, and are checked, in no_grad too; what inference_mode makes cannot train."""
+    model = small.text(1)
+    compiled = csc.compile(model, example=small.text_batch(2), cache=False)
+    with torch.inference_mode(), pytest.raises(InputError, match=r"torch\.inference_mode is on"):
+        compiled.train_step(small.text_batch(2))
+    with torch.no_grad(), caplog.at_level(logging.INFO, "csc"):
+        compiled.train_step(small.text_batch(2))
+    assert "checked against eager PyTorch: loss" in caplog.text
+    assert all(p.grad is not None for p in model.parameters())
