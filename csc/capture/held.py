@@ -84,6 +84,9 @@ class Held:
         found = []
         for path, names, read, before in self._watches:
             now = read()
+            if len(now) != len(before) and isinstance(read, functools.partial) and read.func is _values:
+                found += self._members_changed(path, dict(zip(names, before)), read.args[0])
+                continue
             if len(now) != len(before):
                 found.append(f"what {path} holds")
             for place, (old, new) in enumerate(zip(before, now)):
@@ -98,6 +101,11 @@ class Held:
         found += [path for path, tensor, version in self._tensors if tensor._version != version]
         found += [path for path, array, before in self._arrays if array.tobytes() != before]
         return list(dict.fromkeys(found))
+
+    def _members_changed(self, path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+        """Of a class that has more or fewer members: libraries note things there that no forward looks up."""
+        names = [name for name in dict.fromkeys((*before, *now)) if name in self._reached]
+        return [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
 
     # --- the walk ------------------------------------------------------------------------------------------------
 

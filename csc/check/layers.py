@@ -34,7 +34,7 @@ from csc.runtime.transport import InProcess
 log = logging.getLogger("csc")
 
 MICROBATCHES = 2  # enough for their weights to show
-WORK = 4e12  # FLOPs of a check on a CPU: tens of seconds on a few cores
+WORK = 2e12  # FLOPs of a check on a CPU: seconds to tens of seconds
 
 
 def check_by_layer(

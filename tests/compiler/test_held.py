@@ -186,6 +186,16 @@ def test_equal_values_in_the_place_of_others_change_nothing() -> None:
     assert not state.changed()
 
 
+def test_members_of_a_class_that_forward_never_looks_up_are_let_alone() -> None:
+    model = Reading()
+    state = State(model)
+    Reading.noted = 1  # type: ignore[attr-defined]
+    try:
+        assert not state.holds() and not state.changed()
+    finally:
+        del Reading.noted  # type: ignore[attr-defined]
+
+
 def test_another_dtype_is_a_change() -> None:
     model = nn.Linear(2, 2)
     state = State(model)
