@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from csc.errors import InputError, ProgramError
@@ -28,7 +29,9 @@ SUFFIXES = (".py", ".txt", ".json", ".safetensors")
 
 @contextmanager
 def building(directory: Path) -> Iterator[Path]:
-    """A folder that replaces `directory` at the end. InputError if something else than a csc program is there."""
+    """A folder that replaces `directory` at the end. InputError if something else than a csc program is there, or if
+    it cannot be written; what was there before is then as it was.
+    """
     directory = directory.resolve()
     if directory.exists() and not _replaceable(directory):
         raise InputError(
@@ -36,15 +39,20 @@ def building(directory: Path) -> Iterator[Path]:
             "output directory",
             "choose another directory, or empty it",
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    folder = None
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         yield folder
         os.chmod(folder, 0o755)
         _swap_in(folder, directory)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"the program cannot be written ({error})", str(directory), "make room, or choose another directory"
+        ) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def install(files: Mapping[str, bytes], directory: Path, example: Mapping[str, torch.Tensor]) -> None:

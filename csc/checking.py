@@ -23,7 +23,8 @@ import torch.distributed as dist
 from csc.cache.learning import snapshot
 from csc.cache.packed import Packed
 from csc.capture.guards import decided
-from csc.check.first import Checked, check
+from csc.check.first import Checked, check, too_much
+from csc.check.layers import check_by_layer
 from csc.codegen.directory import install
 from csc.compiler import Compiler, Progress
 from csc.errors import DifferenceError
@@ -99,9 +100,14 @@ class Checking:
             due = [self._made[count][name] for name in dict.fromkeys(names) if name in self.due(count)]
             if again or not all(map(self._known, due)):
                 progress(CHECK)
-                with self._all_ranks(trainer, count, names[0], group) as every:
-                    self.latest = check(self._compiler, every, batch, ready, options, self._steady)
-                self._steady = self._steady or not self.latest.skipped
+                if too_much(self._compiler.model):
+                    made = self._made[count].values()
+                    files = {name: text for one in made for name, text in one.packed.files.items()}
+                    self.latest = check_by_layer(self._compiler, ready, options, files)
+                else:
+                    with self._all_ranks(trainer, count, names[0], group) as every:
+                        self.latest = check(self._compiler, every, batch, ready, options, self._steady)
+                    self._steady = self._steady or not self.latest.skipped
                 (log.warning if self.latest.skipped else log.info)("%s", self.latest)
                 if not self.latest.skipped:
                     self._keep(due)

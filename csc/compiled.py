@@ -19,7 +19,7 @@ from torch import nn
 
 from csc.cache.store import store
 from csc.capture import split_batch
-from csc.capture.state import State
+from csc.capture.state import State, autocasts
 from csc.check.eager import Step
 from csc.check.first import Checked
 from csc.check.stepping import step_of
@@ -246,7 +246,8 @@ class CompiledModel:
         DifferenceError if it does not train what eager PyTorch trains.
         """
         if any(parameter.is_meta for parameter in self.model.parameters()):
-            return str(Checked(skipped="the model has no weights here"))
+            ready = self._ready(self.example, self.options)
+            return str(self._current_programs().check_by_layer(ready, self.options, self.progress))
         self.trainer()
         return str(self._serving.checking.latest or Checked(skipped="that was done before, as the cache knows"))
 
@@ -292,6 +293,7 @@ class CompiledModel:
 
         def prepare() -> tuple[Said, tuple[list[dict[str, Any]], Trainer | None, Pieces]]:
             self._refuse_eval_mode()
+            self._refuse_modes()
             self._check_batch(batch)
             ready = self._ready(batch, options)
             if self._has_changed():
@@ -355,6 +357,19 @@ class CompiledModel:
             raise InputError(
                 "the model has been put in eval mode since it was compiled", "train_step",
                 "call compiled.train() before a training step",
+            )  # fmt: skip
+
+    def _refuse_modes(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise InputError(
+                "torch.inference_mode is on: what is made in it trains nothing", "train_step",
+                "call train_step outside of it; torch.no_grad does no harm",
+            )  # fmt: skip
+        state = self._serving.state
+        if state is not None and not state.was_autocast and autocasts():
+            raise InputError(
+                "autocast is on, and was not when the model was compiled", "train_step",
+                'compile with precision="bf16" and call train_step outside of torch.autocast',
             )  # fmt: skip
 
     def _check_cut(self, batch: Any, options: Options, trainer: Trainer) -> None:

@@ -27,10 +27,13 @@ import torch.distributed as dist
 
 from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
+from csc.cache.switches import tracing_switches
 from csc.capture import Learned, device_of
 from csc.capture.guards import decided
 from csc.capture.state import State
-from csc.checking import Checking, Made
+from csc.check.first import Checked
+from csc.check.layers import check_by_layer
+from csc.checking import CHECK, Checking, Made
 from csc.codegen.directory import MANIFEST, contents, install
 from csc.codegen.write import of_ranks
 from csc.compiler import Compiler, Progress
@@ -304,7 +307,7 @@ class Serving:
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
-        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written)
+        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written, tracing_switches)
 
     def check(
         self, ready: Sequence[Microbatch], options: Options, batch: Any, progress: Progress, again: bool = True
@@ -320,6 +323,23 @@ class Serving:
             self.checking.compare(
                 trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
             )
+
+    def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
+        """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of
+        each kind. DifferenceError. The cache remembers it.
+        """
+        first, kept, learned = ready[0], self._compiler.kept, self._compiler.learned
+        key = self._key(first, options)
+        if kept.checked(first, self._options(key, options), learned):
+            return Checked(skipped="that was done before, as the cache knows")
+        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+            written = self.write(first, options, Path(folder) / "program", progress, ranks=[0])
+            progress(CHECK)
+            found = check_by_layer(self._compiler, ready, options, contents(written))
+        if not found.skipped:
+            settled = self._settled[self._key(first, options)]
+            kept.keep_checked(str(found), first, settled, snapshot(self._compiler.learned))
+        return found
 
     def _are_due(self, ready: Sequence[Microbatch], options: Options) -> bool:
         """Whether a program of one of these has not been compared."""

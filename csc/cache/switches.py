@@ -1,6 +1,7 @@
 """Torch's own switches that decide what code computes: precision of products, kernels, dtypes, modes.
 
 switches() -> tree
+tracing_switches() -> tree        but for modes that compiled steps do not depend on
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ def switches() -> list[Any]:
     then the newer tells.
     """
     return [[name, _state(read)] for name, read in SWITCHES.items()]
+
+
+def tracing_switches() -> list[Any]:
+    """Those that what is traced depends on. Compiled steps make gradients whatever mode they are called in."""
+    return [[name, _state(read)] for name, read in SWITCHES.items() if name not in ("gradients", "inference")]
 
 
 def _state(read: Callable[[], Any]) -> str:

@@ -291,7 +291,7 @@ def _traced(
             exported = export(model, placed(tensors, device), extra, learned.host, layers, rows, learned.decides)
             learned.host = replace(exported.host, asking=())
             learned.consulted |= exported.consulted
-            learned.written |= exported.globals_written
+            learned.written |= exported.written_beside
             if exported.consulted and learned.replayed is None:
                 first = replay(model, tensors, extra, learned.host, layers, True, learned.decides)
                 learned.replayed = first is not None

@@ -62,7 +62,7 @@ class LossOnly(nn.Module):
     loss: torch.Tensor
     made: Mapping[str, torch.Tensor]
     changes: Changes  # what the last run wrote to the model
-    globals_written: frozenset[Slot]  # and beside it
+    written_beside: frozenset[Slot]  # and beside it
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class LossOnly(nn.Module):
         ):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
             self._held.put(parameters)
-            before = Slots(self.model)
+            before = Slots(self.model, beside=not self._replayed)
             loss = loss_of(self.model(**own, **self._extra))
             kept = with_hooks(loss)
-            self.changes, self.globals_written = before.written(), before.globals_written()
+            self.changes, self.written_beside = before.written(), before.written_beside()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept
 
@@ -210,7 +210,7 @@ class Host:
 class Exported:
     """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
-    gradients: the line that asked autograd for some; changes: what the model wrote to itself; globals_written: and
+    gradients: the line that asked autograd for some; changes: what the model wrote to itself; written_beside: and
     beside it; undecided: whether it
     asked of the batch alone what was not answered; decisions: what was.
     """
@@ -222,7 +222,7 @@ class Exported:
     asked: tuple[Any, ...] | None
     gradients: str
     changes: Changes
-    globals_written: frozenset[Slot]
+    written_beside: frozenset[Slot]
     undecided: bool
     decisions: tuple[Decision, ...]
 
@@ -382,7 +382,7 @@ def _exported(
         tuple(asked) if ones else None,
         wrapped.autograd.gradients,
         wrapped.changes,
-        wrapped.globals_written,
+        wrapped.written_beside,
         wrapped.watching.undecided,
         tuple(wrapped.watching.alone.decisions),
     )

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.globals_read import Globals
-from csc.capture.state import GLOBAL
+from csc.capture.state import BESIDE, reached
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -47,8 +46,9 @@ Captured = tuple[Program, Changes]
 class Slots:
     """Attributes and buffers of a model's modules as they are now."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._globals = model, Globals(model)
+    def __init__(self, model: nn.Module, beside: bool = True) -> None:
+        """beside: with what is no slot, which takes longer."""
+        self._model, self._rest = model, reached(model) if beside else None
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:
@@ -62,9 +62,9 @@ class Slots:
             found[slot] = (content, _content(value))
         return found
 
-    def globals_written(self) -> frozenset[Slot]:
-        """The globals that have another value now."""
-        return frozenset((GLOBAL, name) for name in self._globals.changed())
+    def written_beside(self) -> frozenset[Slot]:
+        """What is no slot and has another value now: globals, objects, closures."""
+        return frozenset((BESIDE, text) for text in (self._rest.changed() if self._rest is not None else ()))
 
 
 def refuse_if_computed_with(

@@ -1,20 +1,20 @@
 """Guards on the model itself: what a capture assumed of it, besides its parameters' values.
 
 Terms
-  slots      where a model holds what its forward may read: attributes of modules, of their configurations and of
-             plain objects (in lists and with __slots__ too), parameters, buffers, submodules, hooks
+  slots      where a model holds what its forward may read: attributes of modules and of their configurations,
+             parameters, buffers, submodules, hooks
+  rest       what slots hold in turn, and classes, functions, globals (csc.capture.reached)
   structure  slots as they were: attributes, submodules, buffers with the versions of their values, hooks, modes
   parameters the parameters' identities, and which of them train
 
-    state = State(model, ignored)
+    state = State(model, ignored, world)
     state.holds() -> bool                    microseconds: identities and version counters
     state.changed() -> Changed               what differs, in words; nothing where a value was replaced by an equal one
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -24,15 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.contents import CONTAINERS, alike, copied, same
-from csc.capture.globals_read import Globals
+from csc import devices
+from csc.capture.reached import Reached
 
-GLOBAL = "<globals>"  # stands for a path in the slots of what code reads beside the model
+CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
-LIBRARIES = {"torch", *sys.stdlib_module_names}  # whose objects with __slots__ are none of the model's
 DEPTH = 3  # of configurations within configurations
-LONGEST = 256  # entries of a list that are looked into
 Slot = tuple[str, str]  # the path of what holds it, its name there
+BESIDE = "<beside>"  # in place of a path: of what a forward writes that is no slot, in words
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,28 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 class State:
-    """A model as it is now. `ignored`: slots that the model's own forward writes."""
+    """A model as it is now. `ignored`: slots that the model's own forward writes; `world`: tells switches of torch's,
+    as [name, state].
+    """
 
-    def __init__(self, model: nn.Module, ignored: Set[Slot] = frozenset()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ignored: Set[Slot] = frozenset(),
+        world: Callable[[], list[Any]] = list,
+    ) -> None:
+        self._world, self._switches = world, world()
         self._model, self._ignored = model, _of_equals(model, ignored)
         holders = dict(_holders(model))
         self._before = {path: dict(own) for path, own in holders.items()}
-        self.was_training = model.training
+        self.was_training, self.was_autocast = model.training, autocasts()
         self._kinds = _kinds(model)
         self._all = list(holders.values())
         self._sizes = list(map(len, self._all))
         self._filled = [own for own in self._all if own]
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._contents = {
-            (path, name): (value, copied(value))
+            (path, name): (value, _copied(value))
             for path, own in holders.items()
             for name, value in own.items()
             if isinstance(value, (list, dict, set))
@@ -85,26 +92,24 @@ class State:
         self._held = list(self._contents.values())
         self._buffers = [b for _, b in model.named_buffers(remove_duplicate=False)]
         self._versions = [buffer._version for buffer in self._buffers]
-        self._parameters = list(model.parameters())
-        trained = set(map(id, self._parameters))
-        self._tensors = [  # that are attributes or in lists that are, neither parameters nor buffers
-            (path, name, tensor)
+        self._tensors = {  # that are attributes, neither parameters nor buffers
+            (path, name): value
             for path, own in holders.items()
             for name, value in own.items()
-            for tensor in (value if type(value) in (list, tuple) else (value,))
-            if isinstance(tensor, torch.Tensor)
+            if isinstance(value, torch.Tensor)
             and not path.endswith(OWN)
-            and id(tensor) not in trained
-            and not tensor.is_inference()
+            and not value.is_inference()
             and not self._is_ignored(path, str(name))
-        ]
-        self._written = [(tensor, tensor._version) for _, _, tensor in self._tensors]
-        self._slotted = [
-            (one, name, getattr(one, name, None)) for one in _slotted(holders) for name in _names_of_slots(one)
-        ]
-        self._written += [(t, t._version) for _, _, t in self._slotted if isinstance(t, torch.Tensor)]
+        }
+        self._written = [(tensor, tensor._version) for tensor in self._tensors.values()]
+        self._parameters = list(model.parameters())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        self._globals = Globals(model, {name for path, name in ignored if path == GLOBAL})
+        self._dtypes = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
+        watched = frozenset(map(id, chain(self._all, (value for value, _ in self._held))))
+        beside = {text for path, text in ignored if path == BESIDE}
+        self._rest = reached(model, watched, self._is_ignored, beside)
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
@@ -114,9 +119,11 @@ class State:
             and [parameter.requires_grad for parameter in self._parameters] == self._trainable
             and [buffer._version for buffer in self._buffers] == self._versions
             and all(tensor._version == version for tensor, version in self._written)
-            and all(same(value, before) for value, before in self._held)
-            and all(getattr(one, name, None) is value for one, name, value in self._slotted)
-            and self._globals.holds()
+            and all(_same(value, before) for value, before in self._held)
+            and [(parameter.dtype, parameter.device) for parameter in self._parameters] == self._dtypes
+            and list(map(type, self._modules)) == self._classes
+            and self._rest.holds()
+            and self._world() == self._switches
         )
 
     def changed(self) -> Changed:
@@ -139,20 +146,17 @@ class State:
         for (name, buffer), version in zip(self._model.named_buffers(remove_duplicate=False), self._versions):
             if buffer._version != version and _place("._buffers", name) not in structure:
                 structure.append(f"buffer {name}")
-        for (path, name, tensor), (_, version) in zip(self._tensors, self._written):
+        for ((path, name), tensor), (_, version) in zip(self._tensors.items(), self._written):
             if tensor._version != version:
                 structure.append(_place(path, name))
-        versions = {id(tensor): version for tensor, version in self._written}
-        for one, name, value in self._slotted:
-            if not alike(value, getattr(one, name, None)) or versions.get(id(value)) != getattr(
-                value, "_version", None
-            ):
-                structure.append(f"attribute {name} of a {type(one).__name__}")
-        structure += [f"global {name}" for name in self._globals.changed()]
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
         structure += self._modes()
+        structure += self._rest.changed()
+        structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
+        if not parameters:
+            structure += self._kinds_changed()
         flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()
         trainable = tuple(name for (name, parameter), before in flags if parameter.requires_grad != before)
         return Changed(tuple(dict.fromkeys(structure)), tuple(parameters), trainable)
@@ -160,6 +164,13 @@ class State:
     def _is_ignored(self, path: str, name: str) -> bool:
         module, _, kind = path.rpartition(".")
         return (path, name) in self._ignored or ("_hooks" in kind and (module, kind) in self._ignored)
+
+    def _kinds_changed(self) -> list[str]:
+        """Parameters of another dtype or device, modules of another class."""
+        kinds = zip(self._model.named_parameters(), self._dtypes)
+        found = [f"dtype or device of {name}" for (name, p), before in kinds if (p.dtype, p.device) != before]
+        classes = zip(self._model.named_modules(), self._classes)
+        return found + [f"class of {path or 'the model'}" for (path, one), before in classes if type(one) is not before]
 
     def _modes(self) -> list[str]:
         """Modules whose mode is another, seen from the model's own: a model in eval mode trains as a whole."""
@@ -171,6 +182,29 @@ class State:
             if module.training != (before or not self.was_training):
                 found.append(f"{path or 'the model'} is in {'train' if module.training else 'eval'} mode")
         return found
+
+
+def reached(
+    model: nn.Module,
+    watched: Set[int] = frozenset(),
+    is_ignored: Callable[[str, str], bool] = lambda path, name: False,
+    beside: Set[str] = frozenset(),
+) -> Reached:
+    """What the slots of modules lead to. watched: identities of containers that are compared anyway; is_ignored: of a
+    slot; beside: what else the model's forward writes, in words.
+    """
+    roots = [
+        (f"attribute {path}.{name}".replace(" .", " "), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if not _is_holder(name, value) and not is_ignored(path, name)
+    ]
+    return Reached(roots, map(type, model.modules()), watched, beside)
+
+
+def autocasts() -> bool:
+    """Whether torch.autocast is on, for any device that csc runs on."""
+    return any(map(torch.is_autocast_enabled, devices.TYPES))
 
 
 def _kinds(model: nn.Module) -> list[Any]:
@@ -212,14 +246,8 @@ def _is_holder(name: Any, value: Any) -> bool:
 def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Slots of plain objects with attributes, and of those in them."""
     plain = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
-    if isinstance(value, plain) or id(value) in seen or not depth:
-        return
-    if type(value) in (list, tuple):
-        for place, inner in enumerate(value[:LONGEST]):
-            yield from _configurations(f"{path}[{place}]", inner, seen, depth - 1)
-        return
     slots = value if type(value) is dict else getattr(value, "__dict__", None)
-    if not isinstance(slots, dict):
+    if isinstance(value, plain) or not isinstance(slots, dict) or id(value) in seen or not depth:
         return
     seen.add(id(value))
     yield path, slots
@@ -227,27 +255,35 @@ def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterat
         yield from _configurations(f"{path}.{name}", inner, seen, depth - 1)
 
 
-def _slotted(holders: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """The objects with __slots__ that slots, or lists in them, hold."""
-    values = chain.from_iterable(own.values() for path, own in holders.items() if not path.endswith(OWN))
-    every = chain.from_iterable(value[:LONGEST] if type(value) in (list, tuple) else (value,) for value in values)
-    return list({id(one): one for one in every if _names_of_slots(one)}.values())
+def _copied(value: Any) -> Any:
+    return type(value)(value) if type(value) in CONTAINERS else value
 
 
-def _names_of_slots(one: Any) -> list[str]:
-    """Of an instance of a class of the user's."""
-    if isinstance(one, (type, nn.Module, torch.Tensor)) or type(one).__module__.partition(".")[0] in LIBRARIES:
-        return []
-    names = (vars(cls).get("__slots__", ()) for cls in type(one).__mro__)
-    every = chain.from_iterable((own,) if isinstance(own, str) else own for own in names)
-    return [name for name in every if name not in ("__dict__", "__weakref__")]
+def _same(value: Any, before: Any) -> bool:
+    """Whether a container has the things that it had: the same ones, or plain ones that are equal."""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(map(_alike, value.values(), before.values()))
+    return all(map(_alike, value, before)) if not isinstance(value, set) else value == before
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # comparing is the user's code
+        return False
 
 
 def _equal(before: Any, contents: Any, now: Any) -> bool:
     """Whether a slot has what it had; contents: of a container, as they were."""
     if isinstance(before, CONTAINERS) and isinstance(now, CONTAINERS):
-        return type(before) is type(now) and same(now, contents)
-    return alike(before, now)
+        return type(before) is type(now) and _same(now, contents)
+    return _alike(before, now)
 
 
 def _place(path: str, name: str) -> str:

@@ -9,11 +9,12 @@ smaller than NOISE of its module's whole gradient is taken for that: its differe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 NOISE = 1e-4
+PIECE = 1 << 24  # elements
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -28,19 +29,23 @@ def relative(right: Gradients, found: Gradients) -> dict[str, float]:
     for name in right.keys() & found.keys():
         whole = of_module[_module(name)]
         scale = norms[name] if norms[name] >= NOISE * whole else whole
-        difference = _norm(_wide(found[name]).to(right[name].device) - _wide(right[name]))
+        difference = _norm(found[name].to(right[name].device), right[name])
         differences[name] = difference / scale if scale else difference
     return differences
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, complex where it is."""
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+def _norm(tensor: torch.Tensor, minus: torch.Tensor | None = None) -> float:
+    """In float64, a piece at a time: the whole of a large embedding would take several times its memory."""
+    pieces = _pieces(tensor)
+    if minus is not None:
+        pieces = (one - other for one, other in zip(pieces, _pieces(minus), strict=True))
+    return math.hypot(*(float(torch.linalg.vector_norm(piece)) for piece in pieces))
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor)))
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    wide = torch.complex128 if dense.is_complex() else torch.float64
+    return (piece.to(wide) for piece in dense.reshape(-1).split(PIECE))
 
 
 def _module(parameter: str) -> str:

@@ -6,6 +6,7 @@ count is seen by the targets that the loss is a mean over, and by the loss of al
     eager_step(model, batch, trainable, rule) -> Step
     loss_again(model, batch, rule) -> loss   of another forward
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
+    joined(microbatches) -> batch            None if they do not fit together
 """
 
 from __future__ import annotations
@@ -43,27 +44,21 @@ class Step:
     sure: bool = True
 
 
-def eager_step(
-    model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto", chance: bool = False
-) -> Step:
+def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> Step:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
     trainable: names of the parameters that train. rule: how the losses of listed microbatches combine: "mean", "sum",
-    "tokens" (counted targets of the loss), or "auto", as in one batch of all of them. chance: random numbers are drawn.
+    "tokens" (counted targets of the loss), or "auto", as in one batch of all of them.
     """
-    with undisturbed(model), training(model), without_kv_cache(model):
+    with torch.enable_grad(), undisturbed(model), training(model), without_kv_cache(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             parameter.grad = None
         mode = WithoutChance()
         torch.manual_seed(0)
-        if chance:
+        with mode:
             loss, sure = _loss(model, batch, rule)
             loss.backward()
-        else:
-            with mode:
-                loss, sure = _loss(model, batch, rule)
-                loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(loss.detach()), gradients, mode.unknown, sure)
 
@@ -121,7 +116,7 @@ def _samples(microbatch: Batch) -> int:
 @torch.no_grad()
 def _of_all(model: nn.Module, batch: Sequence[Batch]) -> float | None:
     """The loss of microbatches as one batch, to see by it how they count; None if they cannot be one."""
-    whole = _joined(batch)
+    whole = joined(batch)
     try:
         return None if whole is None else float(_of_one(model, whole))
     except Exception:  # models that are written for batches of a kind
@@ -139,7 +134,7 @@ def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
     return result.loss if hasattr(result, "loss") else result[0]
 
 
-def _joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
+def joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
     """Microbatches as one batch; None if their entries do not fit together."""
     whole: dict[str, Any] = {}
     for name, first in microbatches[0].items():

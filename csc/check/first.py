@@ -1,6 +1,7 @@
 """A program beside eager PyTorch before it is handed out, on the batch that it was compiled for.
 
     check(compiler, trainer, batch, ready, options) -> Checked      DifferenceError if they differ
+    too_much(model) -> str                                          why it cannot be done with the whole model
 
 Costs about two of eager PyTorch's steps: one of each, and once for a model one more forward.
 """
@@ -33,12 +34,16 @@ log = logging.getLogger("csc")
 # What is put down to rounding without asking: in float32 sums in another order, more so over several cp ranks.
 EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
 ROOM = 0.5  # of a device's memory
+BUG = (
+    "is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains all the "
+    "same"
+)
 
 
 @dataclass(frozen=True)
 class Checked:
     """gradients: how many were compared; largest: the largest relative difference; loss: that of the loss; seconds:
-    what the check took. skipped: why nothing was compared, or "".
+    what the check took. skipped: why nothing was compared, or "". what: what was, if not all of the model.
     """
 
     gradients: int = 0
@@ -46,12 +51,14 @@ class Checked:
     loss: float = 0.0
     seconds: float = 0.0
     skipped: str = ""
+    what: str = ""
 
     def __str__(self) -> str:
         if self.skipped:
             return f"not checked against eager PyTorch: {self.skipped}"
         found = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
-        return f"checked against eager PyTorch: {found}, in {self.seconds:.2f} s"
+        what = f" {self.what}" if self.what else ""
+        return f"checked against eager PyTorch{what}: {found}, in {self.seconds:.2f} s"
 
 
 def check(
@@ -71,9 +78,6 @@ def check(
     """
     start = time.perf_counter()
     model = compiler.model
-    reason = _too_much(model)
-    if reason:
-        return Checked(skipped=reason)
     manifest = trainer.program.manifest
     trainable = {parameter.name for parameter in manifest.parameters if parameter.trainable}
     rule = options.loss_weight
@@ -136,16 +140,13 @@ def _difference(
         what, where, whole = "", "", False
     name = type(compiler.model).__name__
     mesh = options.mesh
-    remedy = (
-        "It is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains "
-        "all the same"
-    )
+    remedy = f"It {BUG}"
     if whole and options.microbatches * mesh.dp > 1:
         what += f", and the {options.microbatches * mesh.dp} microbatches together are not"
         remedy = (
             "Do the loss or a layer mix samples (a norm, a mean, a product over them), or is the loss no mean or sum "
             "over samples? Then use microbatches=1 and dp=1, or say with loss_weight= how losses of microbatches "
-            f"combine. Else {remedy[0].lower()}{remedy[1:]}"
+            f"combine. Else it {BUG}"
         )
     elif whole:
         what += f", and on this mesh ({mesh}) it is not"
@@ -179,15 +180,19 @@ def _tolerance(model: nn.Module, options: Options) -> tuple[float, float]:
     return (EXACT if options.mesh.cp == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
 
 
-def _too_much(model: nn.Module) -> str:
+def too_much(model: nn.Module) -> str:
     """Why the whole model cannot run here beside the program; "" if it can."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return "the model has no weights here"
-    room = devices.memory(device_of(model))
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if 3 * held > ROOM * room:  # weights, and two sets of gradients
+    if 3 * held > ROOM * room_of(model):  # weights, and two sets of gradients
         return f"weights and two sets of gradients of the whole model are {3 * held / 1e9:.0f} GB"
     return ""
+
+
+def room_of(model: nn.Module) -> int:
+    """Bytes that the model's device has."""
+    return devices.memory(device_of(model))
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,21 @@ def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
 
     assert first["errors"] == second["errors"] and len(first["errors"]) == 2 and first["gradients"] == []
     assert all(error.startswith("DifferenceError: region layers.1 ") for error in first["errors"])
+
+
+def test_a_program_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    model = compiled(check=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"the program cannot be written \(.*File exists.*make room"):
+        model.write(tmp_path / "file" / "program")
+    model.write(tmp_path / "program")
+    before = (tmp_path / "program" / "program.json").read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as a full disk
+    try:
+        with pytest.raises(InputError, match=r"the program cannot be written \(.*File too large"):
+            model.write(tmp_path / "program")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "program" / "program.json").read_text() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "program"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from csc.check.rounding import LOSS
 from csc.verification import compared
 
 LAYER = "model.layers.3."
@@ -31,6 +34,16 @@ def test_noise_within_a_module_is_measured_by_the_module() -> None:
 def test_a_small_module_is_not_taken_for_noise() -> None:
     """Behind a gate that is nearly shut all of a module's gradient is small, and as exact as any other."""
     assert relative({WEIGHT: 1.0, QUERY: 1e-9}, {QUERY: 1e-9})[QUERY] == pytest.approx(1.0)
+
+
+def test_what_rounding_moves_in_eager_too_passes() -> None:
+    right = {WEIGHT: torch.ones(2), QUERY: torch.ones(2)}
+    result = compared(1.0, 1.0, right, {WEIGHT: torch.ones(2) * (1 + 1e-5), QUERY: torch.ones(2) * (1 + 1e-5)}, 0)
+    assert sorted(result.differing(1e-6)) == [QUERY, WEIGHT]
+    known = replace(result, rounding={LOSS: 0.0, WEIGHT: 1e-6, QUERY: 1e-7})
+    assert sorted(known.differing(1e-6)) == [QUERY] and not known.good(1e-6)
+    assert replace(result, loss_rel=1e-5, rounding={LOSS: 1e-6, WEIGHT: 1e-6, QUERY: 1e-6}).good(1e-6)
+    assert not replace(result, loss_rel=1e-5, rounding={LOSS: 1e-7, WEIGHT: 1e-6, QUERY: 1e-6}).good(1e-6)
 
 
 def test_a_missing_gradient_is_no_rounding() -> None:

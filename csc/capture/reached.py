@@ -1,0 +1,323 @@
+"""What a model holds besides its modules' own slots: objects in objects, classes, functions and the globals they read.
+
+Terms
+  watch    something that holds values (a list, an object with __slots__, a class, a namespace by the names that
+           functions read of it) with the values that it had, compared by identity, then as values
+  own      of the model or of its libraries: not torch's, not the standard library's
+  reached  the functions whose name some reached function looks up, from `forward` on
+
+    reached = Reached(roots, classes, known, ignored)
+    reached.holds() -> bool         microseconds: identities, versions of tensors, bytes of arrays
+    reached.changed() -> [text]     what differs, in words; nothing where a value was replaced by an equal one
+
+The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from opcode import opmap
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from csc.capture.alike import PLAIN
+from csc.capture.looked import LIBRARIES
+
+DEEPEST, MOST = 12, 20_000
+ABSENT = object()
+FIRST = frozenset({"forward", "__call__"})
+NAMELESS = (nn.Module, nn.Parameter, type, ModuleType)  # watched elsewhere, or for what they are alone
+Read = Callable[[], list[Any]]
+Names = tuple[str, ...]
+Watch = tuple[str, Names, Read, list[Any]]
+
+
+class Reached:
+    """roots: (path, value) to start from; classes: those of the modules. known: identities of containers that others
+    watch, whose values are walked through all the same. ignored: what `changed` may not tell, since the model's
+    forward writes it itself.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        classes: Iterable[type],
+        known: Set[int] = frozenset(),
+        ignored: Set[str] = frozenset(),
+    ) -> None:
+        self._known = known
+        self._watches: list[Watch] = []
+        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._arrays: list[tuple[str, Any, bytes]] = []
+        self._functions: list[tuple[str, FunctionType]] = []
+        self._cells: list[tuple[str, CellType]] = []
+        self._spaces: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
+        self._seen: dict[Any, Any] = {}  # by identity; the things themselves, so that no other takes theirs
+        self._reached: set[str] = set()
+        self._later: dict[str, list[tuple[str, Any, int]]] = {}  # members of classes, by a name that none has looked up
+        self._waiting: deque[tuple[str, Any, int]] = deque((path, value, 0) for path, value in roots)
+        for kind in dict.fromkeys(classes):
+            self._walk_classes(kind, 0)
+        self._reach(FIRST)
+        while self._waiting and len(self._seen) < MOST:
+            path, value, depth = self._waiting.popleft()
+            if not isinstance(value, (*PLAIN, *NAMELESS)) and self._is_new(id(value), value):
+                self._walk(path, value, depth)
+        self._waiting.clear()
+        for path, space, names in self._spaces.values():
+            read = functools.partial(_looked_up, space, names)
+            self._watches.append((path, tuple(names), read, read()))
+        if ignored:
+            self._ignore(ignored)
+        self._before = list(map(_of_function, self._functions)), list(map(_of_cell, self._cells))
+
+    def _ignore(self, ignored: Set[str]) -> None:
+        """Leave out what `changed` would tell in one of these texts."""
+        self._watches = [
+            _without(watch, {place for place, name in enumerate(watch[1]) if f"{watch[0]}.{name}" in ignored})
+            for watch in self._watches
+            if _contents_of(watch[0]) not in ignored
+        ]
+        self._functions = [one for one in self._functions if _code_of(one[0]) not in ignored]
+        self._cells = [one for one in self._cells if one[0] not in ignored]
+        self._tensors = [one for one in self._tensors if one[0] not in ignored]
+        self._arrays = [one for one in self._arrays if one[0] not in ignored]
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced or written to since."""
+        return (
+            all(_identical(read(), before) for _, _, read, before in self._watches)
+            and all(map(_identical, map(_of_function, self._functions), self._before[0]))
+            and _identical(list(map(_of_cell, self._cells)), self._before[1])
+            and all(tensor._version == version for _, tensor, version in self._tensors)
+            and all(array.tobytes() == before for _, array, before in self._arrays)
+        )
+
+    def changed(self) -> list[str]:
+        """In words of the model."""
+        found = []
+        for path, names, read, before in self._watches:
+            now = read()
+            if len(now) != len(before) and isinstance(read, functools.partial) and read.func is _values:
+                found += self._members_changed(path, dict(zip(names, before)), read.args[0])
+                continue
+            if len(now) != len(before):
+                found.append(_contents_of(path))
+            for place, (old, new) in enumerate(zip(before, now)):
+                if not _alike(old, new):
+                    found.append(f"{path}.{names[place]}" if place < len(names) else _contents_of(path))
+        for (path, function), was in zip(self._functions, self._before[0]):
+            if not all(map(_alike, was, _of_function((path, function)))):
+                found.append(_code_of(path))
+        for (path, cell), was in zip(self._cells, self._before[1]):
+            if not _alike(was, _of_cell((path, cell))):
+                found.append(path)
+        found += [path for path, tensor, version in self._tensors if tensor._version != version]
+        found += [path for path, array, before in self._arrays if array.tobytes() != before]
+        return list(dict.fromkeys(found))
+
+    def _members_changed(self, path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+        """Of a class that has more or fewer members: libraries note things there that no forward looks up."""
+        names = [name for name in dict.fromkeys((*before, *now)) if name in self._reached]
+        return [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
+
+    # --- the walk ------------------------------------------------------------------------------------------------
+
+    def _is_new(self, key: Any, value: Any) -> bool:
+        if key in self._seen:
+            return False
+        self._seen[key] = value
+        return True
+
+    def _watch(self, path: str, names: Names, read: Read, depth: int) -> None:
+        """Watch what `read` gives, and walk on through it."""
+        values = read()
+        self._watches.append((path, names, read, values))
+        self._on(path, zip(names or [""] * len(values), values), depth)
+
+    def _on(self, path: str, values: Iterable[tuple[str, Any]], depth: int) -> None:
+        if depth < DEEPEST:
+            self._waiting.extend((f"{path}.{name}" if name else path, value, depth + 1) for name, value in values)
+
+    def _walk(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                self._tensors.append((path, value, value._version))
+        elif isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                self._watch(path, (), lambda: list(value.flat), depth)
+            else:
+                self._arrays.append((path, value, value.tobytes()))
+        elif isinstance(value, dict):  # as a dict: the values of its class may be made on demand
+            names = tuple(map(str, dict.keys(value)))
+            if id(value) in self._known:
+                self._on(path, zip(names, list(dict.values(value))), depth)
+            else:
+                self._watch(path, names, lambda: list(dict.values(value)), depth)
+        elif isinstance(value, (list, set, deque)):
+            if id(value) in self._known:
+                self._on(path, [("", one) for one in value], depth)
+            else:
+                self._watch(path, (), lambda: list(value), depth)
+        elif isinstance(value, (tuple, frozenset)):
+            self._on(path, [("", one) for one in value], depth)
+        elif isinstance(value, FunctionType):
+            self._walk_function(path, value, depth)
+        elif isinstance(value, MethodType):
+            self._on(path, [("", value.__func__), ("", value.__self__)], depth)
+        elif isinstance(value, functools.partial):
+            self._on(path, [("func", value.func), ("args", value.args), ("keywords", value.keywords)], depth)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._on(path, [("", value.__func__)], depth)
+        elif isinstance(value, property):
+            self._on(path, [("", value.fget)], depth)
+        elif _is_own(type(value).__module__) or isinstance(value, (SimpleNamespace, Namespace)):
+            self._walk_object(path, value, depth)
+
+    def _walk_object(self, path: str, value: Any, depth: int) -> None:
+        names = tuple(name for kind in type(value).__mro__ for name in _slots(kind) if not name.startswith("__"))
+        if names:
+            self._watch(path, names, lambda: [getattr(value, name, ABSENT) for name in names], depth)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._on(path, [("", vars(value))], depth)
+        self._walk_classes(type(value), depth)
+
+    def _walk_classes(self, kind: type, depth: int) -> None:
+        """Attributes and methods of a class and those above it; of torch's only whether they were replaced."""
+        for one in kind.__mro__:
+            own = _is_own(one.__module__)
+            if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
+                continue
+            path, members = f"class {one.__name__}", vars(one)
+            self._watches.append((path, tuple(members), functools.partial(_values, members), list(members.values())))
+            for name, member in members.items() if own else ():
+                if name in self._reached:
+                    self._on(path, [(name, member)], depth)
+                else:
+                    self._later.setdefault(name, []).append((path, member, depth))
+
+    def _reach(self, names: Set[str]) -> None:
+        """Walk on through the members of classes that have these names."""
+        for name in names - self._reached:
+            self._reached.add(name)
+            for path, member, depth in self._later.pop(name, ()):
+                self._on(path, [(name, member)], depth)
+
+    def _walk_function(self, path: str, function: FunctionType, depth: int) -> None:
+        if not _is_own(str(function.__module__)):
+            return
+        self._functions.append((path, function))
+        self._on(path, [("", function.__defaults__), ("", function.__kwdefaults__), ("", vars(function))], depth)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if self._is_new(id(cell), cell):
+                self._cells.append((f"{path}.{name}", cell))
+                self._on(path, [(name, _of_cell(("", cell)))], depth)
+        read = _names_read(function.__code__)
+        self._reach(read)
+        self._walk_names(f"global {function.__module__}", function.__globals__, read, read, depth)
+
+    def _walk_names(self, path: str, space: dict[str, Any], names: Set[str], inner: Set[str], depth: int) -> None:
+        """Those of the names that a namespace has; in Python modules among them, those of `inner`."""
+        for name in sorted(names):
+            if name not in space:
+                continue
+            value = space[name]
+            if isinstance(value, ModuleType):
+                if _is_own(value.__name__) and depth < DEEPEST:
+                    self._walk_names(f"{path}.{name}", vars(value), inner, frozenset(), depth + 1)
+            elif self._is_new((id(space), name), space):
+                self._spaces.setdefault(id(space), (path, space, []))[2].append(name)
+                self._on(path, [(name, value)], depth)
+
+
+def _contents_of(path: str) -> str:
+    return f"what {path} holds"
+
+
+def _code_of(path: str) -> str:
+    return f"the code or the defaults of {path}"
+
+
+def _without(watch: Watch, places: Set[int]) -> Watch:
+    """The same of all its values but those at these places."""
+    if not places:
+        return watch
+    path, names, read, before = watch
+
+    def others(values: Iterable[Any]) -> list[Any]:
+        return [value for place, value in enumerate(values) if place not in places]
+
+    return path, tuple(others(names)), lambda: others(read()), others(before)
+
+
+def _values(members: Mapping[str, Any]) -> list[Any]:
+    return list(members.values())
+
+
+def _looked_up(space: dict[str, Any], names: list[str]) -> list[Any]:
+    return [space.get(name, ABSENT) for name in names]
+
+
+def _of_function(named: tuple[str, FunctionType]) -> tuple[Any, ...]:
+    function = named[1]
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _of_cell(named: tuple[str, CellType]) -> Any:
+    try:
+        return named[1].cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _identical(now: Any, before: Any) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if not isinstance(one, (*PLAIN, tuple, frozenset)):
+        return False
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # comparing is the user's code
+        return False
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] not in LIBRARIES and module != "builtins"
+
+
+def _slots(kind: type) -> Names:
+    names = vars(kind).get("__slots__", ()) if _is_own(kind.__module__) else ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _names_read(code: CodeType) -> frozenset[str]:
+    """The names that code and functions in it look up, but for globals that it writes itself."""
+    codes = list(_codes(code))
+    written = {name for one in codes for name in _written(one)}
+    return frozenset(name for one in codes for name in one.co_names) - written
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes(one)
+
+
+def _written(code: CodeType) -> Iterator[str]:
+    operations, store = code.co_code, opmap["STORE_GLOBAL"]
+    for place in range(0, len(operations), 2):
+        if operations[place] == store and operations[place + 1] < len(code.co_names):
+            yield code.co_names[operations[place + 1]]
