@@ -1,11 +1,13 @@
 """What users of an nn.Module look for on a compiled model, and what there is instead: sentences.
 
-instead(name) -> AttributeError       for `compiled.generate`, `compiled.cuda`, ..., and for what nothing has
+instead(name) -> AttributeError       for `compiled.generate`, `compiled.half`, ..., and for what nothing has
 """
 
 from __future__ import annotations
 
 import difflib
+
+from csc import devices
 
 WHOLE = "`compiled.gather()` gives the eager model with what all ranks have trained: "
 INSTEAD = {
@@ -19,7 +21,7 @@ INSTEAD = {
     "compile": "it is compiled already; compiled.with_options(...) changes how",
     "backward": "compiled.train_step(batch) runs forward and backward",
 }
-INSTEAD |= dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), INSTEAD["to"])
+INSTEAD |= dict.fromkeys((*devices.TYPES, "half", "float", "double", "bfloat16"), INSTEAD["to"])
 
 
 def instead(name: str, there: list[str]) -> AttributeError:

@@ -15,6 +15,7 @@ The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
 
 from __future__ import annotations
 
+import dis
 import functools
 from argparse import Namespace
 from collections import deque
@@ -34,7 +35,7 @@ from csc.capture.looked import LIBRARIES
 DEEPEST, MOST = 12, 20_000
 ABSENT = object()
 FIRST = frozenset({"forward", "__call__"})
-NAMELESS = (nn.Module, nn.Parameter, type, ModuleType)  # watched elsewhere, or for what they are alone
+NAMELESS = (nn.Module, nn.Parameter, ModuleType)  # watched elsewhere, or for what they are alone
 Read = Callable[[], list[Any]]
 Names = tuple[str, ...]
 Watch = tuple[str, Names, Read, list[Any]]
@@ -69,7 +70,9 @@ class Reached:
         self._reach(FIRST)
         while self._waiting and len(self._seen) < MOST:
             path, value, depth = self._waiting.popleft()
-            if not isinstance(value, (*PLAIN, *NAMELESS)) and self._is_new(id(value), value):
+            if isinstance(value, type):
+                self._walk_classes(value, depth)
+            elif not isinstance(value, (*PLAIN, *NAMELESS)) and self._is_new(id(value), value):
                 self._walk(path, value, depth)
         self._waiting.clear()
         for path, space, names in self._spaces.values():
@@ -222,7 +225,8 @@ class Reached:
                 self._on(path, [(name, _of_cell(("", cell)))], depth)
         read = _names_read(function.__code__)
         self._reach(read)
-        self._walk_names(f"global {function.__module__}", function.__globals__, read, read, depth)
+        loaded = read & _globals_read(function.__code__)
+        self._walk_names(f"global {function.__module__}", function.__globals__, loaded, read, depth)
 
     def _walk_names(self, path: str, space: dict[str, Any], names: Set[str], inner: Set[str], depth: int) -> None:
         """Those of the names that a namespace has; in Python modules among them, those of `inner`."""
@@ -307,6 +311,12 @@ def _names_read(code: CodeType) -> frozenset[str]:
     codes = list(_codes(code))
     written = {name for one in codes for name in _written(one)}
     return frozenset(name for one in codes for name in one.co_names) - written
+
+
+def _globals_read(code: CodeType) -> frozenset[str]:
+    """Of these names those that are looked up as globals, not as attributes."""
+    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
+    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

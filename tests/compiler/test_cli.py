@@ -348,7 +348,7 @@ class Model(nn.Module):
         self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x, labels):
-        if x.sum() > 100:
+        if self.first(x).sum() > 100:
             x = -x
         return nn.functional.cross_entropy(self.head(self.first(x)), labels)
 
@@ -360,14 +360,14 @@ def example():
 def test_a_plain_class_with_an_example_from_the_same_file(run: Run, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     bad.write_text(USER_FILE)
-    good.write_text(USER_FILE.replace("if x.sum() > 100", "if len(x) > 100"))
+    good.write_text(USER_FILE.replace("if self.first(x).sum() > 100", "if len(x) > 100"))
     done = run("verify", f"{good}:Model", "--example", "example", "--json")
     assert json.loads(done.out)["params_checked"] == 4
     done = run("verify", f"{bad}:Model", "--example", "example", "--json")
     assert (done.code, done.out) == (2, "")
     said = " ".join(done.err.split())
     assert "depends on the values of a tensor" in said
-    assert "bad.py:11: if x.sum() > 100:" in said
+    assert "bad.py:11: if self.first(x).sum() > 100:" in said
 
 
 @pytest.mark.slow

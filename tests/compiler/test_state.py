@@ -210,7 +210,7 @@ def test_eval_mode_is_no_mode_to_train_in() -> None:
     model = compiled()
     model.train_step(small.text_batch(2))
     model.model.eval()
-    with pytest.raises(InputError, match=r"call model\.train\(\)"):
+    with pytest.raises(InputError, match=r"call compiled\.train\(\)"):
         model.train_step(small.text_batch(2))
     model.model.train()
     assert is_eagers(model)

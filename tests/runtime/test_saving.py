@@ -133,7 +133,7 @@ def test_a_save_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, man
     with pytest.raises(InputError, match=said), files_of_at_most(100):
         saving.write(out, manifest, 0, NEW, save="0000000b")
     assert sorted(out.iterdir()) == before and equal(found(out, manifest), OLD)
-    with pytest.raises(InputError, match="it cannot be written"):
+    with pytest.raises(InputError, match="a file is where a directory is to be made"):
         saving.write(out / before[0].name, manifest, None, NEW)
     assert equal(found(out, manifest), OLD)
 
