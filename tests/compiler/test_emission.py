@@ -358,6 +358,7 @@ RESERVED = [
     "batch",
     "layers",
     "under",
+    "_common_",
     "torch",
     "aten",
     "layer",
