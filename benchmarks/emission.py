@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.ir.mesh import Mesh
 from csc.runtime.program import load
 

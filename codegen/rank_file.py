@@ -101,7 +101,7 @@ def _file(docstring: Sequence[str], *parts: str) -> str:
 def _imports(writers: Sequence[StageWriter]) -> str:
     stages = [writer.stage.index for writer in writers]
     lines = [
-        "from csc.runtime.names import under",
+        "from csc.runtime.weight_names import under",
         *(["from csc.runtime.seeds import seed_of"] if any(writer.seeds for writer in writers) else []),
         "",
         "from . import layers",

@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompiledModel", "CscError", "DifferenceError", "InputError", "Mask", "Mesh",
-    "attention", "compile", "compose", "opaque", "weightless",
+    "CompiledModel",
+    "CscError",
+    "DifferenceError",
+    "InputError",
+    "Mask",
+    "Mesh",
+    "attention",
+    "compile",
+    "compose",
+    "meta_init",
+    "opaque",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from csc.api import compile
-    from csc.capture.weightless import weightless
-    from csc.compiled import CompiledModel
+    from csc.capture.trace.meta_init import meta_init
     from csc.composition import compose
+    from csc.driver.compiled import CompiledModel
     from csc.errors import CscError, DifferenceError, InputError
     from csc.ir.mesh import Mesh
     from csc.kernels.attention import attention
@@ -30,13 +39,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "compile": "csc.api",
-    "CompiledModel": "csc.compiled",
+    "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",
     "Mesh": "csc.ir.mesh",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
     "opaque": "csc.kernels.opaque",
-    "weightless": "csc.capture.weightless",
+    "meta_init": "csc.capture.trace.meta_init",
     "CscError": "csc.errors",
     "DifferenceError": "csc.errors",
     "InputError": "csc.errors",

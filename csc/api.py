@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from csc.compiled import CompiledModel, Example, Factory
-from csc.dividing import Divide
+from csc.driver.compiled import CompiledModel, Example, Factory
+from csc.driver.dividing import Divide
+from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
-from csc.options import changed
 from csc.runtime.launch import several_processes
 
 

@@ -42,7 +42,7 @@ class Optimizer(StrEnum):
 
 
 @dataclass(frozen=True)
-class Options:
+class Arguments:
     """The command line, parsed."""
 
     directory: Path
@@ -95,14 +95,14 @@ def command(
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
-    options = Options(
+    options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
         timeline, paced,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
 
-def run(options: Options, debug: bool = False) -> int:
+def run(options: Arguments, debug: bool = False) -> int:
     """Train; returns the exit code. Errors become one sentence on stderr."""
     from csc.runtime.launch import first_to_speak, open_store, setup_distributed, under_torchrun
     from csc.runtime.program import load
@@ -157,7 +157,7 @@ def _leave_when_stopped(first_to_speak: Callable[[], bool]) -> None:
     signal.signal(signal.SIGTERM, stopped)
 
 
-def _train(options: Options, program: Any, launch: Any) -> None:
+def _train(options: Arguments, program: Any, launch: Any) -> None:
     import torch
 
     from csc.runtime.c10d import Distributed
@@ -219,13 +219,13 @@ def _say_what_is_edited(program: Any, launch: Any) -> None:
         _say(f"edited since it was compiled: {', '.join(found)}.")
 
 
-def _wait(options: Options, program: Any, launch: Any) -> None:
-    """Run paced ranks (see csc.runtime.paced) and print each step's seconds beside the simulator's."""
+def _wait(options: Arguments, program: Any, launch: Any) -> None:
+    """Run paced ranks (see csc.runtime.emulated) and print each step's seconds beside the simulator's."""
     import torch
 
     from csc.runtime.c10d import Distributed
-    from csc.runtime.paced import expected, paced_program, run
-    from csc.runtime.recording import gathered, timeline
+    from csc.runtime.emulated import expected, paced_program, run
+    from csc.runtime.timelines import gathered, timeline
 
     if launch is None:
         raise InputError(
@@ -249,11 +249,11 @@ def _wait(options: Options, program: Any, launch: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _record(options: Options, traces: Any, manifest: Any, name: str) -> None:
+def _record(options: Arguments, traces: Any, manifest: Any, name: str) -> None:
     """Write the timeline of a step, from the first rank, if it is asked for. All ranks call it."""
     if options.timeline is None or not traces:
         return
-    from csc.runtime.recording import gathered, timeline
+    from csc.runtime.timelines import gathered, timeline
     from csc.simulation.timeline import to_json
 
     together = gathered(traces)
@@ -262,7 +262,7 @@ def _record(options: Options, traces: Any, manifest: Any, name: str) -> None:
         options.timeline.write_text(json.dumps(to_json(timeline(together, manifest, name))))
 
 
-def _batches(options: Options, program: Any) -> Batches:
+def _batches(options: Arguments, program: Any) -> Batches:
     if options.data is not None:
         return _from_function(options.data)
     from csc.runtime.batches import from_file
@@ -298,7 +298,7 @@ def _from_function(data: str) -> Batches:
 class _Log:
     """Losses on rank 0: JSON lines, a progress bar on a terminal, or plain lines."""
 
-    def __init__(self, options: Options, first: bool) -> None:
+    def __init__(self, options: Arguments, first: bool) -> None:
         self.options, self.first = options, first
         self.progress: Any = None
         if first and not options.json and sys.stdout.isatty():

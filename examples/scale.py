@@ -5,7 +5,7 @@ csc simulate examples/scale.py:llava_70b --fake                                 
 csc explain examples/scale.py:valm_70b --fake                                     two encoders beside a 70B LLM
 csc compile examples/scale.py:llava_7b --fake --mesh pp=4,dp=2 -o build/7b        another mesh
 
---fake makes the model without weights (`csc.weightless`): names, shapes and dtypes of parameters. What to look at: the
+--fake makes the model without weights (`csc.meta_init`): names, shapes and dtypes of parameters. What to look at: the
 seconds of each step of the compilation, and rank_617.py. The example is one microbatch; a mesh of any size has as many.
 """
 

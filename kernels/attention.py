@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 import torch
-from csc.kernels import cpu, groups, layout, packing
+from csc.kernels import cpu, memory_layout, packing, token_groups
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
 
@@ -86,7 +86,7 @@ def _(ranges: Any, admits: Any, kinds: Any, keys: int, block_q: int, block_k: in
 def _group_ranges(
     queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
 ) -> torch.Tensor:
-    return groups.ranges(queries, keys, counting_queries, counting_keys)
+    return token_groups.ranges(queries, keys, counting_queries, counting_keys)
 
 
 @_group_ranges.register_fake
@@ -109,7 +109,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
-    q, k, v = (layout.dense(x) for x in (q, k, v))
+    q, k, v = (memory_layout.dense(x) for x in (q, k, v))
     return _engine(q).forward(q, k, v, known, lists, scale, softcap)
 
 
@@ -118,7 +118,7 @@ def _(
     q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    return layout.heads_last(q), layout.statistics(q)
+    return memory_layout.heads_last(q), memory_layout.statistics(q)
 
 
 @torch.library.custom_op("csc::attention_backward", mutates_args=())
@@ -139,13 +139,13 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
-    d_out, q, k, v = (layout.dense(x) for x in (d_out, q, k, v))
+    d_out, q, k, v = (memory_layout.dense(x) for x in (d_out, q, k, v))
     return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
 
 
 @_attention_backward.register_fake
 def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layout.heads_last(q), layout.heads_last(k), layout.heads_last(v)
+    return memory_layout.heads_last(q), memory_layout.heads_last(k), memory_layout.heads_last(v)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ in backward. Products are taken in float32 (float64 for float64). Holds rows x k
 from __future__ import annotations
 
 import torch
-from csc.kernels.layout import exact
+from csc.kernels.memory_layout import exact
 
 
 def _scores(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from csc.kernels.layout import exact
+from csc.kernels.memory_layout import exact
 from csc.kernels.numbered import Numbered
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from csc.kernels.layout import heads_last, statistics
+from csc.kernels.memory_layout import heads_last, statistics
 from csc.kernels.numbered import Numbered
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -22,8 +22,8 @@ from itertools import groupby
 
 import torch
 from csc.kernels import capped
-from csc.kernels.layout import exact, heads_last, statistics
 from csc.kernels.mask import Mask
+from csc.kernels.memory_layout import exact, heads_last, statistics
 from csc.kernels.tiles import Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block

@@ -13,7 +13,7 @@ from csc.passes.written_out import written_out
 from torch import fx
 
 from csc.analysis import visibility
-from csc.analysis.visibility import OWN_PLACE, ZERO, Bound, Clause, Group, Predicate, Unrecognised
+from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer, replace_call
@@ -140,7 +140,7 @@ def _mask(
             raise Unrecognised("another mask for every head")
         found = visibility.EVERYTHING if mask is None else visibility.clauses(mask)
         if causal:
-            found = tuple(clause | {Bound(False, OWN_PLACE, 1)} for clause in found)
+            found = tuple(clause | {KeyBound(False, OWN_PLACE, 1)} for clause in found)
         if not found:
             raise Unrecognised("nothing that is ever seen")
         if found == visibility.EVERYTHING:
@@ -204,10 +204,10 @@ class _Rules:
     def range(self, clause: Clause) -> fx.Node:
         """int64 [B or 1, Tq, 2]: the keys between the clause's bounds, none for queries it does not concern."""
         ordered = sorted(clause, key=_order)
-        bounds = [condition for condition in ordered if isinstance(condition, Bound)]
+        bounds = [condition for condition in ordered if isinstance(condition, KeyBound)]
         lows = [self.value(b) for b in bounds if b.lower]
         highs = [self.value(b) for b in bounds if not b.lower]
-        for group in (condition for condition in ordered if isinstance(condition, Group)):
+        for group in (condition for condition in ordered if isinstance(condition, SameGroup)):
             low, high = self.group(group, ordered)
             lows.append(low)
             highs.append(high)
@@ -233,7 +233,7 @@ class _Rules:
             tightest = self.call(name, choose, tightest, value)
         return self.call(name, aten.clamp.default, tightest, 0, self.keys)
 
-    def value(self, bound: Bound) -> fx.Node:
+    def value(self, bound: KeyBound) -> fx.Node:
         """int64 [B or 1, Tq] of a bound."""
         if bound.value == ZERO:
             shape = [1, self.queries]
@@ -260,7 +260,7 @@ class _Rules:
             joined = truth if joined is None else self.call("both", aten.logical_and.default, joined, truth)
         return joined
 
-    def group(self, group: Group, ordered: Sequence[Any]) -> tuple[fx.Node, fx.Node]:
+    def group(self, group: SameGroup, ordered: Sequence[Any]) -> tuple[fx.Node, fx.Node]:
         """(lo, hi) of the keys of each query's group, which has to be contiguous among the keys that count."""
         queries, keys = self.flat(group.queries, self.queries), self.flat(group.keys, self.keys)
         counts = [

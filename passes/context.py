@@ -7,11 +7,11 @@ from itertools import accumulate, product
 
 from csc.passes.attention import attention
 from csc.passes.dropout import dropout
-from csc.passes.encoders import component_of, named, sizes_for, spread_encoder
+from csc.passes.encoder_context import component_of, named, sizes_for, spread_encoder
 from csc.passes.loss import labels_of
 from csc.passes.precision import precision
 from csc.passes.shapes import lowered
-from csc.passes.spreading import Spreading
+from csc.passes.sharding import Spreading
 from torch import fx
 
 from csc.analysis.cutting import shared_nodes

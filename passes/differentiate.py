@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from csc.passes.layouts import with_reshapes
-from csc.passes.marking import Marking, tagging
+from csc.passes.provenance import Marking, tagging
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.layout import overlaps
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Options, Program, Region, Template
 from csc.ir.rewrite import Writer
+from csc.ir.strides import overlaps
 from csc.torch_private import fx_traceback, make_fx
 
 Layout = tuple[int, ...]  # strides

@@ -16,7 +16,7 @@ from csc.passes.differentiate import in_layout
 from torch import fx
 
 from csc.analysis.cutting import label
-from csc.analysis.sample_layers import RECURRENT
+from csc.analysis.samples.layer_rules import RECURRENT
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program

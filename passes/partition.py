@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from csc.passes import problem as numbers
+from csc.passes import pipeline_problem as numbers
 from csc.passes.schedule_file import given_schedule
 
 from csc.analysis.costs import basis
@@ -16,7 +16,7 @@ from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
 from csc.planning.partition import at_cuts
-from csc.planning.plan import Plan as Decided
+from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
 from csc.simulation.pipeline_file import to_json

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis import gradients
+from csc.analysis import gradient_flow
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.groups import Group
@@ -39,7 +39,7 @@ def prune(program: Program, options: Options) -> Program:
             for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
         )
         dw = tuple(found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients))
-        reached = gradients.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
+        reached = gradient_flow.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
         needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
         marked.append(replace(region, dx=dx, dw=dw))
     _check_chain(marked, program)

@@ -27,17 +27,17 @@ from typing import Any
 
 import torch
 from csc.passes.partition import decide
-from csc.passes.problem import chosen_hardware, limit, problem
+from csc.passes.pipeline_problem import chosen_hardware, limit, problem
 from csc.passes.split import divided, is_cheap, parts_of
 from torch import fx
 
-from csc.analysis.costs import Work, call_of, dense_bytes, held_bytes, seconds
+from csc.analysis.costs import Kernels, call_of, dense_bytes, held_bytes, seconds
 from csc.analysis.hardware import Hardware
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique
 from csc.ir.program import Choice, Options, Program, Region, Template, Variant
-from csc.planning.saving import Saving, Step, least, savings
+from csc.planning.rematerialise import Candidate, Saving, least, savings
 
 NONE, SELECTIVE, FULL, AUTO = "none", "selective", "full", "auto"
 PRICES = 16  # that the bisection looks at
@@ -167,7 +167,7 @@ def _fitting(
 class _Network:
     """The calls of F as steps, the node of each, and the steps that B or W reads."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Candidate, ...]
     nodes: tuple[fx.Node, ...]
     needed: tuple[int, ...]
 
@@ -226,7 +226,7 @@ class _Candidates:
         return decide(tried, numbers if limited else replace(numbers, memory=None), options, EFFORT).makespan
 
     def corners(self, variant: Variant) -> list[Saving]:
-        """What is best at some price, prices falling; see csc.planning.saving."""
+        """What is best at some price, prices falling; see csc.planning.rematerialise."""
         key = (variant.name, AUTO)
         if key not in self._known:
             network = _network(variant, self.program.templates[variant.template], self.hardware)
@@ -253,12 +253,12 @@ def _network(
     for node in nodes:
         inputs = tuple(place[used] for used in node.all_input_nodes if used in place)
         if node.op == "placeholder":
-            steps.append(Step((), dense_bytes(node), None))
+            steps.append(Candidate((), dense_bytes(node), None))
             continue
         call = call_of(node)
-        time = seconds(Work((call,)), hardware) if call is not None else 0.0
+        time = seconds(Kernels((call,)), hardware) if call is not None else 0.0
         kept = None if is_cheap(node) or not isinstance(node.meta["val"], torch.Tensor) else held_bytes([node])
-        steps.append(Step(inputs, kept, None if _is_fixed(node) or banned(node) else time))
+        steps.append(Candidate(inputs, kept, None if _is_fixed(node) or banned(node) else time))
     later = [n for n in variant.pruned.nodes if n.op == "call_function" and n in parts.in_b | parts.in_w]
     read = {used for node in later for used in node.all_input_nodes} | {*parts.dx, *parts.dw}
     return _Network(tuple(steps), tuple(nodes), tuple(i for node, i in place.items() if node in read))

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis import cutting, gradients
+from csc.analysis import cutting, gradient_flow
 from csc.ir import graph as g
-from csc.ir.layout import dense
 from csc.ir.naming import identifier, table_name, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
 from csc.ir.rewrite import extract
+from csc.ir.strides import dense
 
 
 def regions(program: Program, options: Options) -> Program:
@@ -30,7 +30,7 @@ def regions(program: Program, options: Options) -> Program:
     result, *counted = g.outputs(graph)
     shared = g.merge_equal(graph, cutting.shared_nodes(graph))
     runs = cutting.cut(graph, program.modules, shared)
-    builder = _Builder(program, graph, shared, gradients.carrying(graph), gradients.live(graph.nodes, [result]))
+    builder = _Builder(program, graph, shared, gradient_flow.carrying(graph), gradient_flow.live(graph.nodes, [result]))
     for run in runs:
         builder.plan(run)
     found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
@@ -171,7 +171,7 @@ class _Builder:
         finals = [self._densify(graph, mapping[node]) for node in results]
         graph.output(tuple(finals))
         differentiable = [i for i, n in enumerate(results) if n in self.carrying and n in self.live and g.is_inexact(n)]
-        reached = gradients.live(run.nodes, [results[i] for i in differentiable])
+        reached = gradient_flow.live(run.nodes, [results[i] for i in differentiable])
         self.templates[name] = Template(
             name=template_name(info.kind, run.module) if prefix else identifier(name.split(".")[-1]),
             graph=graph,

@@ -73,7 +73,7 @@ def divided(variant: Variant, template: Template) -> Variant:
 
 
 @dataclass(frozen=True)
-class Parts:
+class GraphParts:
     """What a pruned graph returns, and which of its nodes belong to F, B and W. None stands where no gradient is."""
 
     values: tuple[Any, ...]
@@ -84,7 +84,7 @@ class Parts:
     in_w: set[fx.Node]
 
 
-def parts_of(variant: Variant, template: Template) -> Parts:
+def parts_of(variant: Variant, template: Template) -> GraphParts:
     """F = what the outputs need, B = what the gradients of activations need beyond F, W = the rest."""
     results = g.outputs(variant.pruned)
     outputs = len(template.outputs)
@@ -92,7 +92,7 @@ def parts_of(variant: Variant, template: Template) -> Parts:
     values, dx, dw = results[:outputs], results[outputs:activations], results[activations:]
     in_f = _with_items(g.ancestors(values))
     in_b = _with_items(g.ancestors(dx) - in_f)
-    return Parts(values, dx, dw, in_f, in_b, g.ancestors(dw) - in_f - in_b)
+    return GraphParts(values, dx, dw, in_f, in_b, g.ancestors(dw) - in_f - in_b)
 
 
 def _with_items(part: set[fx.Node]) -> set[fx.Node]:

@@ -26,7 +26,14 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds
-IMPORTED = ["csc", "csc.compiler", "csc.integrations.hf", "csc.runtime.trainer", "peft", "tests.compiler.gloo_models"]
+IMPORTED = [
+    "csc",
+    "csc.driver.compiler",
+    "csc.integrations.hf",
+    "csc.runtime.trainer",
+    "peft",
+    "tests.compiler.gloo_models",
+]
 
 
 def torchrun(

@@ -30,7 +30,7 @@ def model(layers: int) -> nn.Module:
         num_key_value_heads=8, vocab_size=128320, max_position_embeddings=LENGTH,
     )  # fmt: skip
     config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_id=IMAGE_TOKEN)
-    with csc.weightless():
+    with csc.meta_init():
         return LlavaForConditionalGeneration(config).to(torch.bfloat16).train()
 
 

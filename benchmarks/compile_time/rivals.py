@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.distributed.pipelining import SplitPoint, pipeline
 from transformers.models.llava import modeling_llava
 
-from csc.capture import standing_in
+from csc.capture.capture import standing_in
 
 Batch = Mapping[str, torch.Tensor]
 

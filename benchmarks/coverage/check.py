@@ -17,7 +17,7 @@ from torch import nn
 
 import csc
 from benchmarks.coverage.models import Build
-from csc.verification import default_tolerance, verify
+from csc.reports.verification import default_tolerance, verify
 
 WAYS = {"pp=3": "pp=3", "cp=2": "cp=2", "projector": "pp=3"}
 PROJECTOR = re.compile(r"projector|merger|connector|modality_projection|image_newline|adapter|aligner")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from csc.passes.problem import network, values
+from csc.passes.pipeline_problem import network, values
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.models import ENCODERS

@@ -27,9 +27,9 @@ from csc.passes.split import split
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.expand import Stack, expand
+from benchmarks.mllm.meta_init import meta_init
 from benchmarks.mllm.models import batch, build
-from benchmarks.mllm.weightless import weightless
-from csc.capture import capture
+from csc.capture.capture import capture
 from csc.ir.program import Options, Program
 from csc.ir.verifier import verify
 
@@ -44,7 +44,7 @@ FROZEN: Mapping[str, tuple[str, ...]] = {
 
 def captured(configuration: Configuration, depths: Mapping[str, int]) -> Program:
     """The model with `depths[component]` layers, after pass `differentiate`."""
-    with weightless(torch.bfloat16):
+    with meta_init(torch.bfloat16):
         model = build(configuration, depths)
     program = capture(model, batch(configuration))
     return _run(program, (shapes, loss, regions, differentiate), Options())

@@ -1,7 +1,7 @@
 """The measured part: csc and torch.distributed.pipelining side by side as paced ranks, real processes over gloo.
 
 Terms
-  paced     compute is a wait of the modelled time; processes, messages and order are real (csc.runtime.paced)
+  paced     compute is a wait of the modelled time; processes, messages and order are real (csc.runtime.emulated)
   stretch   what modelled times are multiplied by, so that a step of csc takes about TARGET seconds
   run       a runtime, a split and a schedule on a case
 

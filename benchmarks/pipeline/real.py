@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csc.errors import CscError
-from csc.forecast import read
+from csc.reports.forecast import read
 from csc.simulation.timeline import Timeline
 
 LIMIT = 600  # seconds for one command

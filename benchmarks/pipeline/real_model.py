@@ -15,7 +15,7 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import csc
-from csc.profiling import profile
+from csc.reports.profiling import profile
 
 MICROBATCHES, SAMPLES, TEXT = 8, 2, 32  # SAMPLES in each microbatch, of TEXT tokens after the image
 IMAGE, PATCH, IMAGE_TOKEN = 64, 8, 999

@@ -27,8 +27,8 @@ from types import MappingProxyType
 from benchmarks.pipeline.baselines import UNAWARE, Baseline, baselines
 from benchmarks.pipeline.cases import HARDWARE, Case, Numbers, numbers, of_case
 from csc.errors import InputError
-from csc.planning.bound import lower_bound, shared_lower_bound
-from csc.planning.plan import Plan, plan
+from csc.planning.partition_bound import lower_bound, shared_lower_bound
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.simulation.memory import peak_memory
 
@@ -117,7 +117,7 @@ def evaluate(case: Case, found: Numbers) -> Row:
     return Row(case, found.heavy, found.encoders, single, shared, found.device, plans, pairs, longest)
 
 
-def _with_state(stated: Problem, made: Plan) -> float:
+def _with_state(stated: Problem, made: PipelinePlan) -> float:
     """Bytes of the fullest rank with parameters, gradients and optimizer state."""
     return max(peak_memory(pipeline(stated, made.stages), made.schedule))
 

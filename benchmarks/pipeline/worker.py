@@ -27,7 +27,7 @@ from benchmarks.pipeline.torch_gradients import check
 from benchmarks.pipeline.torch_paced import Span, prepare
 from csc.ir.schedule import parse
 from csc.runtime.c10d import Distributed
-from csc.runtime.paced import paced, run
+from csc.runtime.emulated import paced, run
 from csc.simulation.pipeline_file import from_json
 
 TIMEOUT = timedelta(seconds=120)

@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Work:
+class Kernels:
     """The kernels of F, B or W, in order."""
 
     calls: tuple[Call, ...] = ()
@@ -69,8 +69,8 @@ class Work:
     def kernels(self) -> int:
         return len(self.calls)
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.calls + other.calls)
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(self.calls + other.calls)
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class RegionCost:
     outputs: bytes of each output, in order; output_gradients: of the gradient that comes back to it, 0 if none does.
     """
 
-    forward: Work
-    backward_input: Work
-    backward_weight: Work
+    forward: Kernels
+    backward_input: Kernels
+    backward_weight: Kernels
     has_b: bool
     has_w: bool
     saved: int
@@ -206,7 +206,7 @@ def _seconds(variant: Variant, cost: RegionCost, hardware: Hardware, measured: M
     )
 
 
-def seconds(work: Work, hardware: Hardware) -> float:
+def seconds(work: Kernels, hardware: Hardware) -> float:
     """Roofline (Williams, Waterman, Patterson 2009) call by call, and the launch of each:
     sum of max(flops / reached rate, bytes / reached bandwidth) + launch.
     """
@@ -277,9 +277,9 @@ def parameter_bytes(
     return held, numel * size, 3 * 4 * numel if master and size < 4 else 2 * size * numel
 
 
-def work_of(graph: fx.Graph | None) -> Work:
+def work_of(graph: fx.Graph | None) -> Kernels:
     """The kernels of one run of the graph; none for None."""
-    return Work(tuple(_calls(graph))) if graph is not None else Work()
+    return Kernels(tuple(_calls(graph))) if graph is not None else Kernels()
 
 
 def _calls(graph: fx.Graph) -> Iterator[Call]:

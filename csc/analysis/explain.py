@@ -12,7 +12,7 @@ from csc.ir.program import Program, Region, Variant
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplainRow:
     """One region or, summed, one component. Work of one microbatch; pruned: what training all would add."""
 
     name: str
@@ -33,25 +33,25 @@ class Row:
         return asdict(self)
 
 
-def explain(program: Program) -> tuple[list[Row], list[Row]]:
+def explain(program: Program) -> tuple[list[ExplainRow], list[ExplainRow]]:
     """(rows of components, rows of regions), in order of execution. The Program must have been partitioned."""
     trainable = {p.name: p.trainable for p in program.parameters}
     numel = {p.name: p.numel for p in program.parameters}
     stage = {name: s.index for s in program.stages for name in s.regions}
     whole = {name: (count(t.joint).flops, len(g.calls(t.joint))) for name, t in program.templates.items() if t.joint}
     regions = [_region_row(program, region, stage[region.name], trainable, numel, whole) for region in program.regions]
-    by_component: dict[str, list[Row]] = {}
+    by_component: dict[str, list[ExplainRow]] = {}
     for row in regions:
         by_component.setdefault(row.component, []).append(row)
     components = [_component_row(program, name, rows, trainable, numel) for name, rows in by_component.items()]
     return components, regions
 
 
-def _region_row(program: Program, region: Region, stage: int, trainable: dict, numel: dict, whole: dict) -> Row:
+def _region_row(program: Program, region: Region, stage: int, trainable: dict, numel: dict, whole: dict) -> ExplainRow:
     variant = program.variants[region.variant]
     flops, nodes = whole[region.template]
     left = len(g.calls(variant.pruned))
-    return Row(
+    return ExplainRow(
         name=region.name,
         component=region.component,
         template=region.variant,
@@ -84,11 +84,11 @@ def _again(variant: Variant) -> str:
     return f"B runs {variant.again / 1e6:.2f} MFLOPs of F again" if variant.saves is not None else ""
 
 
-def _component_row(program: Program, name: str, rows: Sequence[Row], trainable: dict, numel: dict) -> Row:
+def _component_row(program: Program, name: str, rows: Sequence[ExplainRow], trainable: dict, numel: dict) -> ExplainRow:
     regions = {r.name: r for r in program.regions}
     own = {p for row in rows for p in regions[row.name].parameters}
     stages = sorted({row.stage for row in rows})
-    return Row(
+    return ExplainRow(
         name=name,
         component=name,
         template=f"{len(rows)} regions",

@@ -12,23 +12,23 @@ from csc.torch_private import OpOverload
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
-class Work(NamedTuple):
+class FlopCount(NamedTuple):
     """flops: floating-point operations (2 for a multiply-add); matmuls: calls of mm, addmm, bmm or baddbmm."""
 
     flops: int
     matmuls: int
 
 
-def count(graph: fx.Graph | None) -> Work:
+def count(graph: fx.Graph | None) -> FlopCount:
     """The work of one run of the graph; zero for None. Ops without a formula (element-wise ones) count as zero."""
     if graph is None:
-        return Work(0, 0)
+        return FlopCount(0, 0)
     flops = matmuls = 0
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload):
             flops += call_flops(node)
             matmuls += node.target._schema.name in MATMULS
-    return Work(flops, matmuls)
+    return FlopCount(flops, matmuls)
 
 
 def call_flops(node: fx.Node) -> int:

@@ -35,7 +35,7 @@ class Unrecognised(Exception):
 
 
 @dataclass(frozen=True)
-class Bound:
+class KeyBound:
     """lower: slot >= value(query) + shift; else slot < value(query) + shift.
 
     value: a node [.., Tq, 1]; OWN_PLACE: the query's own index; ZERO: the shift alone.
@@ -56,7 +56,7 @@ class Predicate:
 
 
 @dataclass(frozen=True)
-class Group:
+class SameGroup:
     """Query and key are of one group: queries [.., Tq, 1] == keys [.., 1, Tk]."""
 
     queries: fx.Node
@@ -72,12 +72,12 @@ class Order:
 
     queries: fx.Node
     keys: fx.Node
-    bound: Bound
+    bound: KeyBound
 
 
 OWN_PLACE: Literal["own place"] = "own place"
 ZERO: Literal["zero"] = "zero"
-Condition = Bound | Predicate | Group | Order
+Condition = KeyBound | Predicate | SameGroup | Order
 Clause = frozenset[Condition]
 NOTHING: tuple[Clause, ...] = ()
 EVERYTHING: tuple[Clause, ...] = (frozenset(),)
@@ -123,9 +123,9 @@ def _spans(clause: Clause, queries: int, keys: int) -> tuple[list[int], list[int
     """
     low, high = [0] * queries, [keys] * queries
     for condition in clause:
-        if isinstance(condition, Group) and table(condition.queries) is table(condition.keys):
+        if isinstance(condition, SameGroup) and table(condition.queries) is table(condition.keys):
             low, high = list(map(max, low, range(queries))), list(map(min, high, range(1, queries + 1)))
-        elif isinstance(condition, Bound) and (places := _places(condition.value, queries)) is not None:
+        elif isinstance(condition, KeyBound) and (places := _places(condition.value, queries)) is not None:
             shifted = [place + condition.shift for place in places]
             low = list(map(max, low, shifted)) if condition.lower else low
             high = high if condition.lower else list(map(min, high, shifted))
@@ -230,7 +230,7 @@ def _within_documents(clause: Clause) -> Clause:
     """
     orders = [condition for condition in clause if isinstance(condition, Order)]
     runs = {
-        (restarting(table(c.queries)), restarting(table(c.keys))) for c in clause if isinstance(c, Group)
+        (restarting(table(c.queries)), restarting(table(c.keys))) for c in clause if isinstance(c, SameGroup)
     }  # fmt: skip
     for order in orders:
         own, other = table(order.queries), table(order.keys)
@@ -297,7 +297,7 @@ def _triangle(node: fx.Node, name: str, negated: bool) -> tuple[Clause, ...]:
     """tril keeps k <= q + diagonal, triu k >= q + diagonal, of what it is applied to."""
     bound = g.bind(node)
     shift = int(bound["diagonal"])
-    kept = Bound(False, OWN_PLACE, shift + 1) if name == "aten::tril" else Bound(True, OWN_PLACE, shift)
+    kept = KeyBound(False, OWN_PLACE, shift + 1) if name == "aten::tril" else KeyBound(True, OWN_PLACE, shift)
     inner = _union(bound["self"], negated)
     if not negated:
         return _conjunction(inner, (frozenset({kept}),))
@@ -317,7 +317,7 @@ def _comparison(node: fx.Node, sign: str) -> tuple[Clause, ...]:
     if sign in ("==", "!="):
         if sign == "!=" or not queries or number or queries[0][0] == factor:
             raise Unrecognised("an inequality of groups" if sign == "!=" else "an equality of sums")
-        return (frozenset({Group(queries[0][1], key_node)}),)
+        return (frozenset({SameGroup(queries[0][1], key_node)}),)
     offset = slots(key_node)
     if offset is None and not queries:
         raise Unrecognised("a comparison of something other than the places of keys")
@@ -328,8 +328,8 @@ def _comparison(node: fx.Node, sign: str) -> tuple[Clause, ...]:
     # key + number (sign) query, where key is slot + offset, or a table of positions
     lower, shift = sign in (">=", ">"), -number - (offset or 0) + (sign in ("<=", ">"))
     if offset is None:
-        return (frozenset({Order(queries[0][1], key_node, Bound(lower, OWN_PLACE, shift))}),)
-    return (frozenset({Bound(lower, queries[0][1] if queries else ZERO, shift)}),)
+        return (frozenset({Order(queries[0][1], key_node, KeyBound(lower, OWN_PLACE, shift))}),)
+    return (frozenset({KeyBound(lower, queries[0][1] if queries else ZERO, shift)}),)
 
 
 @dataclass(frozen=True)

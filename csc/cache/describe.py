@@ -41,8 +41,8 @@ from torch import nn
 
 from csc.cache.bytecode import facts
 from csc.cache.classes import Classes
+from csc.cache.indescribable import Opaque
 from csc.cache.kinds import CACHED, has_source, of_transformers, slots
-from csc.cache.opaque import Opaque
 from csc.cache.origins import Origins, is_own, is_source
 from csc.torch_private import OpOverload, hooks_of_all_modules, hooks_of_tensor
 

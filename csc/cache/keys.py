@@ -22,12 +22,13 @@ from torch import nn
 
 from csc import devices
 from csc.cache.describe import Describer
-from csc.cache.opaque import Opaque
+from csc.cache.indescribable import Opaque
 from csc.cache.origins import Origins, csc_folders
 from csc.cache.patched import patched
 from csc.cache.reads import reads
 from csc.cache.switches import switches
-from csc.capture import device_of, training, without_kv_cache
+from csc.capture.batch import device_of
+from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.groups import Group
 from csc.ir.program import Options
 
@@ -53,7 +54,7 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
 
 
 def trace_key(model: str, batch: Any, options: Options) -> str:
-    """model: its key; batch: the signature of a completed microbatch (csc.compiler.signature)."""
+    """model: its key; batch: the signature of a completed microbatch (csc.driver.compiler.signature)."""
     chosen = [getattr(options, name) for name in OF_TRACES]
     return _hash(["trace", model, repr(batch), options.mesh.sizes(Group.LAYER), repr(chosen)])
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture import Learned, split_batch
-from csc.capture.export import Host
+from csc.capture.batch import split_batch
+from csc.capture.capture import Learned
 from csc.capture.guards import Guard
-from csc.capture.hoisted import Hoisted
-from csc.capture.host import Function, HostCall
-from csc.capture.replay import Way
+from csc.capture.trace.export import Host
+from csc.capture.trace.replay import Way
+from csc.capture.values.hoist import Function, HostCall
+from csc.capture.values.hoisted import Hoisted
 from csc.ir import asked, calls, sizes
 from csc.ir.stored import Unstorable
 
@@ -138,7 +139,7 @@ def _way_from(tree: Any) -> Way:
     return Way(calls.from_tree(tree["calls"]), assumed, values, tuple(tree["decided"]))
 
 
-def _sizes_tree(assumed: sizes.Sizes) -> Any:
+def _sizes_tree(assumed: sizes.SizeGuards) -> Any:
     try:
         return sizes.to_tree(assumed)
     except sizes.Unknown as reason:

@@ -23,13 +23,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from csc import placeholders
+from csc.analysis import token_counts
+from csc.analysis.token_counts import Places
 from csc.cache import learning
-from csc.capture import Learned
+from csc.capture.capture import Learned
 from csc.ir import stored
 from csc.ir.program import Program
 from csc.ir.stored import Unstorable
-from csc.placeholders import Places
 
 PREFIX = "program/"
 Files = Mapping[str, bytes]
@@ -49,7 +49,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedProgram:
     """history: the Programs after capture and each pass, if it was traced in this process."""
 
     program: Program
@@ -75,23 +75,23 @@ def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
 
 
 def packed_from(files: Files, model: nn.Module) -> Packed:
-    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
     return Packed(own, *_common_from(files, model))
 
 
-def traced_bytes(traced: Traced, model: nn.Module) -> dict[str, bytes]:
+def traced_bytes(traced: TracedProgram, model: nn.Module) -> dict[str, bytes]:
     """Unstorable if something in it has no form in text. The history is left out."""
     tree, tensors = stored.to_tree(traced.program)
     files = {"trace.json": _text(tree), "trace.safetensors": _saved(tensors)}
     return files | _common(traced.places, traced.learned, model)
 
 
-def traced_from(files: Files, model: nn.Module) -> Traced:
-    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+def traced_from(files: Files, model: nn.Module) -> TracedProgram:
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
     history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
-    return Traced(replace(program, history=history), *_common_from(files, model))
+    return TracedProgram(replace(program, history=history), *_common_from(files, model))
 
 
 def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
@@ -107,7 +107,7 @@ def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
 
 
 def captured_from(files: Files, model: nn.Module) -> Captured:
-    """The inverse. An exception of csc.cache.kept.DAMAGE for bytes that are none."""
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["capture.json"]), load_tensors(files["capture.safetensors"]))
     history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
     learned = learning.from_tree(json.loads(files["learned.json"]), model)
@@ -115,7 +115,7 @@ def captured_from(files: Files, model: nn.Module) -> Captured:
 
 
 def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, bytes]:
-    tree, constants = placeholders.to_tree(places)
+    tree, constants = token_counts.to_tree(places)
     return {
         "places.json": _text(tree),
         "places.safetensors": _saved(constants),
@@ -125,7 +125,7 @@ def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, byt
 
 def _common_from(files: Files, model: nn.Module) -> tuple[Places, Learned]:
     constants = load_tensors(files["places.safetensors"])
-    places = placeholders.from_tree(json.loads(files["places.json"]), constants)
+    places = token_counts.from_tree(json.loads(files["places.json"]), constants)
     return places, learning.from_tree(json.loads(files["learned.json"]), model)
 
 

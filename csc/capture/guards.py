@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from csc.ir.asked import Decision
-from csc.ir.sizes import Sizes
+from csc.ir.sizes import SizeGuards
 
 DECIDED = "what the batch decides"  # of a completed microbatch; no name of an argument
 UNDECIDED = ("nobody knows yet",)
@@ -28,7 +28,7 @@ UNDECIDED = ("nobody knows yet",)
 class Guard:
     """fixed: values of batch entries by name."""
 
-    sizes: Sizes
+    sizes: SizeGuards
     fixed: Mapping[str, torch.Tensor]
     decisions: tuple[Decision, ...]
 

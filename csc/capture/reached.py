@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from csc.capture.alike import PLAIN
-from csc.capture.looked import LIBRARIES
+from csc.capture.dedup.equality import PLAIN
+from csc.capture.dedup.free_variables import LIBRARIES
 
 DEEPEST, MOST = 12, 20_000
 ABSENT = object()

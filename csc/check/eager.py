@@ -24,7 +24,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from csc import devices
-from csc.capture import device_of, training, without_kv_cache
+from csc.capture.batch import device_of
+from csc.capture.trace.export import training, without_kv_cache
 from csc.check.numbers import WithoutChance
 
 Batch = Mapping[str, Any]

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from csc import devices
-from csc.capture import device_of
+from csc.capture.batch import device_of
 from csc.check.eager import eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
 from csc.check.rounding import moved
 from csc.check.stepping import step_of
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.ir.program import Options
 from csc.runtime.trainer import Trainer

@@ -24,7 +24,7 @@ from csc.check.eager import joined
 from csc.check.first import BUG, ROOM, Checked, check, room_of
 from csc.check.layer_files import install_alike, not_the_same
 from csc.check.shallow import bytes_of, kinds, shallow
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.errors import CscError, DifferenceError
 from csc.ir.program import Options, Program
 from csc.runtime.program import load

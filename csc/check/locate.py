@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from csc.capture import device_of, training, without_kv_cache
+from csc.capture.batch import device_of
+from csc.capture.trace.export import training, without_kv_cache
 from csc.check.eager import Step, eager_step, undisturbed
 from csc.check.judge import judge
 from csc.check.numbers import WithoutChance
 from csc.check.stepping import step_of
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture import device_of
+from csc.capture.batch import device_of
 from csc.ir.program import Program
 from csc.torch_private import pytree
 

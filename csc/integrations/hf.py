@@ -19,7 +19,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.

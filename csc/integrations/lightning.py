@@ -23,7 +23,7 @@ from lightning import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
-from csc.ir.sizes import Sizes
+from csc.ir.sizes import SizeGuards
 
 LOSS = "loss"
 Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, full or auto, or these values
@@ -253,7 +253,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Combination:
-    """How the losses of microbatches make that of the batch, as the graph shows (csc.analysis.combining).
+    """How the losses of microbatches make that of the batch, as the graph shows (csc.analysis.samples.combining).
 
     weight: "tokens", "mean" or "sum"; "" if it could not be proven, and `problem` (a phrase with an operation as its
     subject) and `where` say why. rows: the batch entry whose rows count, with "mean". counted: with "tokens", the call
@@ -319,7 +319,7 @@ class Program:
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
     decided: tuple[str, ...] = ()  # the decisions by its batch that it was captured for, as texts
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
-    sizes: Sizes | None = None  # that the graph as captured is for
+    sizes: SizeGuards | None = None  # that the graph as captured is for
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model

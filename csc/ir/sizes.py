@@ -41,7 +41,7 @@ class Unknown(ValueError):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SizeGuards:
     """entries: (dtype, sizes) by name. ranges: least and largest value of a symbol, None: any. relations: see above."""
 
     entries: Mapping[str, tuple[str, tuple[Any, ...]]]
@@ -102,7 +102,7 @@ def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
     return relation.subs({one: values[str(one)] for one in relation.free_symbols if str(one) in values})
 
 
-def to_tree(sizes: Sizes) -> Tree:
+def to_tree(sizes: SizeGuards) -> Tree:
     """Plain JSON."""
     entries = {
         name: [dtype, [expression_to_tree(sympy.sympify(size)) for size in shape]]
@@ -112,11 +112,11 @@ def to_tree(sizes: Sizes) -> Tree:
     return {"entries": entries, "ranges": ranges, "relations": [expression_to_tree(one) for one in sizes.relations]}
 
 
-def from_tree(tree: Tree) -> Sizes:
+def from_tree(tree: Tree) -> SizeGuards:
     """The inverse."""
     entries = {name: (dtype, tuple(map(_size, shape))) for name, (dtype, shape) in tree["entries"].items()}
     ranges = {name: (low, high) for name, (low, high) in tree["ranges"].items()}
-    return Sizes(entries, ranges, tuple(map(expression_from_tree, tree["relations"])))
+    return SizeGuards(entries, ranges, tuple(map(expression_from_tree, tree["relations"])))
 
 
 def _size(tree: Tree) -> Any:

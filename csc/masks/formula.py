@@ -39,7 +39,7 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Keys:
+class KeyTest:
     """bool [B, Tk]: holds or not, whatever the query."""
 
     table: torch.Tensor
@@ -78,7 +78,7 @@ class Or:
     two: Formula
 
 
-Formula = Queries | Keys | Compare | Constant | Not | And | Or
+Formula = Queries | KeyTest | Compare | Constant | Not | And | Or
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class _Range:
 class _Asked:
     """A question to the kind of a key: an atom whose keys do not lie together, or the negation of one."""
 
-    atom: Keys | Compare
+    atom: KeyTest | Compare
     holds: bool
 
 
@@ -140,7 +140,7 @@ class _Kinds:
             self._all = True
             return torch.full((1, queries), EVERYTHING)
         tests = [(one.atom, one.holds) for one in asked if isinstance(one.atom, Compare)]
-        plain = [one for one in asked if isinstance(one.atom, Keys)]
+        plain = [one for one in asked if isinstance(one.atom, KeyTest)]
         name = (frozenset((id(one.atom), one.holds) for one in plain), tuple(id(atom.keys) for atom, _ in tests))
         if name not in self._known:
             self._known[name] = self._allot(plain, [atom.keys for atom, _ in tests])
@@ -158,7 +158,7 @@ class _Kinds:
     def _allot(self, plain: list[_Asked], numbers: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         fits = torch.ones(1, self._keys, dtype=torch.bool)
         for one in plain:
-            assert isinstance(one.atom, Keys)
+            assert isinstance(one.atom, KeyTest)
             fits = fits & (one.atom.table == one.holds)
         batch = max([len(fits), *map(len, numbers)])
         fits = fits.expand(batch, -1)
@@ -226,12 +226,12 @@ def _distinct(clauses: list[_Clause]) -> list[_Clause]:
     return found
 
 
-def _literals(atom: Queries | Keys | Compare, holds: bool, keys: int) -> Iterator[_Clause]:
+def _literals(atom: Queries | KeyTest | Compare, holds: bool, keys: int) -> Iterator[_Clause]:
     """An atom or its negation as a union of clauses of one literal."""
     if isinstance(atom, Queries):
         yield (Queries(atom.table == holds),)
         return
-    found = _range_of_keys(atom) if isinstance(atom, Keys) else _range_of_compare(atom, keys)
+    found = _range_of_keys(atom) if isinstance(atom, KeyTest) else _range_of_compare(atom, keys)
     if found is None:
         yield (_Asked(atom, holds),)
     elif holds:
@@ -243,7 +243,7 @@ def _literals(atom: Queries | Keys | Compare, holds: bool, keys: int) -> Iterato
             yield (_Range(found.hi, torch.full_like(found.hi, keys)),)
 
 
-def _range_of_keys(atom: Keys) -> _Range | None:
+def _range_of_keys(atom: KeyTest) -> _Range | None:
     """The keys of a predicate, if they lie together in every row."""
     start = begins(atom.table) & atom.table
     if bool((start.sum(1) > 1).any()):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from csc.errors import InputError
-from csc.masks.look import ANY, HIDDEN, headline, rank_colour, type_colour, type_name
+from csc.masks.colours import ANY, HIDDEN, headline, rank_colour, type_colour, type_name
 from csc.masks.picture import Picture, ticks
 
 FIELD = "#f3f5f7"

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from csc import devices
 from csc.errors import InputError
 from csc.masks.checks import INTEGERS
-from csc.masks.formula import And, Compare, Constant, Formula, Keys, Not, Or, Queries
+from csc.masks.formula import And, Compare, Constant, Formula, KeyTest, Not, Or, Queries
 
 MaskMod = Callable[..., Any]
 ONE_HEAD = "All heads share a mask: give heads that differ an attention of their own"
@@ -36,7 +36,7 @@ def traced(mask_mod: MaskMod, batch: int, queries: int, keys: int) -> Formula:
         "k": Side(torch.arange(keys)[None, None, :], frozenset("k")),
     }
     with _Tracing():
-        result = mask_mod(*(Traced(index[name]) for name in "bhqk"))
+        result = mask_mod(*(TracedScalar(index[name]) for name in "bhqk"))
     return _truth(_lifted(result, "the result"), "the result")
 
 
@@ -57,7 +57,7 @@ class Sum:
     absolute: bool = False
 
 
-class Traced:
+class TracedScalar:
     """A scalar as the function sees it. It has the operators and methods of a tensor."""
 
     def __init__(self, value: Side | Sum | Formula) -> None:
@@ -98,7 +98,7 @@ OPERATORS = (
 )
 REFLECTED = {"radd", "rsub", "rmul", "rfloordiv", "rmod", "rand", "ror", "rxor"}
 for _name in OPERATORS.split():
-    setattr(Traced, f"__{_name}__", _operator(_name))
+    setattr(TracedScalar, f"__{_name}__", _operator(_name))
 
 
 class _Tracing(TorchFunctionMode):
@@ -107,7 +107,7 @@ class _Tracing(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
         inner = [item for one in flat for item in (one if isinstance(one, tuple | list) else [one])]
-        if any(isinstance(one, Traced) for one in inner):
+        if any(isinstance(one, TracedScalar) for one in inner):
             return _apply(function.__name__, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
@@ -148,7 +148,7 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in CASTS:
         name, args = "to", (args[0], CASTS[name])
     if name == "getitem":
-        return Traced(_indexed(args[0], args[1]))
+        return TracedScalar(_indexed(args[0], args[1]))
     values = [_lifted(one, name) if not isinstance(one, torch.dtype) else one for one in args]
     sides = [one for one in values if isinstance(one, Side)]
     if any("h" in one.depends for one in sides):
@@ -157,10 +157,10 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(isinstance(one, Side | torch.dtype) for one in values) and not depends >= {"q", "k"}:
         if name not in ONE_SIDE:
             raise _no_rules(name, "is no operation on single indices that is known here")
-        return Traced(_one_sided(name, values, depends, kwargs))
+        return TracedScalar(_one_sided(name, values, depends, kwargs))
     if name not in BOTH_SIDES or kwargs:
         raise _no_rules(name, "is used on a number of the query and a number of the key together")
-    return Traced(_both_sides(name, values))
+    return TracedScalar(_both_sides(name, values))
 
 
 def _casts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -319,7 +319,7 @@ def _indexed(base: Any, index: Any) -> Side:
 
 def _lifted(value: Any, name: str) -> Any:
     """A traced value's content, or a plain number as a side that depends on nothing."""
-    if isinstance(value, Traced):
+    if isinstance(value, TracedScalar):
         return value.value
     if isinstance(value, bool | int | float):
         return Side(torch.tensor(value), frozenset())
@@ -344,7 +344,7 @@ def _truth(value: Side | Sum | Formula, name: str) -> Formula:
     if not value.depends:
         return Constant(bool(table))
     side = Side(table, value.depends)
-    return Keys(_column(side)) if "k" in value.depends else Queries(_row(side))
+    return KeyTest(_column(side)) if "k" in value.depends else Queries(_row(side))
 
 
 def _is_bool(value: Any) -> bool:

@@ -6,14 +6,14 @@ and back is filled with them.
 
     contiguous(problem) -> stages, or None      one stage on a rank; needs problem.memory
 
-For a stage with summed times F, B, W, and with the longest paths of csc.planning.bound: f up to its F, b up to its B,
-y after its B; m and r as there:
+For a stage with summed times F, B, W, and with the longest paths of csc.planning.partition_bound: f up to its F, b up
+to its B, y after its B; m and r as there:
 
     need(S) = max( r f + m (F + B + W),  r b + m (F + B + W) - early,
                    r b + m (F + B + W) - early - late + r y,  r f + m (F + B + W) - late + r y )
 
-The bounds of csc.planning.bound take all of early and late for granted. With little memory the last stages, which have
-no early work, should have less to do than those say.
+The bounds of csc.planning.partition_bound take all of early and late for granted. With little memory the last stages,
+which have no early work, should have less to do than those say.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from csc.planning.bound import check_ranks
 from csc.planning.branches import Stages, branches, numbered
-from csc.planning.pieces import Pieces, bounds, largest_fused, pieces, totals, ways
+from csc.planning.partition_bound import check_ranks
+from csc.planning.pieces import ChainTables, bounds, largest_fused, pieces, totals, ways
 from csc.planning.problem import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ def contiguous(problem: Problem) -> Stages | None:
     return numbered(found, home)
 
 
-def _needs(problem: Problem, tables: Pieces) -> Floats:
+def _needs(problem: Problem, tables: ChainTables) -> Floats:
     """(units + 1, units + 1): `need` of the stage from one unit up to another; infinite if it does not fit."""
     count = len(problem.units)
     reached = np.zeros((count + 1, len(tables.lengths)), dtype=np.int64)  # by unit, the place on every chain

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from csc.planning.branches import Ints
-from csc.planning.pieces import Pieces
+from csc.planning.pieces import ChainTables
 
 
-def undominated(tables: Pieces, low: Ints, labels: Ints) -> Ints:
+def undominated(tables: ChainTables, low: Ints, labels: Ints) -> Ints:
     """Positions of the states that no other dominates, in frontier and labels; of equal ones the first."""
     if not labels.shape[1] or (labels == labels[:1]).all():
         return best_frontiers(tables, low)
@@ -32,7 +32,7 @@ def undominated(tables: Pieces, low: Ints, labels: Ints) -> Ints:
     return np.sort(survivors)
 
 
-def best_frontiers(tables: Pieces, low: Ints) -> Ints:
+def best_frontiers(tables: ChainTables, low: Ints) -> Ints:
     """The same without labels: the least position on the last chain by a table over the positions on the others."""
     if len(low) < 2:
         return np.arange(len(low))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from csc.planning.branches import Floats, Ints
 from csc.planning.dominance import undominated
-from csc.planning.pieces import Measures, Pieces, bounds_of, measures
+from csc.planning.pieces import ChainTables, Measures, bounds_of, measures
 from csc.planning.room import Room, Target, depths_of, labels_after, need_of
 
 Bools = npt.NDArray[np.bool_]
@@ -32,10 +32,10 @@ PROBES = 512  # pieces that take about as long to look at as one, so many ends a
 
 
 @dataclass(frozen=True)
-class Step:
+class Extension:
     """One extension of the search: what its pieces have to respect. parts: see csc.planning.frontiers.parts_of."""
 
-    tables: Pieces
+    tables: ChainTables
     cap: float
     room: Room | None = None
     parts: Ints | None = None
@@ -64,7 +64,7 @@ class Step:
         return found
 
 
-def extend(step: Step, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
+def extend(step: Extension, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
     """The states after one more stage that nothing dominates, their parents and labels; `left` stages come after."""
     limits = step.limits(state)
     found = []
@@ -77,7 +77,7 @@ def extend(step: Step, state: Ints, labels: Ints, left: int, empty: bool) -> tup
     return low[kept], rows[kept], after[kept]
 
 
-def _batches(step: Step, state: Ints, limits: list[Floats]) -> list[tuple[int, int]]:
+def _batches(step: Extension, state: Ints, limits: list[Floats]) -> list[tuple[int, int]]:
     """Runs of states whose choices together are at most ROWS, or single states."""
     options = np.prod(state[:, :-1] + 1.0, axis=1)
     if options.sum() <= ROWS:
@@ -94,7 +94,7 @@ def _batches(step: Step, state: Ints, limits: list[Floats]) -> list[tuple[int, i
     return list(zip(edges, [*edges[1:], len(options)]))
 
 
-def _lowest(step: Step, limits: list[Floats], c: int, high: Ints) -> Ints:
+def _lowest(step: Extension, limits: list[Floats], c: int, high: Ints) -> Ints:
     """For each row the lowest position on chain c down to which a piece from `high` keeps within the limits."""
     lowest = np.zeros(len(high), dtype=np.int64)
     first = step.tables.start[c]
@@ -105,7 +105,7 @@ def _lowest(step: Step, limits: list[Floats], c: int, high: Ints) -> Ints:
     return np.minimum(lowest, high)
 
 
-def _choices(step: Step, state: Ints, rows: Ints, limits: list[Floats]) -> tuple[Ints, Ints, list[Floats]]:
+def _choices(step: Extension, state: Ints, rows: Ints, limits: list[Floats]) -> tuple[Ints, Ints, list[Floats]]:
     """All ends of the next piece on every chain but the last: (pieces, chains), the row of the state of each, and what
     the limits leave for its end on the last chain.
     """
@@ -126,7 +126,9 @@ def _choices(step: Step, state: Ints, rows: Ints, limits: list[Floats]) -> tuple
     return low, rows, limits
 
 
-def _ends(step: Step, state: Ints, low: Ints, rows: Ints, limits: list[Floats], left: int) -> tuple[Ints, Ints, Ints]:
+def _ends(
+    step: Extension, state: Ints, low: Ints, rows: Ints, limits: list[Floats], left: int
+) -> tuple[Ints, Ints, Ints]:
     """Between which positions of the last chain the piece can end so that a frontier comes out: least in `low`, largest
     in the second result. `left` units at least stay for the stages ahead.
     """
@@ -152,7 +154,7 @@ def _ends(step: Step, state: Ints, low: Ints, rows: Ints, limits: list[Floats], 
 
 
 def _reach(
-    step: Step, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
+    step: Extension, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
 ) -> tuple[Ints, Ints, Ints]:
     """The longest pieces that fit, for every depth that they may have: their frontiers, rows and labels."""
     last = len(step.tables.lengths) - 1
@@ -199,7 +201,7 @@ def _least_that_fits(fits: Callable[[Ints, Ints], Bools], least: Ints, largest: 
     return top
 
 
-def _enough(step: Step, low: Ints, left: int) -> Bools:
+def _enough(step: Extension, low: Ints, left: int) -> Bools:
     """False where `left` stages cannot hold what is left, whatever they are."""
     good = np.ones(len(low), dtype=bool)
     for (charge, most), limit in zip(step.charges, step.limits(low)):
@@ -208,7 +210,7 @@ def _enough(step: Step, low: Ints, left: int) -> Bools:
     return good
 
 
-def fitting(step: Step, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
+def fitting(step: Extension, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
     """Which pieces keep under the cap, the memory, the parts and a depth `at_most`; never lost by taking units away."""
     tables = step.tables
     measured = measures(tables, low, high)

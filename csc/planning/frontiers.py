@@ -25,8 +25,8 @@ from typing import TypeVar
 import numpy as np
 
 from csc.planning.branches import Ints
-from csc.planning.extension import EXACT, Step, extend, fitting
-from csc.planning.pieces import Pieces, bounds
+from csc.planning.extension import EXACT, Extension, extend, fitting
+from csc.planning.pieces import ChainTables, bounds
 from csc.planning.room import Room, depths_of, labels_after, targets
 
 Frontiers = list[Ints]
@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 FEW = 20_000  # states that the search without dominance may have
 
 
-def parts_of(tables: Pieces, part: list[int]) -> Ints:
+def parts_of(tables: ChainTables, part: list[int]) -> Ints:
     """Running counts, by place, of the units of each part; a stage will be allowed units of one part only."""
     counts = np.zeros((len(tables.sums), max(part) + 1), dtype=np.int64)
     for c, chain in enumerate(tables.branches.chains):
@@ -47,10 +47,15 @@ def parts_of(tables: Pieces, part: list[int]) -> Ints:
 
 
 def search(
-    tables: Pieces, ranks: int, cap: float, room: Room | None = None, parts: Ints | None = None, empty: bool = False
+    tables: ChainTables,
+    ranks: int,
+    cap: float,
+    room: Room | None = None,
+    parts: Ints | None = None,
+    empty: bool = False,
 ) -> Frontiers | None:
     """Frontiers of exactly `ranks` stages (`empty`: at most) of which none has a bound above `cap` or lacks room."""
-    step = Step(tables, cap, room, parts, targets(tables) if room else ())
+    step = Extension(tables, cap, room, parts, targets(tables) if room else ())
     state = tables.lengths[None, :].copy()
     labels = np.zeros((1, len(tables.lengths) + len(step.targets) if room else 0), dtype=np.int64)
     levels: list[tuple[Ints, Ints]] = []
@@ -79,7 +84,7 @@ def _trace(levels: list[tuple[Ints, Ints]], at: int, end: Ints) -> Frontiers:
 
 
 def feasible(
-    tables: Pieces, ranks: int, cap: float, room: Room | None = None, parts: Ints | None = None
+    tables: ChainTables, ranks: int, cap: float, room: Room | None = None, parts: Ints | None = None
 ) -> Frontiers | None:
     """Frontiers of exactly `ranks` stages that keep the cap and the memory, if there are any."""
     found = search(tables, ranks, cap, room, parts)
@@ -91,7 +96,7 @@ def feasible(
 
 
 def least(
-    tables: Pieces,
+    tables: ChainTables,
     ranks: int,
     floor: float,
     room: Room | None = None,
@@ -149,16 +154,16 @@ def narrow(
             probe = (low + best[0]) / 2
 
 
-def largest_bound(tables: Pieces, frontiers: Frontiers) -> float:
+def largest_bound(tables: ChainTables, frontiers: Frontiers) -> float:
     """The largest bound of the stages between these frontiers."""
     low = np.array(frontiers)
     high = np.concatenate([tables.lengths[None, :], low[:-1]])
     return float(bounds(tables, low, high).max())
 
 
-def _every(tables: Pieces, ranks: int, cap: float, room: Room, parts: Ints | None) -> Frontiers | None:
+def _every(tables: ChainTables, ranks: int, cap: float, room: Room, parts: Ints | None) -> Frontiers | None:
     """As `search`, forgetting a state only for one with the same frontier; None too where they are more than FEW."""
-    step = Step(tables, cap, room, parts, targets(tables))
+    step = Extension(tables, cap, room, parts, targets(tables))
     state = tables.lengths[None, :].copy()
     labels = np.zeros((1, len(tables.lengths) + len(step.targets)), dtype=np.int64)
     levels: list[tuple[Ints, Ints]] = []
@@ -179,7 +184,7 @@ def _every(tables: Pieces, ranks: int, cap: float, room: Room, parts: Ints | Non
     return None
 
 
-def _single_steps(step: Step, state: Ints, labels: Ints, left: int) -> tuple[Ints, Ints]:
+def _single_steps(step: Extension, state: Ints, labels: Ints, left: int) -> tuple[Ints, Ints]:
     """Every piece that fits ahead of each state, grown one unit at a time."""
     tables = step.tables
     low, rows = state, np.arange(len(state))

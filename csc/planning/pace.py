@@ -8,8 +8,8 @@ largest F of a stage with units of the main chain.
 Take a stage S behind a stage P on the main chain whose F takes p. The k-th F on S starts at c + (k - 1) p or later, c
 the F's of the main chain ahead of S. Before t, when the first B on S can start at all, S can only run F's; whatever of
 them has not come by then is left for afterwards. So with e(p) = sum over k of min(F, t - max(f, c + (k - 1) p)), and no
-more than t - f, the step takes at least t + m (F + B) - e(p) + max(y, m W). (f, y and m as in csc.planning.bound, for
-microbatches of equal size.)
+more than t - f, the step takes at least t + m (F + B) - e(p) + max(y, m W). (f, y and m as in
+csc.planning.partition_bound, for microbatches of equal size.)
 
 How the minimum over partitions is found. The pace lies in one of a few intervals (p, q]. For each of them the search
 runs from the last stage on: stages with F up to p, which all have to keep the bound above; then the last stage with F
@@ -25,8 +25,8 @@ import numpy as np
 
 from csc.planning.branches import Floats, Ints, ramps
 from csc.planning.dominance import best_frontiers
-from csc.planning.extension import Bools, Step, extend, fitting
-from csc.planning.pieces import Measures, Pieces, totals
+from csc.planning.extension import Bools, Extension, extend, fitting
+from csc.planning.pieces import ChainTables, Measures, totals
 from csc.planning.problem import Problem
 
 INTERVALS = 14
@@ -34,7 +34,7 @@ WITHIN = 2e-3  # how near the bound comes to the best of its kind
 STATES = 20_000  # frontiers of the short chains times ranks; beyond that the search would take too long
 
 
-def paced(problem: Problem, tables: Pieces, ranks: int, seconds: float) -> float:
+def paced(problem: Problem, tables: ChainTables, ranks: int, seconds: float) -> float:
     """Seconds that no plan with one stage on each rank can beat, at least `seconds`, itself such a bound.
 
     `seconds` unchanged for microbatches of different sizes, where the main chain is not one of forward edges, and for
@@ -79,7 +79,7 @@ def paced(problem: Problem, tables: Pieces, ranks: int, seconds: float) -> float
     return low
 
 
-def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, ahead: Floats, count: int) -> bool:
+def _possible(tables: ChainTables, ranks: int, cap: float, pace: float, most: float, ahead: Floats, count: int) -> bool:
     """Whether exactly `ranks` stages can keep the cap with a pace above `pace`, up to `most`."""
     last = len(tables.lengths) - 1
 
@@ -95,11 +95,11 @@ def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, 
         good: Bools = main_forward(low, high, measured.amounts) <= most * (1 + 1e-12)
         return good
 
-    slow = Step(tables, cap, check=behind)
-    free = Step(tables, cap, check=before)
+    slow = Extension(tables, cap, check=behind)
+    free = Extension(tables, cap, check=before)
     none = np.zeros((1, 0), dtype=np.int64)
 
-    def extended(step: Step, state: Ints, left: int) -> tuple[Ints, Ints]:
+    def extended(step: Extension, state: Ints, left: int) -> tuple[Ints, Ints]:
         if not len(state):
             return state, np.zeros(0, dtype=np.int64)
         low, rows, _ = extend(step, state, np.repeat(none, len(state), axis=0), left, False)
@@ -125,7 +125,9 @@ def _possible(tables: Pieces, ranks: int, cap: float, pace: float, most: float, 
     return bool(good.any())
 
 
-def _bound(tables: Pieces, low: Ints, high: Ints, measured: Measures, pace: float, ahead: Floats, count: int) -> Floats:
+def _bound(
+    tables: ChainTables, low: Ints, high: Ints, measured: Measures, pace: float, ahead: Floats, count: int
+) -> Floats:
     """The bound of each piece behind a stage of this pace; 0 for pieces that it says nothing about."""
     forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
     before_f, into_b, after_b, _ = measured.ways

@@ -21,13 +21,13 @@ from dataclasses import replace
 from typing import Literal
 
 from csc.errors import InputError
-from csc.planning.bound import check_ranks, floor_of
 from csc.planning.branches import Branches, Stages, branches
 from csc.planning.frontiers import feasible, least, narrow, parts_of
-from csc.planning.moves import depths, held, homes, settle
-from csc.planning.pieces import Pieces, pieces, stages_between
+from csc.planning.partition_bound import check_ranks, floor_of
+from csc.planning.pieces import ChainTables, pieces, stages_between
 from csc.planning.problem import Problem
 from csc.planning.room import Room
+from csc.planning.unit_moves import depths, held, homes, settle
 from csc.simulation.look import bytes_text
 
 Layout = Literal["any", "apart", "colocated"]
@@ -121,7 +121,7 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     """The units of each of `problem.ranks` stages, numbered so that values go to higher stages.
 
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
-    (csc.planning.bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
+    (csc.planning.partition_bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
     state + n * saved, n = in_flight(depth), and what B keeps for W of one microbatch at a time within it (see
     csc.planning.room.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
     partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other stages are
@@ -215,7 +215,7 @@ def _no_such_layout(problem: Problem) -> InputError:
     )
 
 
-def _nothing_fits(problem: Problem, tables: Pieces, layout: Layout, in_flight: InFlight | None) -> InputError:
+def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flight: InFlight | None) -> InputError:
     """The sentence for a memory limit that is too small, with the least that is not."""
     found = tables.branches
     counts = None if layout == "any" else parts_of(tables, parts(problem, found, layout))

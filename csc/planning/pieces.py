@@ -5,8 +5,8 @@ Terms: see csc.planning.branches for chains and ramps.
   piece      the units between two frontiers: on chain c the positions low[c] up to high[c]
 
     pieces(problem, branches)    -> Pieces     tables by which the bounds of many pieces are found at once
-    bounds(pieces, low, high)    -> seconds of each piece: see csc.planning.bound for what they are and the proof
-    measures(pieces, low, high)  -> Measures   what they follow from: bounds_of(pieces, measures)
+    bounds(pieces, low, high)    -> seconds of each piece: see csc.planning.partition_bound for what they are and the
+    proof measures(pieces, low, high)  -> Measures   what they follow from: bounds_of(pieces, measures)
     stage_bounds(pieces, stages) -> seconds of each stage         stages_between(pieces, frontiers) -> stages
 """
 
@@ -38,7 +38,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ChainTables:
     """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
 
     sums: running sums of F, B, W, state, saved and kept. fused[j]: the largest `fused` of the 2**j units from each
@@ -62,7 +62,7 @@ class Pieces:
     ramp: float
 
 
-def pieces(problem: Problem, found: Branches) -> Pieces:
+def pieces(problem: Problem, found: Branches) -> ChainTables:
     """The tables of a problem; their size is linear in the units times the crossings between chains."""
     units, chains = problem.units, found.chains
     lengths = np.array([len(chain) for chain in chains], dtype=np.int64)
@@ -96,7 +96,7 @@ def pieces(problem: Problem, found: Branches) -> Pieces:
             rest = paths.from_forward[u] - units[u].forward
             least_rest[place + 1] = min(least_rest[place], rest)
     scale = problem.scale or (1.0,) * problem.microbatches
-    return Pieces(
+    return ChainTables(
         branches=found,
         lengths=lengths,
         start=start,
@@ -158,7 +158,7 @@ def _edges(found: Branches, paths: Ramps, start: Ints, places: int) -> tuple[Flo
     return links, tuple(crossings)
 
 
-def ends(tables: Pieces, stages: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+def ends(tables: ChainTables, stages: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Where each of these stages begins and ends on every chain: low and high, (stages, chains)."""
     low = np.zeros((len(stages), len(tables.lengths)), dtype=np.int64)
     high = np.zeros_like(low)
@@ -169,25 +169,25 @@ def ends(tables: Pieces, stages: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return low, high
 
 
-def stages_between(tables: Pieces, frontiers: Sequence[Ints]) -> Stages:
+def stages_between(tables: ChainTables, frontiers: Sequence[Ints]) -> Stages:
     """The stages that frontiers, the last stage's first, cut the units into, in the order of `numbered`."""
     cuts = np.array(frontiers)
     return numbered(tables.branches, [-int((position < cuts[:, c]).sum()) for c, position in tables.branches.place])
 
 
-def stage_bounds(tables: Pieces, stages: Sequence[Sequence[int]]) -> list[float]:
+def stage_bounds(tables: ChainTables, stages: Sequence[Sequence[int]]) -> list[float]:
     """Seconds of the step, at least, for the rank of each of these stages."""
     low, high = ends(tables, stages)
     return [float(seconds) for seconds in bounds(tables, low, high)]
 
 
-def totals(tables: Pieces, low: Ints, high: Ints) -> Floats:
+def totals(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """F, B, W, state, saved and kept of the pieces between frontiers low and high, (pieces, chains): (pieces, 6)."""
     totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
     return totals
 
 
-def largest_fused(tables: Pieces, low: Ints, high: Ints) -> Floats:
+def largest_fused(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """Of each piece the largest `fused` of its units."""
     length = high - low
     level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that is not longer
@@ -205,21 +205,21 @@ class Measures:
     ways: Floats
 
 
-def measures(tables: Pieces, low: Ints, high: Ints) -> Measures:
+def measures(tables: ChainTables, low: Ints, high: Ints) -> Measures:
     """The measures of the pieces between frontiers low and high, (pieces, chains)."""
     return Measures(totals(tables, low, high), ways(tables, low, high))
 
 
-def bounds(tables: Pieces, low: Ints, high: Ints) -> Floats:
+def bounds(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """The least time of a step in which one rank runs this piece as its only stage, for each of many pieces.
 
     low, high: (pieces, chains), frontiers; every piece must be the difference of two frontiers that can occur. Never
-    larger for a part of a piece than for the piece: see csc.planning.bound.
+    larger for a part of a piece than for the piece: see csc.planning.partition_bound.
     """
     return bounds_of(tables, measures(tables, low, high))
 
 
-def bounds_of(tables: Pieces, measured: Measures) -> Floats:
+def bounds_of(tables: ChainTables, measured: Measures) -> Floats:
     """The bounds of pieces by their measures."""
     forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
     before_f, into_b, after_b, out_of_f = measured.ways
@@ -237,7 +237,7 @@ def bounds_of(tables: Pieces, measured: Measures) -> Floats:
     )
 
 
-def ways(tables: Pieces, low: Ints, high: Ints) -> Floats:
+def ways(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """(4, pieces): seconds of the longest paths that enter F, enter B, leave B, leave F of each piece from outside."""
     at_low, at_high = tables.start + low, tables.start + high
     there = high > low

@@ -1,8 +1,8 @@
 """The plan: stages, the rank of each, and the order of work, with what they are expected to take.
 
 Terms: see csc.planning.problem and csc.planning.branches. The *bound* is what no plan with one stage on each rank can
-beat (csc.planning.bound); the *shared bound* holds for every plan, also with several stages on a rank. The *bubble* of
-a rank is the part of the makespan in which it has nothing to do.
+beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
+*bubble* of a rank is the part of the makespan in which it has nothing to do.
 
     plan(problem, schedule, chunks, stages, placement, effort) -> Plan
 
@@ -22,16 +22,16 @@ from itertools import pairwise
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
-from csc.planning.bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.branches import Stages, branches
 from csc.planning.contiguous import contiguous
-from csc.planning.moves import homes, moved, neighbours
 from csc.planning.paired import paired
 from csc.planning.partition import MIDDLE, InFlight, balance, candidates, describe
+from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.problem import Problem, Unit, pipeline
 from csc.planning.schedules import SCHEDULES, auto, stages_per_rank, timed
 from csc.planning.schedules import placement as placed
 from csc.planning.screen import STYLES, Trial, climb, polish, screen
+from csc.planning.unit_moves import homes, moved, neighbours
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
@@ -47,7 +47,7 @@ Placement = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Way:
+class ScheduleChoice:
     """How a schedule follows from stages and their placement. seconds: its makespan; CscError where it does not fit."""
 
     seconds: Callable[[Stages, Placement], float]
@@ -55,7 +55,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """stages[s]: its units; placement[s]: its rank. Times are seconds of one step, sizes bytes of each rank.
 
     bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them;
@@ -86,7 +86,7 @@ def plan(
     stages: Sequence[Sequence[int]] | None = None,
     placement: Sequence[int] | None = None,
     effort: float = 1.0,
-) -> Plan:
+) -> PipelinePlan:
     """The plan with the least makespan found under problem.memory.
 
     schedule: a name of csc.planning.schedules.SCHEDULES, or a whole schedule, which is then kept. chunks: stages on
@@ -109,16 +109,16 @@ def plan(
     return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
 
 
-def _named(problem: Problem, name: str) -> Way:
+def _named(problem: Problem, name: str) -> ScheduleChoice:
     """The schedule of this name."""
     count, memory = problem.microbatches, problem.memory
-    return Way(
+    return ScheduleChoice(
         lambda stages, home: timed(name, pipeline(problem, stages), home, count, memory),
         lambda stages, home: SCHEDULES[name](pipeline(problem, stages), home, count, memory),
     )
 
 
-def _kept(problem: Problem, schedule: Schedule) -> Way:
+def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
     """A whole schedule, checked against the stages."""
 
     def seconds(stages: Stages, home: Placement) -> float:
@@ -134,7 +134,7 @@ def _kept(problem: Problem, schedule: Schedule) -> Way:
                 )
         return makespan(numbers, schedule)
 
-    return Way(seconds, lambda stages, home: schedule)
+    return ScheduleChoice(seconds, lambda stages, home: schedule)
 
 
 def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool = False) -> Stages:
@@ -246,8 +246,12 @@ def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
 
 
 def _best(
-    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, way: Way, limits: Sequence[InFlight | None]
-) -> Plan:
+    problem: Problem,
+    ways: Sequence[Placement],
+    fixed: Stages | None,
+    way: ScheduleChoice,
+    limits: Sequence[InFlight | None],
+) -> PipelinePlan:
     """The best partition for a schedule that follows from it; units are moved between the stages of the best."""
     best: tuple[float, Stages, Placement] | None = None
     error: CscError | None = None
@@ -271,7 +275,7 @@ def _best(
     return _finished(problem, stages, home, way.schedule(stages, home))
 
 
-def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way: Way) -> Stages:
+def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way: ScheduleChoice) -> Stages:
     """Single units moved to neighbouring stages while the step gets shorter than `best`, MOVES tries in all."""
     found = branches(problem)
     left = MOVES
@@ -291,7 +295,7 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
     return stages
 
 
-def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, effort: float) -> Plan:
+def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, effort: float) -> PipelinePlan:
     """Search partitions, placements and orders together."""
     bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
     enough = bound.seconds * (1 + 1e-6) if bound else 0.0
@@ -340,7 +344,7 @@ def _searched(
 
 def _finished(
     problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
-) -> Plan:
+) -> PipelinePlan:
     """The plan, with what the simulator says about it."""
     numbers = pipeline(problem, stages)
     verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
@@ -351,7 +355,7 @@ def _finished(
         busy[rank] += stage.work * scale
     text = describe(problem, stages)
     alone = len(home) == problem.ranks
-    return Plan(
+    return PipelinePlan(
         stages=stages,
         placement=home,
         schedule=schedule,

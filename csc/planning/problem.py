@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from csc.ir.schedule import Message
-from csc.simulation.pipeline import Network, Pipeline, Stage
+from csc.simulation.pipeline import Network, Pipeline, StageWork
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
         saved = sum(unit.saved for unit in units if unit.has_b)
         kept = sum(unit.kept for unit in units if unit.has_w)
         built.append(
-            Stage(
+            StageWork(
                 forward=sum(unit.forward for unit in units),
                 backward_input=sum(unit.backward_input for unit in units),
                 backward_weight=sum(unit.backward_weight for unit in units),

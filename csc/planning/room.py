@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csc.planning.branches import Floats, Ints
-from csc.planning.pieces import Pieces, largest_fused
+from csc.planning.pieces import ChainTables, largest_fused
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
 
@@ -39,7 +39,7 @@ class Room:
     scale: float = 1.0
 
 
-def need_of(tables: Pieces, low: Ints, high: Ints, amounts: Floats, room: Room, depth: Ints) -> Floats:
+def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: Room, depth: Ints) -> Floats:
     """Bytes that the rank of each piece holds at most; see `Room`. amounts: csc.planning.branches.totals of them."""
     _, _, _, state, saved, kept = amounts.T
     count = np.array(room.in_flight)[depth]
@@ -48,7 +48,7 @@ def need_of(tables: Pieces, low: Ints, high: Ints, amounts: Floats, room: Room, 
     return need
 
 
-def targets(tables: Pieces) -> tuple[Target, ...]:
+def targets(tables: ChainTables) -> tuple[Target, ...]:
     """Units that come after units of other chains."""
     found = []
     place = tables.branches.place
@@ -63,7 +63,7 @@ def targets(tables: Pieces) -> tuple[Target, ...]:
     return tuple(found)
 
 
-def depths_of(tables: Pieces, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints) -> Ints:
+def depths_of(tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints) -> Ints:
     """Depth of each piece as the next stage, given the labels of the state behind it."""
     chains = len(tables.lengths)
     depth: Ints = np.where((high > low) & (high < tables.lengths), labels[:, :chains], 0).max(axis=1)
@@ -73,7 +73,9 @@ def depths_of(tables: Pieces, among: tuple[Target, ...], low: Ints, high: Ints, 
     return depth + 1
 
 
-def labels_after(tables: Pieces, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints, depth: Ints) -> Ints:
+def labels_after(
+    tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints, depth: Ints
+) -> Ints:
     """The labels after these pieces became stages of these depths; 0 where nothing left depends on them.
 
     For a target that is not in a stage yet: the label of the front of its chain, which its own cannot be below.

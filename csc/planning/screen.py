@@ -18,16 +18,16 @@ from itertools import product
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages, branches
-from csc.planning.moves import moved, moves
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
 from csc.planning.schedules.greedy import Rule
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.replay import makespan
 from csc.planning.schedules.search import improve
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import makespan
+from csc.planning.schedules.work import WorkTables
+from csc.planning.unit_moves import moved, moves
 
 # A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
 # depth (None: as memory allows); patience and fused as in csc.planning.schedules.greedy.
@@ -61,7 +61,7 @@ class Trial:
     placement: tuple[int, ...]
     seconds: float
     style: Style
-    work: Work
+    work: WorkTables
     orders: list[list[int]]
 
     def schedule(self, problem: Problem) -> Schedule:
@@ -75,7 +75,7 @@ def screen(
     """The best of the orders of these styles. None if a rank's memory cannot hold one microbatch at a time, or if all
     are far from `below` seconds, which is what they have to beat.
     """
-    work = Work.of(pipeline(problem, stages), placement, problem.microbatches)
+    work = WorkTables.of(pipeline(problem, stages), placement, problem.microbatches)
     try:
         allowed = room(work, problem.memory)
     except InputError:
@@ -92,7 +92,7 @@ def screen(
     return best
 
 
-def _named(work: Work, name: str, allowed: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
+def _named(work: WorkTables, name: str, allowed: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
     """The orders of a named schedule and their makespan; None if it wants its stages elsewhere or more memory."""
     try:
         orders = settled_all(work, ORDERS[name](work, allowed), allowed)
@@ -101,7 +101,9 @@ def _named(work: Work, name: str, allowed: Sequence[float] | None) -> tuple[list
     return None if orders is None else (orders, makespan(work, orders))
 
 
-def _greedy(work: Work, style: Rules, allowed: Sequence[float] | None, best: float) -> tuple[list[list[int]], float]:
+def _greedy(
+    work: WorkTables, style: Rules, allowed: Sequence[float] | None, best: float
+) -> tuple[list[list[int]], float]:
     """The orders of a greedy rule and their makespan; inf if it is far from the best."""
     urgency, ahead, patience, fused = style
     count = work.microbatches

@@ -32,14 +32,14 @@ GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Microbatch:
     """One microbatch: what it holds, and which of the programs is for its sizes."""
 
     tensors: Mapping[str, torch.Tensor]
     program: int
 
 
-def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Piece]]:
+def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Microbatch]]:
     """Microbatches of every replica. InputError names the key, what was expected, what was found and the
     remedy.
 
@@ -93,7 +93,7 @@ def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def said(pieces: Sequence[Sequence[Piece]], replica: int) -> Said:
+def said(pieces: Sequence[Sequence[Microbatch]], replica: int) -> Said:
     """The sizes of all microbatches, and a digest of the whole numbers (tokens, labels, masks) of this replica's share.
 
     Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
@@ -108,7 +108,9 @@ def said(pieces: Sequence[Sequence[Piece]], replica: int) -> Said:
     return Said(sizes(piece.tensors for row in pieces for piece in row), replica, content)
 
 
-def _placed(manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, pieces: int) -> Piece:
+def _placed(
+    manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, pieces: int
+) -> Microbatch:
     """The microbatch with the first program that takes it; the complaint is that of the first one."""
     complaints = []
     for index, manifest in enumerate(manifests):
@@ -122,7 +124,7 @@ def _placed(manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor
         except InputError as error:
             complaints.append(error)
         else:
-            return Piece(microbatch, index)
+            return Microbatch(microbatch, index)
     raise complaints[0]
 
 

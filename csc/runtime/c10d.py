@@ -27,10 +27,10 @@ import torch.distributed as dist
 from csc import devices
 from csc.errors import InputError, RankLost
 from csc.ir.groups import Group
-from csc.ir.layout import dense
 from csc.ir.schedule import Action, Message
-from csc.runtime.agreement import Shared, agree, agree_on_values
-from csc.runtime.groups import Groups
+from csc.ir.strides import dense
+from csc.runtime.consistency import Shared, agree, agree_on_values
+from csc.runtime.groups import ProcessGroups
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec
@@ -96,7 +96,7 @@ class Distributed:
         self._pollable = self._wire.type != "cpu"
         self.compare_programs(program)
         self.meeting = meeting or Meeting.of_all(timeout)
-        self._groups = Groups(manifest, self.rank, timeout)
+        self._groups = ProcessGroups(manifest, self.rank, timeout)
         self.meeting.closing(self._close)
         self._pipeline = manifest.mesh.group(Group.PIPELINE, self.rank)
         self._meet_first()

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from csc.kernels.collectives import numbered
-from csc.runtime.exchange import Group
+from csc.runtime.exchange import Membership
 
 
 class Met:
     """Over the endpoint of a rank: between processes, or among threads that take turns."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Membership) -> None:
         self._group, self.ranks = group, len(group.members)
         self.number = numbered(self)
 

@@ -9,8 +9,8 @@
     Plan.gather(x, dim) -> whole                Plan.gather_backward(d_whole, dim) -> dx
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
-rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.exchange_keys), or
-ranks divide the heads (csc.runtime.exchange_heads). Plans hold nothing of a microbatch but its masks: those with equal
+rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.kv_exchange), or
+ranks divide the heads (csc.runtime.all_to_all). Plans hold nothing of a microbatch but its masks: those with equal
 masks share one. A component's group is the part of the cp axis that its tokens are spread over.
 """
 
@@ -25,10 +25,10 @@ from csc.kernels import attention as kernels
 from csc.kernels.context import numbered
 from csc.kernels.mask import Mask
 from csc.planning.dispatch.collectives import ALL_GATHER, HEADS
-from csc.runtime.exchange import Group
-from csc.runtime.exchange_heads import Heads
-from csc.runtime.exchange_keys import Keys
-from csc.runtime.exchange_wholes import Wholes
+from csc.runtime.all_gather import Wholes
+from csc.runtime.all_to_all import Heads
+from csc.runtime.exchange import Membership
+from csc.runtime.kv_exchange import KVExchange
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import Spread
@@ -59,12 +59,12 @@ def contexts(rank: Rank) -> list[ContextSpec]:
     return [spec for spec in rank.program.manifest.contexts if spec.component in asked]
 
 
-def _plan(spec: ContextSpec, rank: Rank, batch: Mapping[str, Any]) -> Plan:
+def _plan(spec: ContextSpec, rank: Rank, batch: Mapping[str, Any]) -> ContextPlan:
     masks = [_mask(spec, given) for given in rank.visibility[spec.component](batch, rank.constants)]
     known = rank.endpoint.recent.of(spec, masks)
     if rank.rank not in known.plans:
-        known.plans.setdefault(rank.rank, Plan(spec, known.masks, known.spread, rank))
-    plan: Plan = known.plans[rank.rank]
+        known.plans.setdefault(rank.rank, ContextPlan(spec, known.masks, known.spread, rank))
+    plan: ContextPlan = known.plans[rank.rank]
     return plan
 
 
@@ -76,7 +76,7 @@ def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
     return Mask(ranges, admits, kinds, spec.tokens)
 
 
-class Plan:
+class ContextPlan:
     """One rank's view of how microbatches with certain masks are spread.
 
     collective: "exact", "all-gather" or "heads" (csc.planning.dispatch.collectives); None takes the cheapest by
@@ -88,8 +88,8 @@ class Plan:
     ) -> None:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
-        self._group = Group(rank.endpoint, rank.piece % spec.ranks, rank.context_group(spec.ranks))
-        self._ways: dict[Any, Keys | Heads] = {}
+        self._group = Membership(rank.endpoint, rank.piece % spec.ranks, rank.context_group(spec.ranks))
+        self._ways: dict[Any, KVExchange | Heads] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
         self._wholes = Wholes(self._group, where, spec.share, rank.device)
         own = where.tokens[self._group.piece]
@@ -120,7 +120,7 @@ class Plan:
         """This rank's share of the sum, over the group, of the ranks' parts of the gradient of the whole."""
         return self._wholes.sum_to_shares(d_whole, dim)
 
-    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> Keys | Heads:
+    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | Heads:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""
         key = (mask, q.shape[1], k.shape[1], q.shape[3], q.dtype)
         if key not in self._ways:
@@ -134,12 +134,12 @@ class Plan:
             if key not in self._ways:
                 self._ways[key] = self._made(*key)
 
-    def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> Keys | Heads:
+    def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> KVExchange | Heads:
         chosen = self._collective or self._spread.collective(heads, kv_heads)
         blocks = kernels.blocks(self._device, width, dtype)
         if chosen == HEADS:
             return Heads(self._group, self._spread, self._masks[mask], blocks, self._device)
-        return Keys(
+        return KVExchange(
             self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
             everything=chosen == ALL_GATHER,
         )  # fmt: skip

@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Group:
+class Membership:
     """One rank's side of a group. piece: its index in it; members: the ranks by index."""
 
     endpoint: Endpoint

@@ -20,7 +20,7 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.schedule import Action, Kind, Message, doable
-from csc.runtime import context, losses, seeds
+from csc.runtime import context, loss_terms, seeds
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.rank import Rank
@@ -41,10 +41,10 @@ class Timed:
 
 @dataclass
 class StepResult:
-    """What one rank knows after a step. `losses` is the same on every rank: see csc.runtime.losses."""
+    """What one rank knows after a step. `losses` is the same on every rank: see csc.runtime.loss_terms."""
 
     gradients: GradientSums
-    losses: losses.Losses
+    losses: loss_terms.Losses
     trace: list[Timed] = field(default_factory=list)
 
 
@@ -212,7 +212,7 @@ def step(
     state = _Step(whole, ranks, microbatches, weights)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
-        state.loss_weights = yield from losses.weights(ranks, microbatches)
+        state.loss_weights = yield from loss_terms.weights(ranks, microbatches)
     try:
         for i, action in enumerate(actions):
             if i == 0 or action.computes:
@@ -243,7 +243,7 @@ def step(
         error.add_note(f"in rank {rank.rank} at '{action}'")
         raise
     rank.endpoint.drain()
-    combined = yield from losses.combine(rank, state.losses, state.loss_weights)
+    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights)
     return StepResult(state.gradients, combined, timed)
 
 

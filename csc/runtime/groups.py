@@ -35,7 +35,7 @@ def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
     return [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1]
 
 
-class Groups:
+class ProcessGroups:
     """Made at once, or by `open` after `close`. timeout: seconds until a silent peer counts as lost; new groups do not
     inherit the default group's.
     """

@@ -19,9 +19,9 @@ import torch
 
 from csc.errors import CscError, ProgramError
 from csc.ir.groups import SUMMED, WHOLE, Group, Placement
-from csc.ir.layout import overlaps
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
+from csc.ir.strides import overlaps
 
 FORMAT = 4
 LOSS_WEIGHTS = ("tokens", "sum", "mean")

@@ -31,13 +31,13 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
-from csc.runtime.agreement import Shared
 from csc.runtime.c10d import Distributed
+from csc.runtime.consistency import Shared
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.family import check_member, is_part
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
+from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
@@ -46,7 +46,7 @@ from csc.runtime.words import NOTHING, Said
 log = logging.getLogger("csc")
 
 Weights = Mapping[str, torch.Tensor]
-Pieces = list[list[batches.Piece]]
+Pieces = list[list[batches.Microbatch]]
 
 
 class Trainer:

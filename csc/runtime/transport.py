@@ -23,7 +23,7 @@ from csc.errors import ProgramError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
-from csc.runtime.agreement import Shared
+from csc.runtime.consistency import Shared
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec

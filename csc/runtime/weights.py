@@ -4,8 +4,8 @@ Terms: a *shard* is one file of several; its *index* (model.safetensors.index.js
 which shard. Files that csc wrote (csc.runtime.saving) hold a digest of each tensor, which is checked.
 
 A *format* says how files name and lay out the parameters where they do not do so as the program does (see
-csc.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the model has
-and the program does not use: nothing trains it, a whole model has it, and it goes with the first shard.
+csc.driver.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the
+model has and the program does not use: nothing trains it, a whole model has it, and it goes with the first shard.
 
     each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
     read(path, parameters, device, format) -> {name: tensor}     all of them
@@ -38,7 +38,7 @@ DIGESTS = "csc.sha256"  # key of a file's metadata: the digest of each tensor, a
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileTensors:
     """Tensors of the files (`keys`) and the parameters that `make` gives for them (`names`)."""
 
     keys: tuple[str, ...]
@@ -52,14 +52,14 @@ class Format:
     shapes). rest: tensors of the model that no program reads, by the model's names; the first shard takes them.
     """
 
-    pieces: Callable[[Iterable[str]], list[Piece]]
+    pieces: Callable[[Iterable[str]], list[FileTensors]]
     stored: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     rest: Mapping[str, torch.Tensor]
 
 
-def own_pieces(keys: Iterable[str]) -> list[Piece]:
+def own_pieces(keys: Iterable[str]) -> list[FileTensors]:
     """Every tensor is the parameter of its name."""
-    return [Piece((key,), (key,), dict) for key in keys]
+    return [FileTensors((key,), (key,), dict) for key in keys]
 
 
 OWN = Format(own_pieces, dict, {})

@@ -12,7 +12,7 @@ until W's end; one with neither holds nothing.
 from __future__ import annotations
 
 from csc.ir.schedule import PARTS, Schedule
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 
 Change = tuple[float, float]
 
@@ -23,7 +23,7 @@ def changes(pipeline: Pipeline) -> dict[str, list[Change]]:
     return {kind: [change[i] for change in per_stage] for i, kind in enumerate(PARTS)}
 
 
-def _changes(stage: Stage) -> tuple[Change, ...]:
+def _changes(stage: StageWork) -> tuple[Change, ...]:
     """Those of F, B, W and BW."""
     nothing = (0.0, 0.0)
     if stage.has_b:

@@ -18,7 +18,7 @@ from csc.ir.schedule import PARTS, Message
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageWork:
     """One stage. `has_b` and `has_w`: it has a B and a W at all (a frozen stage has neither, and saves nothing).
 
     saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
@@ -82,7 +82,7 @@ class Pipeline:
     what its times and bytes are multiplied by; None if all are equal.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageWork, ...]
     messages: Mapping[Message, float] = field(default_factory=dict)
     network: Network = Network()
     scale: tuple[float, ...] | None = None

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 
 _REMEDY = "Compile the program again"
 
@@ -48,10 +48,12 @@ def from_json(data: Any, where: str = "pipeline") -> Pipeline:
         raise InputError(f"these are no figures of a pipeline: {error!r}", where, _REMEDY) from None
 
 
-def _stage(row: dict[str, Any]) -> Stage:
+def _stage(row: dict[str, Any]) -> StageWork:
     flags = ("has_b", "has_w")
-    figures: dict[str, Any] = {field.name: _size(row[field.name]) for field in fields(Stage) if field.name not in flags}
-    return Stage(**figures, **{name: bool(row[name]) for name in flags})
+    figures: dict[str, Any] = {
+        field.name: _size(row[field.name]) for field in fields(StageWork) if field.name not in flags
+    }
+    return StageWork(**figures, **{name: bool(row[name]) for name in flags})
 
 
 def _read(row: dict[str, Any]) -> Link:

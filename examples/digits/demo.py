@@ -34,8 +34,8 @@ from torch import nn
 
 import csc
 from csc.analysis.explain import explain
-from csc.cli import explain_table
-from csc.verification import verify
+from csc.commands.main import explain_table
+from csc.reports.verification import verify
 
 RANKS = 4
 FROZEN = (["vision_tower", "language_model"], ["vision_tower"])

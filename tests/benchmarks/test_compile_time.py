@@ -44,6 +44,6 @@ def test_two_layers_are_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIVALS)
 def test_rivals_trace_a_model(name: str) -> None:
-    with csc.weightless():
+    with csc.meta_init():
         model = hf.llava()
     TRACERS[name](model, hf.llava_batch(1))

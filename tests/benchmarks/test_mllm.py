@@ -1,4 +1,4 @@
-"""The benchmark's models: expanded against captured deeper, weightless against real, sizes against published ones."""
+"""The benchmark's models: expanded against captured deeper, meta_init against real, sizes against published ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from csc.passes.differentiate import differentiate
 from csc.passes.loss import loss
-from csc.passes.problem import values
+from csc.passes.pipeline_problem import values
 from csc.passes.regions import regions
 from csc.passes.shapes import shapes
 from torch import nn
@@ -22,13 +22,13 @@ from benchmarks.mllm import trace
 from benchmarks.mllm.configurations import CONFIGURATIONS, QUICK, Component, Configuration
 from benchmarks.mllm.expand import Stack, expand
 from benchmarks.mllm.experts import balanced_experts, register
+from benchmarks.mllm.meta_init import meta_init
 from benchmarks.mllm.models import batch, build
 from benchmarks.mllm.problem import encoder_share, problem, units_of
 from benchmarks.mllm.trace import FROZEN, captured, program, pruned
-from benchmarks.mllm.weightless import weightless
 from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import hardware
-from csc.capture import capture
+from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
@@ -162,8 +162,8 @@ def test_a_capture_without_weights_is_that_with_weights(shallow: Program) -> Non
     assert region_costs(pruned(real, frozen), a40) == region_costs(pruned(shallow, frozen), a40)
 
 
-def test_weightless_leaves_the_default_dtype() -> None:
-    with weightless(torch.float16):
+def test_meta_init_leaves_the_default_dtype() -> None:
+    with meta_init(torch.float16):
         weight = nn.Linear(10**4, 10**4).weight
         assert (weight.dtype, weight.device.type) == (torch.float16, "meta")
     assert torch.get_default_dtype() is torch.float32
@@ -261,7 +261,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("part", "layers", "head", "billions"), PUBLISHED, ids=[row[0].name for row in PUBLISHED])
 def test_components_have_the_published_size(part: Component, layers: int, head: bool, billions: float) -> None:
     register()  # a mixture of experts is built with it
-    with weightless(torch.bfloat16):
+    with meta_init(torch.bfloat16):
         two, three = (sum(p.numel() for p in part.build(depth).parameters()) for depth in (2, 3))
     total = two + (layers - 2) * (three - two) + (part.sizes["vocab_size"] * part.width if head else 0)
     assert total / 1e9 == pytest.approx(billions, rel=0.015)

@@ -41,7 +41,7 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.pipeline_file import to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import Event, Timeline
@@ -146,7 +146,8 @@ def line(count: int, frozen: int, times: tuple[float, float, float] = (1.0, 1.0,
     """A chain whose first stages are frozen."""
     f, b, w = times
     stages = tuple(
-        Stage(f, has_b=False, has_w=False) if s < frozen else Stage(f, b, w, saved=8.0, kept=4.0) for s in range(count)
+        StageWork(f, has_b=False, has_w=False) if s < frozen else StageWork(f, b, w, saved=8.0, kept=4.0)
+        for s in range(count)
     )
     sizes = {("F", s, s + 1): 0.0 for s in range(count - 1)}
     return Pipeline(stages, sizes | {("B", s + 1, s): 0.0 for s in range(frozen, count - 1)})
@@ -191,7 +192,7 @@ def test_torchs_backward_is_fused_where_it_does_not_split() -> None:
 
 def test_only_chains_are_for_torch() -> None:
     assert chain(line(4, 2))
-    skipping = Pipeline((Stage(1.0),) * 3, {("F", 0, 1): 1.0, ("F", 0, 2): 1.0, ("F", 1, 2): 1.0})
+    skipping = Pipeline((StageWork(1.0),) * 3, {("F", 0, 1): 1.0, ("F", 0, 2): 1.0, ("F", 1, 2): 1.0})
     assert not chain(skipping)
     whole, _ = model(4, 8, 4)
     whole = replace(whole, ranks=10)
@@ -301,7 +302,7 @@ def test_pairs_keep_to_the_activations_of_the_baseline() -> None:
 @pytest.mark.gloo
 def test_paced_processes_of_both_runtimes() -> None:
     pipe = Pipeline(
-        (Stage(0.004, has_b=False, has_w=False), Stage(0.002, 0.002, 0.002)),
+        (StageWork(0.004, has_b=False, has_w=False), StageWork(0.002, 0.002, 0.002)),
         {("F", 0, 1): 400.0},
     )
     schedule = SCHEDULES["1f1b"](pipe, (0, 1), 4)

@@ -1,4 +1,4 @@
-"""csc beside eager PyTorch, by parameters, with nothing of csc.verification."""
+"""csc beside eager PyTorch, by parameters, with nothing of csc.reports.verification."""
 
 from __future__ import annotations
 

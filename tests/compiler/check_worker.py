@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import csc
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.errors import CscError
 from tests.compiler import small
 from tests.compiler.cache_worker import Lines

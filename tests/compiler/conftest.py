@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from tests.compiler import small
 from tests.models import hf, packed, plain
 

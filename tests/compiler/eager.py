@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 
 WIDTH, CLASSES = 8, 5
 MESHES = ("pp=1", "pp=2")

@@ -33,7 +33,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return record
 
     monkeypatch.setattr(spread, "spread", recording("tokens", spread.spread))
-    monkeypatch.setattr(context, "Keys", recording("keys", context.Keys))
+    monkeypatch.setattr(context, "KVExchange", recording("keys", context.KVExchange))
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.runtime.program import load
 

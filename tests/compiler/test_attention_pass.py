@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from csc.capture import capture
+from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program

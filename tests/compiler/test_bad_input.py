@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.errors import CscError, InputError
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32

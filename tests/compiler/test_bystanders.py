@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from csc.capture import capture
+from csc.capture.capture import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer")
 

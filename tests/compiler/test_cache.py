@@ -23,7 +23,7 @@ from torch import nn
 
 import csc
 from csc.cache.store import Store
-from csc.cli import main
+from csc.commands.main import main
 from csc.errors import InputError
 from csc.ir.printer import program_text
 from csc.ir.stored import Unstorable, from_tree, to_tree

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import csc
 from csc.check.eager import eager_step
 from csc.check.numbers import WithoutChance
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
-from csc.verification import parting, verify
+from csc.reports.verification import parting, verify
 from tests import launching
 from tests.compiler import check_worker, small
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.check import first, layers
-from csc.compiler import Compiler
+from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError
 from tests.compiler import small
 
@@ -58,7 +58,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def compiled(make: Callable[[], nn.Module] = Biased, **options: Any) -> csc.CompiledModel:
-    with csc.weightless():
+    with csc.meta_init():
         model = make()
     return csc.compile(model, example=batch(), cache=False, **options)
 
@@ -179,7 +179,7 @@ def test_the_check_of_a_model_without_weights_is_kept(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path))
     said = []
     for _ in range(2):
-        with csc.weightless():
+        with csc.meta_init():
             model = small.text(2)
         said.append(csc.compile(model, example=batch(), microbatches=2).check())
     assert said[0].startswith("checked against eager PyTorch with one layer") and "done before" in said[1]

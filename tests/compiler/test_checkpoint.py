@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import csc
 from benchmarks.coverage.models import qwen2_5_vl
-from csc.checkpoint import format_of
+from csc.driver.checkpoint import format_of
 from csc.errors import InputError
 from csc.runtime import weights
 from csc.runtime.specs import ParameterSpec

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from csc.passes.runner import contracts
 
-import csc.target
-from csc import cli
+import csc.commands.target
+from csc.commands import main as cli
 from csc.ir.mesh import Mesh
 from csc.runtime.program import load
 from tests.exactness import FLOAT32
@@ -44,7 +44,7 @@ Run = Callable[..., Ran]
 def one_capture() -> Iterator[None]:
     """The commands of this file share the loaded example, and with it its capture, which costs seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(csc.target, "_load", functools.cache(csc.target._load))
+        patch.setattr(csc.commands.target, "_load", functools.cache(csc.commands.target._load))
         yield
 
 

@@ -15,7 +15,7 @@ import csc
 from csc import masks
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.compiler.check_gradients import differing
 from tests.compiler.conftest import Models
 from tests.models import hf, plain

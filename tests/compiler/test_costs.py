@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from csc import cli
 from csc.analysis.costs import (
     Call,
+    Kernels,
     RegionCost,
-    Work,
     basis,
     region_costs,
     seconds,
@@ -34,12 +33,13 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
-from csc.capture import loss_of
-from csc.compiled import CompiledModel
-from csc.cost_tables import cost_tables
-from csc.costing import CostReport, report
+from csc.capture.trace.export import loss_of
+from csc.commands import main as cli
+from csc.commands.cost_tables import cost_tables
+from csc.driver.compiled import CompiledModel
 from csc.ir.program import Options, Program
-from csc.lengths import Sampler, lengths, sampler
+from csc.reports.costs import CostReport, report
+from csc.reports.sizes import Sampler, lengths, sampler
 from tests.compiler import running, small
 from tests.compiler.conftest import MODELS
 from tests.compiler.test_split import packed
@@ -307,7 +307,7 @@ profiles = st.sampled_from(["a40", "a100", "h100", "h200", "cpu"]).map(hardware)
 
 @given(st.lists(calls), st.lists(calls), profiles)
 def test_seconds_are_a_roofline(first: list[Call], second: list[Call], profile: object) -> None:
-    work, more = Work(tuple(first)), Work(tuple(second))
+    work, more = Kernels(tuple(first)), Kernels(tuple(second))
     expected = 0.0
     for call in first:
         compute = call.flops / (profile.peak[call.dtype] * profile.matmul_efficiency)

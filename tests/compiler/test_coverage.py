@@ -13,9 +13,9 @@ import torch
 from benchmarks.coverage.check import WAYS, compare, fine
 from benchmarks.coverage.models import CASES, grids, words
 from benchmarks.coverage.report import markdown, summary
-from csc.capture import capture
+from csc.capture.capture import capture
 from csc.ir.printer import program_text
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models.images import Batch, grids_batch, tiles_batch
 

@@ -10,11 +10,11 @@ from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM, mixed
 from torch import fx, nn
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.reports.verification import verify
 from csc.runtime import seeds
-from csc.verification import verify
 from tests.compiler import small
 from tests.exactness import FLOAT32
 from tests.models import hf

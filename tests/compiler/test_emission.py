@@ -23,14 +23,14 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import csc
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
-from csc.inspection import FORMATS, dump
 from csc.ir import graph as g
 from csc.ir.program import Program
+from csc.reports.inspection import FORMATS, dump
+from csc.reports.verification import verify
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
-from csc.verification import verify
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32
@@ -207,7 +207,7 @@ def only_harmless(files: Mapping[str, str]) -> None:
                 assert [alias.name for alias in node.names] in (["torch"], ["csc.kernels.attention"]), path
             elif isinstance(node, ast.ImportFrom):
                 shared = (("position_0", 1), ("position_1", 1))
-                assert (node.module, node.level) in ((None, 1), ("csc.runtime.names", 0), *shared), path
+                assert (node.module, node.level) in ((None, 1), ("csc.runtime.weight_names", 0), *shared), path
             elif isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 allowed = (
@@ -526,8 +526,8 @@ def test_a_program_runs_without_the_compiler_and_transformers(models: Models, tm
         "csc.passes",
         "csc.codegen",
         "csc.api",
-        "csc.compiled",
-        "csc.compiler",
+        "csc.driver.compiled",
+        "csc.driver.compiler",
         "csc.analysis",
         "transformers",
         "peft",

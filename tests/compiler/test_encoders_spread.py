@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import csc
 from benchmarks.coverage.models import qwen2_vl
 from csc.errors import InputError
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.compiler.conftest import Models
 from tests.models import plain
 from tests.models.images import grids_batch

@@ -18,9 +18,9 @@ from csc.codegen.manifest import manifest
 from csc.codegen.write import sources
 
 import csc
-from csc.compiled import CompiledModel
-from csc.inspection import dump
+from csc.driver.compiled import CompiledModel
 from csc.ir.printer import program_text
+from csc.reports.inspection import dump
 from tests.compiler.conftest import Models
 from tests.models import hf
 
@@ -114,7 +114,7 @@ def test_two_processes_write_the_same_files(tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-c",
-            "from csc.cli import main; main()",
+            "from csc.commands.main import main; main()",
             "compile",
             "examples/llava.py:llava",
             "-o",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from csc import masks
-from csc.cli import main
+from csc.commands.main import main
 from csc.masks.spec import parse
 
 

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 import csc
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 
 pytestmark = pytest.mark.slow

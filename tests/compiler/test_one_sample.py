@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import csc
 from benchmarks.coverage.models import CASES
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models.images import Batch
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc.reports.verification import verify
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
-from csc.verification import verify
 from tests.exactness import FLOAT32
 
 WIDTH = 8

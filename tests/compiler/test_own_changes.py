@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.errors import InputError
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.compiler import small
 
 
@@ -105,7 +105,7 @@ def test_a_table_that_is_made_on_demand() -> None:
 @pytest.mark.parametrize("case", ["number", "number from the hundredth step on", "buffer"])
 def test_without_weights_the_graph_is_asked(case: str) -> None:
     start, change, use, buffer = START[case]
-    with csc.weightless():
+    with csc.meta_init():
         computed, remembered = (Changing(start(), change, one, buffer) for one in (use, _nothing))
     assert csc.compile(remembered, example=small.text_batch(2), cache=False).program.regions
     with pytest.raises(InputError, match="changes kept and computes with it"):

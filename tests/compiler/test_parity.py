@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from csc.verification import Verification, verify
+from csc.reports.verification import Verification, verify
 from tests.compiler.conftest import MODELS, Models
 from tests.exactness import FLOAT32
 from tests.models import hf, plain

@@ -13,7 +13,7 @@ from peft import PeftModel
 import csc
 from csc.analysis.explain import explain
 from csc.errors import InputError
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests import launching
 from tests.compiler import weights_worker
 from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch

@@ -15,11 +15,11 @@ import csc
 from csc.errors import CscError, InputError, ScheduleError
 from csc.ir.schedule import Message, Schedule, parse, with_messages
 from csc.planning.schedules import SCHEDULES
+from csc.reports.verification import verify
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 from csc.simulation.pipeline_file import from_json
 from csc.simulation.simulate import simulate
-from csc.verification import verify
 from tests.compiler import small
 from tests.exactness import FLOAT32
 from tests.models.hf import valm, valm_batch

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture import loss_of, without_kv_cache
-from csc.compiled import CompiledModel
-from csc.costing import report
+from csc.capture.trace.export import loss_of, without_kv_cache
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program, compute_dtypes
-from csc.verification import default_tolerance, verify
+from csc.reports.costs import report
+from csc.reports.verification import default_tolerance, verify
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32

@@ -14,10 +14,10 @@ from csc.codegen.write import sources
 from torch import nn
 
 import csc.run
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
-from csc.inspection import dump
 from csc.ir.mesh import Mesh
+from csc.reports.inspection import dump
 from csc.runtime.launch import Launch
 from csc.runtime.program import LoadedProgram, functions, load
 from csc.runtime.trainer import Trainer
@@ -170,7 +170,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     first = csc.compile(make(), mesh="pp=2", example=small.text_batch())
     first.save(tmp_path / "first")
     loss = first.train_step(small.text_batch())
-    with csc.weightless():
+    with csc.meta_init():
         second = csc.compile(make(), mesh="pp=2", example=small.text_batch())
     with pytest.raises(InputError, match=r"parameters of TextModel have no values yet.* compiled\.load"):
         second.train_step(small.text_batch())

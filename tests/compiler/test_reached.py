@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import csc
-from csc.capture.state import State
+from csc.capture.model_guards import State
 from csc.check.eager import eager_step
 from csc.errors import InputError
 from tests.compiler import small

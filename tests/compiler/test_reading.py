@@ -14,7 +14,7 @@ from csc.codegen.python import LIMIT, body
 from csc.codegen.write import sources
 from torch import fx
 
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.rewrite import Writer
 from csc.ir.schedule import parse

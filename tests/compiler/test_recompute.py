@@ -12,12 +12,12 @@ from torch import nn
 
 import csc
 from csc.analysis.costs import variant_cost, variant_key
-from csc.compiled import CompiledModel
-from csc.costing import report
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
-from csc.verification import verify
+from csc.reports.costs import report
+from csc.reports.verification import verify
 from tests.compiler import running, test_opaque
 from tests.compiler.conftest import Models
 from tests.compiler.test_costs import storages

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture import capture
-from csc.capture.alike import attributes_read, same
+from csc.capture.capture import capture
+from csc.capture.dedup.equality import attributes_read, same
 from csc.ir.printer import program_text
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 
 WIDTH, DEPTH = 8, 5

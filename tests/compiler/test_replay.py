@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import csc
 from csc.cache.learning import snapshot
 from csc.errors import CscError
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 
 WORDS, WIDTH = 40, 8
@@ -183,7 +183,7 @@ def test_code_that_does_not_run_without_data_is_traced_again() -> None:
 
 
 def test_where_row_numbers_cannot_be_traced_each_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("csc.capture")
+    module = importlib.import_module("csc.capture.capture")
     own = module.export
 
     def without_rows(*given: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import csc
-from csc.verification import verify
+from csc.reports.verification import verify
 
 WIDTH = 8
 

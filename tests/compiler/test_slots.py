@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.errors import InputError
-from csc.verification import verify
+from csc.reports.verification import verify
 
 WORDS, WIDTH, IMAGE, PATCHES = 40, 8, 39, 2
 Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture.state import State
+from csc.capture.model_guards import State
 from csc.check.eager import eager_step
-from csc.compiled import CompiledModel
+from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from tests.compiler import small
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.verification import verify
+from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models import hf
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.verification import verify
+from csc.reports.verification import verify
 
 WIDTH = 8
 

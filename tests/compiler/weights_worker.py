@@ -43,7 +43,7 @@ def checkpoint(directory: Path) -> None:
 
 def meta(directory: Path) -> None:
     """The same with a model without weights: each process makes, reads and writes its own parameters alone."""
-    with csc.weightless():
+    with csc.meta_init():
         model = llama()
     compiled = csc.compile(model, mesh="pp=2", example=text_batch(2), directory=directory / "program")
     compiled.load(directory / "hf")

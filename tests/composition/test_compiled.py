@@ -10,7 +10,7 @@ import torch
 import csc
 from csc.analysis.explain import explain
 from csc.errors import InputError
-from csc.verification import Verification, verify
+from csc.reports.verification import Verification, verify
 from tests.exactness import FLOAT32
 from tests.models.composed import ENCODERS, LANGUAGE_MODELS, Resampler, batch, composed, valm
 

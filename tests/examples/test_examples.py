@@ -76,7 +76,14 @@ def test_an_edited_rank_file_and_an_edited_order_run() -> None:
 
 @pytest.mark.slow
 def test_70_billion_parameters_for_1024_ranks_take_no_gigabyte(tmp_path: Path) -> None:
-    command = ("-c", "from csc.cli import main; main()", "compile", "examples/scale.py:llava_70b", "--fake", "--json")
+    command = (
+        "-c",
+        "from csc.commands.main import main; main()",
+        "compile",
+        "examples/scale.py:llava_70b",
+        "--fake",
+        "--json",
+    )
     said = json.loads(output(*command, "--rank", "617", "-o", str(tmp_path / "program")))
     assert (said["ranks"], said["emitted"]) == (1024, [617])
     assert said["timings"]["peak_memory"] < 1e9

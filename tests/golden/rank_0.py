@@ -13,7 +13,7 @@ Order     F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | BW 0 0 | 
           1 | REDUCE
 """
 
-from csc.runtime.names import under
+from csc.runtime.weight_names import under
 
 from . import layers
 

@@ -9,7 +9,7 @@ Order     RECV F 0>1 0 | F 1 0 | SEND F 1>2 0 | RECV F 0>1 1 | F 1 1 | SEND F 1>
           B 1 0 | SEND B 1>0 0 | RECV B 2>1 1 | B 1 1 | SEND B 1>0 1 | REDUCE
 """
 
-from csc.runtime.names import under
+from csc.runtime.weight_names import under
 
 from . import layers
 

@@ -9,7 +9,7 @@ Order     RECV F 1>2 0 | F 2 0 | B 2 0 | SEND B 2>1 0 | RECV F 1>2 1 | F 2 1 | B
           | REDUCE
 """
 
-from csc.runtime.names import under
+from csc.runtime.weight_names import under
 
 from . import layers
 

@@ -161,7 +161,7 @@ def paths(problem: Problem) -> tuple[dict[Op, float], dict[Op, float]]:
 
 
 def bound_of(problem: Problem, units: Sequence[int]) -> float:
-    """The bound of a stage as csc.planning.bound states it."""
+    """The bound of a stage as csc.planning.partition_bound states it."""
     inside = set(units)
     ends, starts = paths(problem)
     scale = problem.scale or (1.0,) * problem.microbatches

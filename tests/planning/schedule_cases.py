@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Message
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 
 
-def chain(stages: int, stage: Stage) -> Pipeline:
+def chain(stages: int, stage: StageWork) -> Pipeline:
     """Equal stages in a row, messages that take no time."""
     messages: dict[Message, float] = {}
     for s in range(stages - 1):
@@ -55,7 +55,7 @@ def pipelines(draw: st.DrawFn, most_stages: int = 6) -> Pipeline:
         has_b = turns[s] and (any(m[0] == "B" and s in m[1:] for m in messages) or draw(st.booleans()))
         has_b = has_b or (turns[s] and not trained[s])
         stages.append(
-            Stage(
+            StageWork(
                 forward=draw(TIMES),
                 backward_input=draw(TIMES) if has_b else 0.0,
                 backward_weight=draw(TIMES) if trained[s] else 0.0,

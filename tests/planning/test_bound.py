@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.bound import floor_of, lower_bound, round_trip, shared_lower_bound, stage_bound
 from csc.planning.branches import branches
 from csc.planning.frontiers import least
 from csc.planning.pace import INTERVALS, WITHIN
+from csc.planning.partition_bound import floor_of, lower_bound, round_trip, shared_lower_bound, stage_bound
 from csc.planning.pieces import pieces
 from csc.planning.problem import Problem, Unit, Value
 from tests.planning.graphs import (

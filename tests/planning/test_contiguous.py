@@ -15,7 +15,7 @@ from csc.planning.pieces import pieces
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.work import WorkTables
 from tests.planning.graphs import problems
 
 
@@ -55,7 +55,7 @@ def test_an_order_takes_no_less_on_a_chain(memory: float) -> None:
     stages = tuple(tuple(range(3 * s, 3 * s + 3)) for s in range(4))
     needs = _needs(problem, pieces(problem, branches(problem)))
     need = max(needs[3 * s, 3 * s + 3] for s in range(4))
-    work = Work.of(pipeline(problem, stages), range(4), 24)
+    work = WorkTables.of(pipeline(problem, stages), range(4), 24)
     for urgency in itertools.permutations(range(3)):
         priority = [[24.0 * 2 * urgency[lane % 3] + k for k in range(24)] for lane in range(work.size)]
         for fused in (False, True):

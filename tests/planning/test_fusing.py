@@ -15,24 +15,24 @@ from csc.planning.schedules.fusing import joined, settled, settled_all, spared
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import least, room
 from csc.planning.schedules.named import ORDERS
-from csc.planning.schedules.replay import makespan, peaks
-from csc.planning.schedules.work import Work, actions
-from csc.simulation.pipeline import Stage
+from csc.planning.schedules.timing import makespan, peaks
+from csc.planning.schedules.work import WorkTables, actions
+from csc.simulation.pipeline import StageWork
 from tests.planning.graphs import problems
 from tests.planning.schedule_cases import Case, cases, chain
 
 Orders = list[list[int]]
 
 
-def apart(work: Work, orders: Orders) -> Orders:
+def apart(work: WorkTables, orders: Orders) -> Orders:
     """The orders with every fused action as its B and its W."""
     both = {work.fused(s): [3 * s + 1, 3 * s + 2] for s in range(len(work.placement))}
     return [[lane for entry in order for lane in both.get(entry, [entry])] for order in orders]
 
 
-def greedy(case: Case, spare: float, urgency: str, fused: bool) -> tuple[Work, Orders, list[float] | None]:
+def greedy(case: Case, spare: float, urgency: str, fused: bool) -> tuple[WorkTables, Orders, list[float] | None]:
     """Some order that fits into `spare` times the least memory."""
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     allowed = room(work, [limit * spare for limit in least(work)]) if math.isfinite(spare) else None
     priority = [[float(urgency.index("FBW"[lane % 3]))] * work.microbatches for lane in range(work.size)]
     return work, run(work, Rule(priority, memory=allowed, fused=fused))[0], allowed
@@ -78,7 +78,7 @@ def test_what_is_spared_costs_nothing_and_holds_no_more(case: Case, spare: float
 @settings(deadline=None)
 @given(cases(), st.sampled_from([name for name in ORDERS if stages_per_rank(name) == 1]))
 def test_joined_orders_hold_no_more_and_do_the_same(case: Case, name: str) -> None:
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     orders = apart(work, ORDERS[name](work, None))
     found = [joined(work, order) for order in orders]
     assert apart(work, found) == orders
@@ -90,7 +90,7 @@ def test_joined_orders_hold_no_more_and_do_the_same(case: Case, name: str) -> No
 
 def test_memory_decides_which_are_divided() -> None:
     """Two microbatches in flight on rank 0, one on rank 1: there is room to divide where fewer are alive."""
-    work = Work.of(chain(2, Stage(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0)), range(2), 3)
+    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0)), range(2), 3)
     fused = ORDERS["1f1b"](work, None)
     assert fused == [[0, 0, 6, 0, 6, 6], [3, 7, 3, 7, 3, 7]]
     assert settled_all(work, fused, [2.9, 2.9]) is None
@@ -104,7 +104,7 @@ def test_memory_decides_which_are_divided() -> None:
 
 def test_at_the_end_what_nobody_waits_for_is_fused() -> None:
     """Rank 0 sends no gradient, so it may always fuse; rank 1 not while rank 0 waits."""
-    work = Work.of(chain(2, Stage(1.0, 1.0, 1.0, kept=4.0, fused=1.0)), range(2), 2)
+    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, kept=4.0, fused=1.0)), range(2), 2)
     orders = [[0, 0, 1, 2, 1, 2], [3, 4, 5, 3, 4, 5]]
     found = spared(work, orders)
     assert found[0] == [0, 0, 6, 6] and found[1][:3] == [3, 4, 5]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.bound import lower_bound, stage_bound
 from csc.planning.branches import branches, numbered
-from csc.planning.moves import depths, homes, message_bytes, moved, moves
 from csc.planning.partition import candidates, describe, partition
+from csc.planning.partition_bound import lower_bound, stage_bound
 from csc.planning.problem import Problem, pipeline
+from csc.planning.unit_moves import depths, homes, message_bytes, moved, moves
 from tests.planning.graphs import (
     assignments,
     bound_of,

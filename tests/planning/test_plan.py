@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import parse
 from csc.ir.schedule_verifier import verify
-from csc.planning.bound import lower_bound, shared_lower_bound
 from csc.planning.partition import candidates, partition
-from csc.planning.plan import Plan, plan
+from csc.planning.partition_bound import lower_bound, shared_lower_bound
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, placement
 from csc.simulation.pipeline import Link, Network
@@ -23,7 +23,7 @@ from csc.simulation.simulate import makespan, simulate
 from tests.planning.graphs import chain, mllm, problem_of, problems
 
 
-def check(problem: Problem, found: Plan) -> None:
+def check(problem: Problem, found: PipelinePlan) -> None:
     """What a plan says about itself is true."""
     numbers = pipeline(problem, found.stages)
     assert found.pipeline == numbers

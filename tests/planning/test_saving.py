@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.saving import Saving, Step, least, savings
+from csc.planning.rematerialise import Candidate, Saving, least, savings
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> tuple[list[Step], list[int]]:
+def networks(draw: st.DrawFn) -> tuple[list[Candidate], list[int]]:
     """Small graphs: the first step enters F; later ones read earlier ones; some cannot be kept, some not made again."""
-    steps = [Step((), draw(st.integers(1, 9)), None)]
+    steps = [Candidate((), draw(st.integers(1, 9)), None)]
     for i in range(1, draw(st.integers(2, 7))):
         inputs = tuple(sorted(draw(st.sets(st.integers(0, i - 1), min_size=1, max_size=2))))
         size, time = draw(st.integers(1, 9)), float(draw(st.integers(0, 5)))
         kind = draw(st.sampled_from(["plain", "plain", "plain", "view", "random"]))
-        steps.append(Step(inputs, None if kind == "view" else size, None if kind == "random" else time))
+        steps.append(Candidate(inputs, None if kind == "view" else size, None if kind == "random" else time))
     return steps, draw(st.lists(st.integers(0, len(steps) - 1), min_size=1, max_size=3))
 
 
-def every(steps: list[Step], needed: list[int]) -> list[tuple[int, float]]:
+def every(steps: list[Candidate], needed: list[int]) -> list[tuple[int, float]]:
     """(bytes, seconds) of every set of steps to keep from which the rest can be made again."""
     found = []
     for flags in product((False, True), repeat=len(steps)):
@@ -49,7 +49,7 @@ def total(saving: Saving, price: float) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(networks(), st.sampled_from([0.0, 0.3, 1.0, 2.5, 100.0]))
-def test_the_cut_is_the_least_of_all_choices(network: tuple[list[Step], list[int]], price: float) -> None:
+def test_the_cut_is_the_least_of_all_choices(network: tuple[list[Candidate], list[int]], price: float) -> None:
     steps, needed = network
     choices = every(steps, needed)
     found = least(steps, needed, price)
@@ -59,7 +59,7 @@ def test_the_cut_is_the_least_of_all_choices(network: tuple[list[Step], list[int
 
 @settings(max_examples=40, deadline=None)
 @given(networks())
-def test_the_corners_are_best_at_every_price(network: tuple[list[Step], list[int]]) -> None:
+def test_the_corners_are_best_at_every_price(network: tuple[list[Candidate], list[int]]) -> None:
     steps, needed = network
     choices, corners = every(steps, needed), savings(steps, needed)
     assert corners[0].price == float("inf")
@@ -72,7 +72,7 @@ def test_the_corners_are_best_at_every_price(network: tuple[list[Step], list[int
 
 def test_a_chain_keeps_the_narrow_place() -> None:
     """in (8) -> wide (8) -> narrow (1) -> wide (8, needed): keep the narrow one and run the last call again."""
-    steps = [Step((), 8, None), Step((0,), 8, 1.0), Step((1,), 1, 1.0), Step((2,), 8, 1.0)]
+    steps = [Candidate((), 8, None), Candidate((0,), 8, 1.0), Candidate((1,), 1, 1.0), Candidate((2,), 8, 1.0)]
     assert least(steps, [3], 0.0).kept_steps == {2}
     assert least(steps, [3], 8.0).kept_steps == {3}
     assert [c.kept for c in savings(steps, [3])] == [8, 1]
@@ -80,4 +80,4 @@ def test_a_chain_keeps_the_narrow_place() -> None:
 
 def test_what_can_neither_be_kept_nor_made_again() -> None:
     with pytest.raises(ValueError, match="neither"):
-        least([Step((), None, None)], [0], 1.0)
+        least([Candidate((), None, None)], [0], 1.0)

@@ -11,7 +11,7 @@ from csc.ir.schedule import Schedule, parse, peak_in_flight, with_messages
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
 from tests.planning.schedule_cases import Case, cases, chain
 
@@ -35,7 +35,7 @@ def test_published_bubbles_of_equal_stages(ranks: int, rounds: int) -> None:
 
     def measured(name: str) -> tuple[float, float, float]:
         v = stages_per_rank(name)
-        pipeline = chain(p * v, Stage(1 / v, 1 / v, 1 / v, saved=1 / v, kept=1 / v))
+        pipeline = chain(p * v, StageWork(1 / v, 1 / v, 1 / v, saved=1 / v, kept=1 / v))
         schedule = SCHEDULES[name](pipeline, placement(name, p), m)
         span, whole = bubbles(pipeline, schedule)
         return pytest.approx(span), pytest.approx(whole), pytest.approx(max(peak_memory(pipeline, schedule)))
@@ -54,7 +54,7 @@ def test_published_bubbles_of_equal_stages(ranks: int, rounds: int) -> None:
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.5), (1.0, 1.5, 1.25), (2.0, 1.0, 1.0)])
 def test_published_formulas_of_unequal_f_b_w(ranks: int, times: tuple[float, float, float]) -> None:
     f, b, w = times
-    pipeline = chain(ranks, Stage(f, b, w, saved=1.0, kept=1.0))
+    pipeline = chain(ranks, StageWork(f, b, w, saved=1.0, kept=1.0))
     span = {
         name: bubbles(pipeline, SCHEDULES[name](pipeline, range(ranks), 4 * ranks))[0]
         for name in ("1f1b", "zb-h1", "zb-h2")
@@ -68,7 +68,7 @@ def test_published_formulas_of_unequal_f_b_w(ranks: int, times: tuple[float, flo
 
 
 def test_1f1b_is_the_classical_order() -> None:
-    pipeline = chain(3, Stage(1.0, 1.0, 1.0))
+    pipeline = chain(3, StageWork(1.0, 1.0, 1.0))
     schedule = SCHEDULES["1f1b"](pipeline, range(3), 4)
     compute = [" ".join(f"{a.kind}{a.microbatch}" for a in rank if a.computes) for rank in schedule.ranks]
     assert compute == [
@@ -83,7 +83,7 @@ def test_1f1b_is_the_classical_order() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_interleaved_zero_bubble_divides_the_ramp_of_zb_h1(ranks: int, chunks: int) -> None:
     """(p - 1) (F + B - W) / v in the memory of 1F1B, whatever the number of stages on a rank."""
-    pipeline = chain(ranks * chunks, Stage(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
+    pipeline = chain(ranks * chunks, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
     schedule = SCHEDULES["interleaved-zb"](pipeline, placement("interleaved-zb", ranks, chunks), 3 * ranks)
     assert bubbles(pipeline, schedule) == (ranks - 1, ranks - 1)
     assert peak_memory(pipeline, schedule) == [ranks * chunks] * ranks
@@ -93,7 +93,7 @@ def test_interleaved_zero_bubble_divides_the_ramp_of_zb_h1(ranks: int, chunks: i
 
 def test_interleaved_zero_bubble_is_the_published_order() -> None:
     """One forward of lead from rank to rank, and one W of lag; groups of two microbatches go through both stages."""
-    pipeline = chain(4, Stage(1.0, 1.0, 1.0))
+    pipeline = chain(4, StageWork(1.0, 1.0, 1.0))
     schedule = SCHEDULES["interleaved-zb"](pipeline, placement("interleaved-zb", 2), 4)
     assert [" ".join(f"{a.kind}{a.stage}.{a.microbatch}" for a in rank if a.computes) for rank in schedule.ranks] == [
         "F0.0 F0.1 F2.0 F2.1 B2.0 W2.0 F0.2 B2.1 W2.1 F0.3 B0.0 W0.0 F2.2 B0.1 W0.1 F2.3 B2.2 W2.2 B2.3 W2.3 "
@@ -105,7 +105,7 @@ def test_interleaved_zero_bubble_is_the_published_order() -> None:
 
 def test_a_fused_backward_holds_what_one_region_keeps() -> None:
     """Recomputed layers: W needs much more than F saved. 1F1B holds that of one region, with B and W apart of all."""
-    pipeline = chain(4, Stage(1.0, 2.0, 1.0, saved=1.0, kept=20.0, fused=4.0))
+    pipeline = chain(4, StageWork(1.0, 2.0, 1.0, saved=1.0, kept=20.0, fused=4.0))
     fused = SCHEDULES["1f1b"](pipeline, range(4), 8)
     orders = [[part for a in actions if a.computes for part in a.parts] for actions in fused.ranks]
     apart = with_messages("apart", orders, pipeline.messages)
@@ -119,13 +119,13 @@ def test_warm_up_is_the_longest_path_to_the_end() -> None:
     """Two encoders beside each other: the one that joins late runs no further ahead than it must."""
     messages = {("F", 0, 2): 0.0, ("F", 1, 4): 0.0, ("F", 2, 3): 0.0, ("F", 3, 4): 0.0}
     messages |= {("B", b, a): 0.0 for _, a, b in list(messages)}
-    pipeline = Pipeline((Stage(1.0, 1.0, 1.0),) * 5, messages)
+    pipeline = Pipeline((StageWork(1.0, 1.0, 1.0),) * 5, messages)
     schedule = SCHEDULES["1f1b"](pipeline, range(5), 12)
     assert peak_in_flight(schedule) == [4, 2, 3, 2, 1]
 
 
 def test_eager_takes_the_memory_that_it_is_given() -> None:
-    pipeline = chain(4, Stage(1.0, 1.0, 1.0, saved=1.0, kept=0.5, state=10.0))
+    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=0.5, state=10.0))
     for limit, peak in ((11.0, [1, 1, 1, 1]), (14.0, [4, 3, 2, 1]), (16.0, [6, 5, 4, 2]), (99.0, [8, 6, 4, 2])):
         schedule = SCHEDULES["eager-1f1b"](pipeline, range(4), 12, limit)
         assert peak_in_flight(schedule) == peak
@@ -184,7 +184,7 @@ def test_a_schedule_is_timed_without_being_made(case: Case, name: str, memory: f
 
 
 def test_frozen_stages_have_no_slot() -> None:
-    frozen, trained = Stage(1.0, has_b=False, has_w=False), Stage(1.0, 1.0, 1.0)
+    frozen, trained = StageWork(1.0, has_b=False, has_w=False), StageWork(1.0, 1.0, 1.0)
     messages = {("F", s, s + 1): 0.0 for s in range(3)} | {("B", 3, 2): 0.0}
     pipeline = Pipeline((frozen, frozen, trained, trained), messages)
     for name in SCHEDULES:
@@ -207,7 +207,7 @@ def test_placements() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    pipeline = chain(4, Stage(1.0, 1.0, 1.0, saved=2.0, kept=1.0, state=100.0))
+    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=2.0, kept=1.0, state=100.0))
     with pytest.raises(InputError, match="zb-v does not run 4 stages on the ranks"):
         SCHEDULES["zb-v"](pipeline, range(4), 4)
     for name in ("interleaved-1f1b", "interleaved-zb"):
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(InputError, match="scales 2 microbatches, the schedule has 3"):
         SCHEDULES["1f1b"](Pipeline(pipeline.stages, pipeline.messages, scale=(1.0, 2.0)), range(4), 3)
     with pytest.raises(ScheduleError, match="F 1>0 leads the wrong way"):
-        SCHEDULES["1f1b"](Pipeline((Stage(1.0),) * 2, {("F", 1, 0): 0.0}), range(2), 1)
+        SCHEDULES["1f1b"](Pipeline((StageWork(1.0),) * 2, {("F", 1, 0): 0.0}), range(2), 1)
     with pytest.raises(
         InputError, match="gpipe does not fit in 120 bytes: rank 0 needs 124 bytes, 100 bytes of it for"
     ):

@@ -14,12 +14,12 @@ from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES, auto, lower_bound, placement
 from csc.planning.schedules.memory import least, room
-from csc.planning.schedules.replay import makespan as replayed
-from csc.planning.schedules.replay import peaks
 from csc.planning.schedules.search import improve
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import makespan as replayed
+from csc.planning.schedules.timing import peaks
+from csc.planning.schedules.work import WorkTables
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import makespan
 from tests.planning.schedule_cases import Case, cases, chain
 
@@ -35,7 +35,7 @@ def small(case: Case) -> int:
 @given(cases(), st.sampled_from([1.0, 1.3, 2.0, None]))
 def test_valid_within_memory_and_never_slower_than_a_named_schedule(case: Case, spare: float | None) -> None:
     pipeline = case.pipeline
-    work = Work.of(pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(pipeline, case.placement, case.microbatches)
     memory = None if spare is None else [limit * spare for limit in least(work)]
     schedule = auto(pipeline, case.placement, case.microbatches, memory, budget=small(case))
     verify(schedule, pipeline.messages, pipeline.has_b, pipeline.has_w, case.microbatches)
@@ -52,7 +52,7 @@ def test_valid_within_memory_and_never_slower_than_a_named_schedule(case: Case, 
             assert found <= makespan(pipeline, other) * (1 + 1e-9), name
 
 
-def rank_orders(work: Work, rank: int, room: float | None) -> Iterator[list[int]]:
+def rank_orders(work: WorkTables, rank: int, room: float | None) -> Iterator[list[int]]:
     """Every order of one rank with one stage, microbatches in turn, that keeps to the room."""
     lanes = work.lanes_of[rank]
 
@@ -75,13 +75,13 @@ def rank_orders(work: Work, rank: int, room: float | None) -> Iterator[list[int]
     return extend([], dict.fromkeys(lanes, 0), 0.0)
 
 
-def brute_force(work: Work, allowed: list[float] | None) -> float:
+def brute_force(work: WorkTables, allowed: list[float] | None) -> float:
     """The least makespan over all orders. Equal microbatches may as well run in turn, by an exchange of the two."""
     choices = [list(rank_orders(work, r, None if allowed is None else allowed[r])) for r in range(work.ranks)]
     return min(replayed(work, orders) for orders in product(*choices))
 
 
-def small_case(seed: int) -> tuple[Work, list[float] | None]:
+def small_case(seed: int) -> tuple[WorkTables, list[float] | None]:
     """2 stages and 3 or 4 microbatches, or 3 stages and 2 or 3; some with a frozen first or last stage."""
     rng = random.Random(seed)
     stages, microbatches = rng.choice([(2, 3), (2, 4), (3, 2), (3, 3)])
@@ -91,13 +91,13 @@ def small_case(seed: int) -> tuple[Work, list[float] | None]:
         turns = not (frozen == "first" and s == 0)
         trained = turns and not (frozen == "weights" and s > 0)
         f, b, w = (rng.choice([0.5, 1.0, 1.5, 2.0, 3.0]) for _ in range(3))
-        made.append(Stage(f, b * turns, w * trained, turns, trained, 1.0 * turns, 0.5 * trained))
+        made.append(StageWork(f, b * turns, w * trained, turns, trained, 1.0 * turns, 0.5 * trained))
     if (stages, microbatches) == (3, 3) and frozen == "nothing":
         microbatches = 2  # 42 ** 3 orders take too long for every run
     messages = {("F", s, s + 1): 1.0 for s in range(stages - 1)}
     messages |= {("B", s + 1, s): 1.0 for s in range(stages - 1) if made[s].has_b}
     link = Link(0.0, rng.choice([float("inf"), 4.0]))
-    work = Work.of(Pipeline(tuple(made), messages, Network(link)), range(stages), microbatches)
+    work = WorkTables.of(Pipeline(tuple(made), messages, Network(link)), range(stages), microbatches)
     spare = rng.choice([None, 1.0, 2.0, 2.5])
     return work, None if spare is None else [spare] * stages
 
@@ -123,9 +123,9 @@ def heterogeneous(seed: int, stages: int) -> Pipeline:
     for s in range(stages):
         noise = rng.uniform(0.85, 1.15)
         if s < stages // 3:
-            made.append(Stage(3.0 * noise, has_b=False, has_w=False))
+            made.append(StageWork(3.0 * noise, has_b=False, has_w=False))
         else:
-            made.append(Stage(noise, noise * 1.05, noise * 0.95, saved=noise, kept=noise / 2))
+            made.append(StageWork(noise, noise * 1.05, noise * 0.95, saved=noise, kept=noise / 2))
     messages = {("F", s, s + 1): 1.0 for s in range(stages - 1)}
     messages |= {("B", s + 1, s): 1.0 for s in range(stages - 1) if made[s].has_b}
     return Pipeline(tuple(made), messages, Network(Link(0.01, 100.0)))
@@ -137,7 +137,7 @@ def test_close_to_the_bound(stages: int, microbatches: int) -> None:
     """Under the memory of a device on which 1F1B just fits, and under twice its activations."""
     for seed in range(2):
         pipeline = heterogeneous(seed, stages)
-        work = Work.of(pipeline, range(stages), microbatches)
+        work = WorkTables.of(pipeline, range(stages), microbatches)
         one = max(peak_memory(pipeline, SCHEDULES["1f1b"](pipeline, range(stages), microbatches)))
         for memory, gap in ((one, 1.06), (2 * one, 1.03)):
             schedule = auto(pipeline, range(stages), microbatches, memory, budget=500 * len(work.lanes) * microbatches)
@@ -146,16 +146,16 @@ def test_close_to_the_bound(stages: int, microbatches: int) -> None:
 
 
 def test_reaches_the_published_bubbles() -> None:
-    pipeline = chain(8, Stage(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
+    pipeline = chain(8, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
     assert makespan(pipeline, auto(pipeline, range(8), 16, 8.0)) == 3 * 16 + 7
-    folded = chain(8, Stage(0.5, 0.5, 0.5, saved=0.5, kept=0.5))
+    folded = chain(8, StageWork(0.5, 0.5, 0.5, saved=0.5, kept=0.5))
     assert makespan(folded, auto(folded, placement("zb-v", 4), 12, 4.0)) == 3 * 12 + 1.5
 
 
 def test_small_microbatches_first_and_last() -> None:
     """One large microbatch among small ones: in the middle it costs the least, and all stages agree on it."""
     pipeline = Pipeline(
-        (Stage(1.0, 1.0, 1.0),) * 4, chain(4, Stage(1.0)).messages, scale=(3.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+        (StageWork(1.0, 1.0, 1.0),) * 4, chain(4, StageWork(1.0)).messages, scale=(3.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     )
     schedule = auto(pipeline, range(4), 6)
     orders = {tuple(a.microbatch for a in actions if a.kind == "F") for actions in schedule.ranks}
@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 def test_no_budget_still_gives_a_schedule() -> None:
     pipeline = heterogeneous(4, 5)
-    work = Work.of(pipeline, range(5), 7)
+    work = WorkTables.of(pipeline, range(5), 7)
     schedule = auto(pipeline, range(5), 7, least(work), budget=0)
     verify(schedule, pipeline.messages, pipeline.has_b, pipeline.has_w, 7)
 
@@ -181,7 +181,7 @@ def test_no_budget_still_gives_a_schedule() -> None:
 @settings(deadline=None)
 @given(cases(), st.integers(0, 5))
 def test_local_search_keeps_to_the_rules_and_never_gets_worse(case: Case, seed: int) -> None:
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     allowed = room(work, None)
     orders = [list(order) for order in _all_forwards_first(work)]
     before = replayed(work, orders)
@@ -193,7 +193,7 @@ def test_local_search_keeps_to_the_rules_and_never_gets_worse(case: Case, seed: 
     assert all(peak <= most * (1 + 1e-6) + 1e-9 for peak, most in zip(peaks(work, after), limit))
 
 
-def _all_forwards_first(work: Work) -> list[list[int]]:
+def _all_forwards_first(work: WorkTables) -> list[list[int]]:
     return [
         [lane for lane in sorted(own, key=work.upstream_first.index) for _ in range(work.microbatches)]
         for own in work.lanes_of

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.ir.schedule import with_messages
 from csc.ir.schedule_verifier import verify
-from csc.planning.schedules.bound import lower_bound
 from csc.planning.schedules.greedy import Rule, order, run
+from csc.planning.schedules.makespan_bound import lower_bound
 from csc.planning.schedules.memory import least, room
-from csc.planning.schedules.replay import makespan, peaks, start_times
-from csc.planning.schedules.work import Work, actions
+from csc.planning.schedules.timing import makespan, peaks, start_times
+from csc.planning.schedules.work import WorkTables, actions
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import makespan as simulated
 from csc.simulation.simulate import simulate
 from tests.planning.schedule_cases import Case, cases, chain
 
 
-def by_kind(work: Work, kinds: str) -> list[list[float]]:
+def by_kind(work: WorkTables, kinds: str) -> list[list[float]]:
     """Priorities that look at the kind alone: "BFW" runs B before F before W."""
     return [[float(kinds.index("FBW"[lane % 3]))] * work.microbatches for lane in range(3 * len(work.placement))]
 
@@ -51,7 +51,7 @@ def test_it_always_finishes_within_its_limits(
     chance: object,
 ) -> None:
     """Even if the memory holds one microbatch at a time and no more. What it says it takes, the simulator says too."""
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     memory = [limit * spare for limit in least(work)]
     allowed = room(work, memory) if math.isfinite(spare) else None
     stages = len(case.placement)
@@ -87,7 +87,7 @@ def test_it_always_finishes_within_its_limits(
 @settings(deadline=None, max_examples=100)
 @given(cases(), st.permutations("FBW"), st.booleans(), st.floats(0.5, 1.5))
 def test_it_gives_up_only_what_takes_longer(case: Case, kinds: str, fused: bool, share: float) -> None:
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     rule = Rule(by_kind(work, "".join(kinds)), fused=fused)
     orders, seconds = run(work, rule)
     limit = seconds * share
@@ -114,7 +114,7 @@ def test_it_gives_up_only_what_takes_longer(case: Case, kinds: str, fused: bool,
 @settings(deadline=None)
 @given(cases(), st.booleans())
 def test_replay_has_the_simulators_times(case: Case, fused: bool) -> None:
-    work = Work.of(case.pipeline, case.placement, case.microbatches)
+    work = WorkTables.of(case.pipeline, case.placement, case.microbatches)
     orders, _ = run(work, Rule(by_kind(work, "BFW"), fused=fused))
     starts = start_times(work, orders)
     assert starts is not None
@@ -129,8 +129,8 @@ def test_replay_has_the_simulators_times(case: Case, fused: bool) -> None:
 
 
 def test_the_order_follows_the_rule() -> None:
-    pipeline = chain(1, Stage(1.0, 1.0, 1.0))
-    work = Work.of(pipeline, [0], 2)
+    pipeline = chain(1, StageWork(1.0, 1.0, 1.0))
+    work = WorkTables.of(pipeline, [0], 2)
 
     def compute(kinds: str) -> str:
         return " ".join(f"{a.kind}{a.microbatch}" for a in order(pipeline, [0], 2, Rule(by_kind(work, kinds)))[0])
@@ -142,8 +142,8 @@ def test_the_order_follows_the_rule() -> None:
 
 def test_b_and_w_are_one_where_the_memory_asks_for_it() -> None:
     """With 3 bytes: two microbatches saved, and for one of them what a region keeps; not what all regions do."""
-    pipeline = chain(1, Stage(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0))
-    work = Work.of(pipeline, [0], 2)
+    pipeline = chain(1, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0))
+    work = WorkTables.of(pipeline, [0], 2)
 
     def compute(memory: float, fused: bool) -> str:
         found = order(pipeline, [0], 2, Rule(by_kind(work, "FBW"), memory=[memory], fused=fused))
@@ -158,9 +158,9 @@ def test_b_and_w_are_one_where_the_memory_asks_for_it() -> None:
 
 def test_patience_waits_for_a_better_action() -> None:
     """Rank 0 has a long W when B is about to arrive. Waiting for it brings the last B forward."""
-    stages = (Stage(1.0, 1.0, 4.0), Stage(1.0, 1.5, 0.5), Stage(0.1, 0.1, 0.1))
+    stages = (StageWork(1.0, 1.0, 4.0), StageWork(1.0, 1.5, 0.5), StageWork(0.1, 0.1, 0.1))
     messages = {("F", 0, 1): 0.0, ("F", 1, 2): 0.0, ("B", 1, 0): 0.0, ("B", 2, 1): 0.0}
-    work = Work.of(Pipeline(stages, messages), range(3), 2)
+    work = WorkTables.of(Pipeline(stages, messages), range(3), 2)
     hasty, patient = (
         start_times(work, run(work, Rule(by_kind(work, "BFW"), patience=patience))[0]) for patience in (0.0, 1.0)
     )
@@ -169,14 +169,14 @@ def test_patience_waits_for_a_better_action() -> None:
 
 
 def test_limits_that_hold_nothing_are_an_error() -> None:
-    pipeline = chain(2, Stage(1.0, 1.0, 1.0, saved=2.0))
-    work = Work.of(pipeline, range(2), 2)
+    pipeline = chain(2, StageWork(1.0, 1.0, 1.0, saved=2.0))
+    work = WorkTables.of(pipeline, range(2), 2)
     with pytest.raises(InputError, match="limits leave ranks without anything"):
         order(pipeline, range(2), 2, Rule(by_kind(work, "BFW"), memory=[1.0, 1.0]))
 
 
 def test_replay_knows_a_deadlock() -> None:
-    work = Work.of(chain(2, Stage(1.0, 1.0, 1.0)), range(2), 1)
+    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0)), range(2), 1)
     assert start_times(work, [[0, 1, 2], [4, 3, 5]]) is None
     assert makespan(work, [[1, 0, 2], [3, 4, 5]]) == math.inf
     assert makespan(work, [[0, 1, 2], [3, 4, 5]]) == 5.0
@@ -185,6 +185,6 @@ def test_replay_knows_a_deadlock() -> None:
 
 
 def test_replay_refuses_a_fused_action_before_an_earlier_w() -> None:
-    work = Work.of(chain(1, Stage(1.0, 1.0, 1.0)), range(1), 2)
+    work = WorkTables.of(chain(1, StageWork(1.0, 1.0, 1.0)), range(1), 2)
     assert start_times(work, [[0, 0, 1, work.fused(0), 2]]) is None
     assert makespan(work, [[0, 0, 1, 2, work.fused(0)]]) == 6.0

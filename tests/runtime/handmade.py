@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from csc.planning.schedules import SCHEDULES
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 2, 5
 FROZEN = {"none": (), "prefix": ("embed", "w0"), "middle": ("w1", "b1"), "all": ("embed", "w0", "w1", "b1")}
@@ -177,7 +177,7 @@ def write(
         {"kind": "B", "source": d, "destination": s, "values": values} for (s, d), values in edges.items() if has_b[s]
     ]
     channels = [(m["kind"], m["source"], m["destination"]) for m in messages]
-    costs = tuple(Stage(1.0, float(b), float(w), has_b=b, has_w=w) for b, w in zip(has_b, has_w))
+    costs = tuple(StageWork(1.0, float(b), float(w), has_b=b, has_w=w) for b, w in zip(has_b, has_w))
     pipeline = Pipeline(costs, dict.fromkeys(channels, 0.0))
     files["schedule.txt"] = text or str(SCHEDULES[schedule](pipeline, placement, microbatches))
 

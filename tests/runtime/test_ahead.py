@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csc.runtime.ahead import ahead
+from csc.runtime.prefetch import ahead
 
 
 def running() -> list[str]:

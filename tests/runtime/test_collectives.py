@@ -15,7 +15,7 @@ from csc.kernels import collectives  # noqa: F401  defines the operators
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime.collectives import Met
-from csc.runtime.exchange import Group as Members
+from csc.runtime.exchange import Membership as Members
 from csc.runtime.program import load
 from csc.runtime.transport import InProcess
 from csc.torch_private import FakeTensorMode

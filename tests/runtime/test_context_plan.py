@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.runtime.context import Plan, attach
+from csc.runtime.context import ContextPlan, attach
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread
 from tests.kernels import dense
@@ -40,7 +40,7 @@ def inputs(batch: int, heads: tuple[int, int], tokens: int, seed: int = 0, width
     )
 
 
-def shares(plan: Plan, whole: torch.Tensor) -> torch.Tensor:
+def shares(plan: ContextPlan, whole: torch.Tensor) -> torch.Tensor:
     """What a rank holds: its tokens; something else in the slots without one."""
     share = whole.index_select(2, plan.tokens).transpose(1, 2).contiguous().transpose(1, 2)
     share[:, :, ~plan.real] = 7.0
@@ -54,7 +54,7 @@ def check(
     """Both passes of every mask, on all ranks; a second layer of the same mask finds what the first has planned."""
     ranks, transport = ranks_of(spec)
     where = spread(spec, masks)
-    plans = [Plan(spec, masks, where, rank, collective) for rank in ranks]
+    plans = [ContextPlan(spec, masks, where, rank, collective) for rank in ranks]
     layers = [(number, seed) for seed in range(2) for number in range(len(masks))]
     wholes = {layer: inputs(batch, heads, spec.tokens, seed=layer[1]) for layer in layers}
 
@@ -121,7 +121,7 @@ def test_the_model_chooses() -> None:
     ranks, _ = ranks_of(slow)
     with pytest.raises(InputError, match="6 heads cannot be divided over 4 ranks"):
         q, k, v, _ = inputs(1, (6, 6), slow.share)
-        Plan(slow, [causal(64)], everything, ranks[0], "heads").attention(q, k, v, 0, SCALE, 0.0)
+        ContextPlan(slow, [causal(64)], everything, ranks[0], "heads").attention(q, k, v, 0, SCALE, 0.0)
 
 
 def causal(tokens: int) -> Mask:

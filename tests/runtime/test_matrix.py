@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.runtime.agreement import Shared
+from csc.runtime.consistency import Shared
 from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 

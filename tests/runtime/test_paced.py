@@ -12,12 +12,12 @@ import torch
 from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES
-from csc.runtime.paced import expected, paced, paced_program, run
+from csc.runtime.emulated import expected, paced, paced_program, run
 from csc.runtime.program import load
-from csc.runtime.recording import gathered, timeline
+from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.pipeline_file import from_json, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import from_json as read_timeline
@@ -25,9 +25,9 @@ from tests.launching import torchrun
 
 PIPELINE = Pipeline(
     (
-        Stage(0.002, has_b=False, has_w=False),
-        Stage(0.003, 0.002, 0.001, saved=100, kept=50, fused=5, state=7),
-        Stage(0.001, 0.002, 0.003),
+        StageWork(0.002, has_b=False, has_w=False),
+        StageWork(0.003, 0.002, 0.001, saved=100, kept=50, fused=5, state=7),
+        StageWork(0.001, 0.002, 0.003),
     ),
     {("F", 0, 1): 1000.0, ("F", 1, 2): 3.0, ("F", 0, 2): 1.0, ("B", 2, 1): 5.0},
     Network(Link(1e-4, 1e9), Link(1e-3), 2),
@@ -62,7 +62,7 @@ def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...
 
 
 def test_a_factor_stretches_waits_and_not_messages() -> None:
-    slow = Pipeline((Stage(0.001, 0.001, 0.001),) * 2, {("F", 0, 1): 0.0, ("B", 1, 0): 0.0}, Network(Link(0.5)))
+    slow = Pipeline((StageWork(0.001, 0.001, 0.001),) * 2, {("F", 0, 1): 0.0, ("B", 1, 0): 0.0}, Network(Link(0.5)))
     program = paced(slow, SCHEDULES["1f1b"](slow, (0, 1), 1))
     assert expected(program) == pytest.approx(6 * 0.001 + 2 * 0.5)  # F F, then BW BW, and a message each way
     assert expected(program, 100) == pytest.approx(6 * 0.1 + 2 * 0.5)
@@ -91,7 +91,7 @@ def test_programs_without_a_plan_cannot_be_paced(tmp_path: Path) -> None:
 def test_paced_processes_take_at_least_the_simulated_time(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p", schedule="1f1b")
     table = json.loads((directory / "program.json").read_text())
-    free = Pipeline(tuple(Stage(0.01, 0.01, 0.005) for _ in range(3)), handmade_messages(table))
+    free = Pipeline(tuple(StageWork(0.01, 0.01, 0.005) for _ in range(3)), handmade_messages(table))
     table["plan"] = {"pipeline": to_json(free)}
     (directory / "program.json").write_text(json.dumps(handmade.sealed(table)))
     command = ["-m", "csc.run", directory, "--paced", 1.0, "--steps", 2, "--json", "--timeline", tmp_path / "t.json"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from csc.errors import CscError, ProgramError
-from csc.ir.layout import dense, overlaps
-from csc.runtime.agreement import digests
+from csc.ir.strides import dense, overlaps
+from csc.runtime.consistency import digests
 from csc.runtime.executor import interleave
 from csc.runtime.program import functions, load
 from csc.runtime.trainer import Trainer

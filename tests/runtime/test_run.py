@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from csc.errors import InputError
-from csc.run import Optimizer, Options, run
+from csc.run import Arguments, Optimizer, run
 from csc.runtime.launch import setup_distributed
 
 DATA = """
@@ -25,7 +25,7 @@ def broken():
 """
 
 
-def options(program: Path, **changes: object) -> Options:
+def options(program: Path, **changes: object) -> Arguments:
     base: dict[str, object] = {
         "directory": program,
         "steps": 2,
@@ -41,7 +41,7 @@ def options(program: Path, **changes: object) -> Options:
         "json": True,
         "timeout": 30.0,
     }
-    return Options(**{**base, **changes})  # type: ignore[arg-type]
+    return Arguments(**{**base, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture

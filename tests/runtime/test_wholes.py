@@ -12,7 +12,7 @@ from csc.kernels.mask import Mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from csc.runtime.context import Plan
+from csc.runtime.context import ContextPlan
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
 from csc.runtime.spread import spread
 from csc.torch_private import FakeTensorMode
@@ -26,7 +26,7 @@ def test_every_token_once_and_back(drawn: tuple[ContextSpec, list[Mask]], dim: i
     spec, masks = drawn
     ranks, transport = ranks_of(spec, groups)
     where = spread(spec, masks)
-    plans = [Plan(spec, masks, where, rank) for rank in ranks]
+    plans = [ContextPlan(spec, masks, where, rank) for rank in ranks]
     shape = [2, 3, 2]
     shape[dim] = spec.tokens
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def test_half_precision_is_summed_in_single() -> None:
     spec = ContextSpec("encoder", 4, 4, 1, 1, 1e-6, 1e-6, (ContextMaskSpec(1),))
     ranks, transport = ranks_of(spec)
     everything = Mask(torch.tensor([0, 4], dtype=torch.int32).expand(1, 1, 4, 2), None, None, 4)
-    plans = [Plan(spec, [everything], spread(spec, [everything]), rank) for rank in ranks]
+    plans = [ContextPlan(spec, [everything], spread(spec, [everything]), rank) for rank in ranks]
     small = torch.full((4,), 2.0**-8, dtype=torch.bfloat16)
     parts = [torch.ones(4, dtype=torch.bfloat16), small, small, small]
     for gradient in on_ranks(transport, lambda rank: plans[rank].gather_backward(parts[rank], 0)):
@@ -70,7 +70,7 @@ def test_the_operators_meet_the_other_ranks_in_forward_and_backward() -> None:
     ranks, transport = ranks_of(spec)
     seen = torch.tensor([[0, q + 1] for q in range(tokens)], dtype=torch.int32)[None, None]
     masks = [Mask(seen, None, None, tokens)]
-    plans = [Plan(spec, masks, spread(spec, masks), rank) for rank in ranks]
+    plans = [ContextPlan(spec, masks, spread(spec, masks), rank) for rank in ranks]
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(1, 2, tokens, 16, generator=generator) for _ in range(3)]
     weights = [torch.randn(1, 2, tokens, 16, generator=generator) for _ in ranks]
@@ -96,7 +96,7 @@ def test_a_plan_is_found_as_long_as_it_lives() -> None:
     spec = ContextSpec("encoder", 1, 4, 1, 4, 1e-6, 1e-6, (ContextMaskSpec(1),))
     (rank,), _ = ranks_of(spec)
     everything = Mask(torch.tensor([0, 4], dtype=torch.int32).expand(1, 1, 4, 2), None, None, 4)
-    one, other = (Plan(spec, [everything], spread(spec, [everything]), rank) for _ in range(2))
+    one, other = (ContextPlan(spec, [everything], spread(spec, [everything]), rank) for _ in range(2))
     assert int(one.plan) != int(other.plan)
     x = torch.arange(4.0)
     assert torch.equal(GATHER(x, one.plan, 0, 4), x)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Action, Message, Schedule, fused, with_messages
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 
 
 def chain(stages: int, size: float = 0.0, has_b: tuple[bool, ...] | None = None) -> dict[Message, float]:
@@ -19,7 +19,7 @@ def chain(stages: int, size: float = 0.0, has_b: tuple[bool, ...] | None = None)
     return messages
 
 
-def backward(stage: int, mb: int, spec: Stage) -> list[Action]:
+def backward(stage: int, mb: int, spec: StageWork) -> list[Action]:
     return [Action("B", stage, mb)] * spec.has_b + [Action("W", stage, mb)] * spec.has_w
 
 
@@ -85,7 +85,7 @@ def runs(draw: Any) -> tuple[Pipeline, Schedule, int]:
     for _ in range(count):
         has_b, has_w = draw(st.booleans()), draw(st.booleans())
         stages.append(
-            Stage(
+            StageWork(
                 draw(times),
                 draw(times) if has_b else 0.0,
                 draw(times) if has_w else 0.0,

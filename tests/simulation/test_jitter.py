@@ -6,12 +6,12 @@ import pytest
 
 from csc.errors import InputError
 from csc.simulation.jitter import J3, Jitter, disturbed
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
 
 from .orders import chain, one_f_one_b
 
-PIPELINE = Pipeline((Stage(0.010, 0.010, 0.010),) * 4, chain(4))
+PIPELINE = Pipeline((StageWork(0.010, 0.010, 0.010),) * 4, chain(4))
 SCHEDULE = one_f_one_b(PIPELINE, 12)
 
 

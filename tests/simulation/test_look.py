@@ -9,7 +9,7 @@ import pytest
 
 from csc.ir.schedule import parse
 from csc.simulation.look import BASE, TINTS, bytes_text, colour, levels, seconds_text, unit
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.summary import COLUMNS, rows
 
@@ -53,7 +53,7 @@ def test_later_chunks_are_lighter() -> None:
     for kind in BASE:
         shades = [brightness(colour(kind, level)[0]) for level in range(len(TINTS))]
         assert shades == sorted(set(shades))
-    pipeline = Pipeline((Stage(1.0, has_b=False, has_w=False),) * 4)
+    pipeline = Pipeline((StageWork(1.0, has_b=False, has_w=False),) * 4)
     timeline = simulate(pipeline, parse("rank 0: F 2 0 | F 0 0\nrank 1: F 1 0 | F 3 0"))
     assert levels(timeline) == {0: 0, 2: 1, 1: 0, 3: 1}
 
@@ -90,8 +90,8 @@ def test_bytes(size: float, text: str) -> None:
 
 
 def test_summary() -> None:
-    stage = Stage(1.0, 1.0, has_w=False, saved=2.0**20, state=2.0**20)
-    slow = Stage(2.0, 2.0, has_w=False, saved=2.0**21, state=2.0**20)
+    stage = StageWork(1.0, 1.0, has_w=False, saved=2.0**20, state=2.0**20)
+    slow = StageWork(2.0, 2.0, has_w=False, saved=2.0**21, state=2.0**20)
     schedule = parse("rank 0: F 0 0 | B 0 0\nrank 1: F 1 0 | B 1 0")
     runs = [simulate(Pipeline((stage, stage)), schedule, name="plan"), simulate(Pipeline((stage, slow)), schedule)]
     first, second = (dict(zip(COLUMNS, row)) for row in rows(runs, bound=1.6, limit=2.5 * 2**20))

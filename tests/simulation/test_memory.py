@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from csc.ir.schedule import Schedule, parse
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, Stage
+from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline
 
@@ -15,7 +15,7 @@ from .orders import chain, gpipe, one_f_one_b, runs
 
 
 def test_one_microbatch_by_hand() -> None:
-    pipeline = Pipeline((Stage(1.0, 2.0, 3.0, saved=10.0, kept=4.0, state=100.0),))
+    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, kept=4.0, state=100.0),))
     timeline = simulate(pipeline, parse("rank 0: F 0 0 | B 0 0 | W 0 0 | REDUCE"))
     assert timeline.memory == (((0.0, 100.0), (0.0, 110.0), (3.0, 104.0), (6.0, 100.0)),)
     assert timeline.peak_memory == (110.0,) and timeline.peak_activations == (10.0,)
@@ -24,19 +24,19 @@ def test_one_microbatch_by_hand() -> None:
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (Stage(1.0, 1.0, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
-        (Stage(1.0, 0.0, 1.0, has_b=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
-        (Stage(1.0, has_b=False, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0)]),
+        (StageWork(1.0, 1.0, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
+        (StageWork(1.0, 0.0, 1.0, has_b=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
+        (StageWork(1.0, has_b=False, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0)]),
     ],
 )
-def test_stages_without_b_or_w(stage: Stage, expected: list[tuple[float, float]]) -> None:
+def test_stages_without_b_or_w(stage: StageWork, expected: list[tuple[float, float]]) -> None:
     parts = ["F 0 0"] + ["B 0 0"] * stage.has_b + ["W 0 0"] * stage.has_w
     assert list(simulate(Pipeline((stage,)), parse(f"rank 0: {' | '.join(parts)}")).memory[0]) == expected
 
 
 def test_a_fused_backward_by_hand() -> None:
     """B and W apart hold what all regions keep, 40 bytes, BW what one of them does, 4."""
-    pipeline = Pipeline((Stage(1.0, 2.0, 3.0, saved=10.0, kept=40.0, fused=4.0, state=100.0),))
+    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, kept=40.0, fused=4.0, state=100.0),))
     timeline = simulate(pipeline, parse("rank 0: F 0 0 | BW 0 0 | REDUCE"))
     assert timeline.memory == (((0.0, 100.0), (0.0, 110.0), (1.0, 114.0), (6.0, 100.0)),)
     assert timeline.busy == (6.0,)
@@ -44,7 +44,7 @@ def test_a_fused_backward_by_hand() -> None:
 
 
 def test_1f1b_holds_p_minus_s_microbatches_and_gpipe_all() -> None:
-    pipeline = Pipeline((Stage(1.0, 2.0, has_w=False, saved=1.0, state=50.0),) * 4, chain(4))
+    pipeline = Pipeline((StageWork(1.0, 2.0, has_w=False, saved=1.0, state=50.0),) * 4, chain(4))
     assert simulate(pipeline, one_f_one_b(pipeline, 9)).peak_activations == (4.0, 3.0, 2.0, 1.0)
     assert simulate(pipeline, gpipe(pipeline, 9)).peak_activations == (9.0,) * 4
     assert peak_memory(pipeline, gpipe(pipeline, 9)) == [59.0] * 4
@@ -94,5 +94,5 @@ def test_peaks_need_no_simulation(run: tuple[Pipeline, Schedule, int]) -> None:
 
 def test_a_compute_without_length_still_counts() -> None:
     """At the end everything is free again, but at time 0 the saved bytes were there."""
-    pipeline = Pipeline((Stage(0.0, 0.0, has_w=False, saved=7.0),))
+    pipeline = Pipeline((StageWork(0.0, 0.0, has_w=False, saved=7.0),))
     assert simulate(pipeline, parse("rank 0: F 0 0 | B 0 0")).peak_memory == (7.0,)

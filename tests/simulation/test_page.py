@@ -12,14 +12,14 @@ from hypothesis import given, settings
 
 from csc.ir.schedule import Action, Schedule
 from csc.simulation.page import page
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Event, Timeline
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
 EVIL = "</script></title></style><script>alert('1')</script><img src=x onerror=\"alert(2)\"> & co"
-STAGE = Stage(0.010, 0.012, 0.006, saved=100.0, kept=20.0, state=300.0)
+STAGE = StageWork(0.010, 0.012, 0.006, saved=100.0, kept=20.0, state=300.0)
 PIPELINE = Pipeline((STAGE,) * 4, chain(4, 1e6), Network(Link(1e-4, 1e9)))
 PLAN = simulate(PIPELINE, one_f_one_b(PIPELINE, 6), name="plan")
 BASELINE = simulate(PIPELINE, gpipe(PIPELINE, 6), name=EVIL)
@@ -125,7 +125,7 @@ def test_runs_share_one_scale_and_start_at_their_own_beginning() -> None:
 
 
 def test_later_chunks_have_their_level() -> None:
-    pipeline = Pipeline((Stage(1.0, 1.0, has_w=False),) * 4, chain(4))
+    pipeline = Pipeline((StageWork(1.0, 1.0, has_w=False),) * 4, chain(4))
     (run,) = embedded(page([simulate(pipeline, interleaved(pipeline, 2, 2))], ""))["runs"]
     assert run["levels"] == {"0": 0, "2": 1, "1": 0, "3": 1}
 

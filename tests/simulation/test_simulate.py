@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from csc.errors import ScheduleError
 from csc.ir.schedule import Action, Schedule, parse
 from csc.ir.schedule_verifier import verify
-from csc.simulation.pipeline import Link, Network, Pipeline, Stage
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
@@ -21,7 +21,7 @@ from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
 def uniform(stages: int, f: float, b: float, w: float = 0.0) -> Pipeline:
     """Without w, b stands for a backward that is not split."""
-    return Pipeline((Stage(f, b, w, has_w=w > 0),) * stages, chain(stages))
+    return Pipeline((StageWork(f, b, w, has_w=w > 0),) * stages, chain(stages))
 
 
 TIMES = st.integers(1, 20).map(float)
@@ -62,21 +62,21 @@ ENCODER, LLM = 20.0, 20.0
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([Stage(10.0, has_b=False, has_w=False)] * 2 + [Stage(10.0, 20.0, has_w=False)] * 2, 530.0),
-        ([Stage(20.0, has_b=False, has_w=False)] + [Stage(20 / 3, 40 / 3, has_w=False)] * 3, 380.0),
-        ([Stage(10.0, has_b=False, has_w=False)] * 2 + [Stage(10.0, 10.0, has_w=False)] * 2, 360.0),
+        ([StageWork(10.0, has_b=False, has_w=False)] * 2 + [StageWork(10.0, 20.0, has_w=False)] * 2, 530.0),
+        ([StageWork(20.0, has_b=False, has_w=False)] + [StageWork(20 / 3, 40 / 3, has_w=False)] * 3, 380.0),
+        ([StageWork(10.0, has_b=False, has_w=False)] * 2 + [StageWork(10.0, 10.0, has_w=False)] * 2, 360.0),
         (
             [
-                Stage(15.0, has_b=False, has_w=False),
-                Stage(10.0, 5.0, has_w=False),
-                Stage(7.5, 7.5, has_w=False),
-                Stage(7.5, 7.5, has_w=False),
+                StageWork(15.0, has_b=False, has_w=False),
+                StageWork(10.0, 5.0, has_w=False),
+                StageWork(7.5, 7.5, has_w=False),
+                StageWork(7.5, 7.5, has_w=False),
             ],
             285.0,
         ),
     ],
 )
-def test_worked_cases_of_frozen_encoders(stages: list[Stage], expected: float) -> None:
+def test_worked_cases_of_frozen_encoders(stages: list[StageWork], expected: float) -> None:
     """Encoder and LLM of F = 20 each, 4 stages, 16 microbatches: the table of pipelines.md."""
     has_b = tuple(stage.has_b for stage in stages)
     pipeline = Pipeline(tuple(stages), chain(4, has_b=has_b))
@@ -87,7 +87,9 @@ def test_worked_cases_of_frozen_encoders(stages: list[Stage], expected: float) -
 def test_1f1b_is_never_below_its_bound(times: list[tuple[float, float]], m: int, frozen: int) -> None:
     """The bound of heterogeneous 1F1B in pipelines.md; stages before `frozen` have no backward and no limit."""
     p = len(times)
-    stages = tuple(Stage(f, 0.0 if s < frozen else b, has_b=s >= frozen, has_w=False) for s, (f, b) in enumerate(times))
+    stages = tuple(
+        StageWork(f, 0.0 if s < frozen else b, has_b=s >= frozen, has_w=False) for s, (f, b) in enumerate(times)
+    )
     pipeline = Pipeline(stages, chain(p, has_b=tuple(stage.has_b for stage in stages)))
     f, back = [s.forward for s in stages], [s.backward_input for s in stages]
     bound = 0.0
@@ -105,7 +107,7 @@ def test_latency_and_bandwidth_by_hand() -> None:
         """rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | F 0 2 | SEND F 0>1 2 | REDUCE
         \nrank 1: RECV F 0>1 0 | F 1 0 | RECV F 0>1 1 | F 1 1 | RECV F 0>1 2 | F 1 2 | REDUCE"""
     )
-    frozen = Stage(1.0, has_b=False, has_w=False)
+    frozen = StageWork(1.0, has_b=False, has_w=False)
     pipeline = Pipeline((frozen, frozen), {("F", 0, 1): 10.0}, Network(Link(3.0, 5.0)))
     timeline = simulate(pipeline, schedule, name="by hand")
     assert timeline.name == "by hand"
@@ -121,7 +123,7 @@ def test_scale_multiplies_times_and_bytes() -> None:
     schedule = parse(
         "rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1\nrank 1: RECV F 0>1 0 | F 1 0 | RECV F 0>1 1 | F 1 1"
     )
-    frozen = Stage(1.0, has_b=False, has_w=False)
+    frozen = StageWork(1.0, has_b=False, has_w=False)
     pipeline = Pipeline((frozen, frozen), {("F", 0, 1): 2.0}, Network(Link(0.0, 1.0)), scale=(3.0, 0.5))
     timeline = simulate(pipeline, schedule)
     assert [(t.start, t.end, t.size) for t in timeline.transfers] == [(3.0, 9.0, 6.0), (9.0, 10.0, 1.0)]
@@ -130,7 +132,7 @@ def test_scale_multiplies_times_and_bytes() -> None:
 
 def test_links_within_and_between_nodes() -> None:
     """Ranks 0 and 1 share a node, rank 2 is on the next: only 1>2 takes the slow link."""
-    frozen = Stage(1.0, has_b=False, has_w=False)
+    frozen = StageWork(1.0, has_b=False, has_w=False)
     network = Network(within=Link(0.5), between=Link(10.0), ranks_per_node=2)
     pipeline = Pipeline((frozen,) * 3, chain(3, has_b=(False,) * 3), network)
     timeline = simulate(pipeline, one_f_one_b(pipeline, 1))
@@ -143,7 +145,7 @@ def test_opposite_directions_do_not_queue_and_one_pair_does() -> None:
         """rank 0: F 0 0 | SEND F 0>2 0 | F 1 0 | SEND F 1>3 0 | RECV B 2>0 0 | B 0 0
         \nrank 1: RECV F 0>2 0 | F 2 0 | B 2 0 | SEND B 2>0 0 | RECV F 1>3 0 | F 3 0"""
     )
-    trained, frozen = Stage(1.0, 1.0, has_w=False), Stage(1.0, has_b=False, has_w=False)
+    trained, frozen = StageWork(1.0, 1.0, has_w=False), StageWork(1.0, has_b=False, has_w=False)
     pipeline = Pipeline(
         (trained, frozen, trained, frozen),
         {("F", 0, 2): 4.0, ("F", 1, 3): 4.0, ("B", 2, 0): 4.0},
@@ -155,7 +157,7 @@ def test_opposite_directions_do_not_queue_and_one_pair_does() -> None:
 
 def test_stages_of_one_rank_take_turns_and_send_nothing() -> None:
     schedule = parse("rank 0: F 0 0 | F 1 0 | B 1 0 | W 1 0 | B 0 0 | W 0 0 | REDUCE")
-    pipeline = Pipeline((Stage(1.0, 2.0, 3.0), Stage(4.0, 5.0, 6.0)), chain(2, 100.0), Network(Link(7.0, 1.0)))
+    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0), StageWork(4.0, 5.0, 6.0)), chain(2, 100.0), Network(Link(7.0, 1.0)))
     timeline = simulate(pipeline, schedule)
     assert timeline.transfers == ()
     assert timeline.makespan == 21.0 and timeline.bubble == (0.0,)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from csc.belonging import Belonging, belongings, token_ids
+from csc.driver.belonging import Belonging, belongings, token_ids
 from tests.models import mixed
 
 IMAGE = {"image": 99}

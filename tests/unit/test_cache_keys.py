@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from csc.cache import keys
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
 from csc.cache.learning import signature
-from csc.capture import Learned
+from csc.capture.capture import Learned
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 
@@ -291,7 +291,7 @@ def test_another_process_has_the_same_keys() -> None:
 import csc
 from csc.cache.keys import model_key
 from tests.models.hf import llava
-with csc.weightless():
+with csc.meta_init():
     model = llava()
 model.config._name_or_path = model.name_or_path = "/a/path"
 print(model_key(model, {}))

@@ -8,7 +8,7 @@ import pytest
 import sympy
 import torch
 
-from csc.capture.recording import Recording, writes
+from csc.capture.values.call_log import Recording, writes
 from csc.ir.calls import UNKNOWN, alike, from_tree, to_tree
 
 LENGTH = sympy.Symbol("s0", integer=True, positive=True)

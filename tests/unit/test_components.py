@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from csc.capture.modules import describe
+from csc.capture.module_tree import describe
 
 
 class Tower(nn.Module):

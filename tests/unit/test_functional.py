@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from csc.capture import capture
-from csc.capture.functional import functional
+from csc.capture.capture import capture
+from csc.capture.lower.decompose import functional
 from csc.ir import graph as g
 from csc.torch_private import OpOverload, is_taken_apart
 

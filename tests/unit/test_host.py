@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from csc.capture.host import Around, HostCall, around, call_of, named
+from csc.capture.values.hoist import Around, HostCall, around, call_of, named
 
 
 def now(model: nn.Module) -> Around:

@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.capture.rows import Rows
+from csc.capture.values.row_index import RowIndices
 
 Step = tuple[str, tuple[Any, ...]]
 
 
-def rows_of(*parameters: torch.Tensor) -> Rows:
+def rows_of(*parameters: torch.Tensor) -> RowIndices:
     """Of a replay whose tensors have values, so that what it makes can be looked at."""
-    return Rows(parameters, None, lambda func, name, args, kwargs: func(*args, **kwargs))
+    return RowIndices(parameters, None, lambda func, name, args, kwargs: func(*args, **kwargs))
 
 
-def called(rows: Rows, name: str, *args: Any, **kwargs: Any) -> Any:
+def called(rows: RowIndices, name: str, *args: Any, **kwargs: Any) -> Any:
     """What a call gives a model that is watched."""
     func = getattr(torch, name, None) if name in ("cat", "stack") else getattr(torch.Tensor, name)
     found = rows.call(func, name, args, kwargs)

@@ -14,9 +14,9 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from csc.analysis.combining import combination
-from csc.analysis.sample_losses import LABELS
-from csc.capture import capture
+from csc.analysis.samples.combining import combination
+from csc.analysis.samples.loss_rules import LABELS
+from csc.capture.capture import capture
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Combination, Program

@@ -8,11 +8,11 @@ import pytest
 import sympy
 import torch
 
-from csc.ir.sizes import Sizes, Unknown, from_tree, to_tree
+from csc.ir.sizes import SizeGuards, Unknown, from_tree, to_tree
 from csc.torch_private import SIZE_FUNCTIONS
 
 ROWS, IMAGES = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
-SIZES = Sizes(
+SIZES = SizeGuards(
     {"ids": ("torch.int64", (2, ROWS)), "patches": ("torch.float32", (4 * IMAGES, 3))},
     {"s0": (2, 100), "s1": (2, None)},
     (sympy.Le(IMAGES, ROWS), sympy.Eq(SIZE_FUNCTIONS["Mod"](ROWS, sympy.Integer(2)), 0)),
@@ -24,7 +24,7 @@ def batch(length: int, patches: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, from_tree(json.loads(json.dumps(to_tree(SIZES))))])
-def test_every_size_is_asked_for(sizes: Sizes) -> None:
+def test_every_size_is_asked_for(sizes: SizeGuards) -> None:
     for length in range(1, 8):
         for patches in range(1, 20):
             expected = length >= 2 and length % 2 == 0 and patches % 4 == 0 and 2 <= patches // 4 <= length
@@ -36,7 +36,7 @@ def test_every_size_is_asked_for(sizes: Sizes) -> None:
 
 
 def test_one_symbol_is_one_number() -> None:
-    twice = Sizes({"a": ("torch.float32", (ROWS,)), "b": ("torch.float32", (ROWS, 2 * ROWS))}, {}, ())
+    twice = SizeGuards({"a": ("torch.float32", (ROWS,)), "b": ("torch.float32", (ROWS, 2 * ROWS))}, {}, ())
     assert twice.allow({"a": torch.zeros(3), "b": torch.zeros(3, 6)})
     assert not twice.allow({"a": torch.zeros(3), "b": torch.zeros(4, 6)})
     assert not twice.allow({"a": torch.zeros(3), "b": torch.zeros(3, 8)})
@@ -44,6 +44,6 @@ def test_one_symbol_is_one_number() -> None:
 
 def test_other_functions_have_no_text() -> None:
     with pytest.raises(Unknown, match="a size made by strange"):
-        to_tree(Sizes({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
+        to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
     with pytest.raises(KeyError):
         from_tree({"entries": {}, "ranges": {}, "relations": [["Lambda", "s0"]]})

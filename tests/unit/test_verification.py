@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from csc.check.rounding import LOSS
-from csc.verification import compared
+from csc.reports.verification import compared
 
 LAYER = "model.layers.3."
 WEIGHT, QUERY, KEY = LAYER + "mlp.weight", LAYER + "attention.query.weight", LAYER + "attention.key.bias"

@@ -17,8 +17,8 @@ import numpy as np
 from csc.errors import InputError
 from csc.planning.dispatch import collectives
 from csc.planning.dispatch.bisect import Bisector, by_reach
-from csc.planning.dispatch.bound import lower_bound
 from csc.planning.dispatch.evaluate import Measured, Prepared, measure, prepare, seconds
+from csc.planning.dispatch.load_bound import lower_bound
 from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
 from csc.planning.dispatch.swaps import improve
 from csc.planning.dispatch.workload import Workload

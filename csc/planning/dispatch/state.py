@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
     added: np.ndarray
 
 
-class Kept(NamedTuple):
+class Undo(NamedTuple):
     """What `restore` needs besides the swaps taken back."""
 
     received: np.ndarray
@@ -74,10 +74,10 @@ class MaskState:
         self.received, self.sent = volumes(self.counts > 0, owners, self.shares)
         self.readers = np.count_nonzero(self.counts, axis=0) - (1 if self.fixed is None else 0)
 
-    def keep(self) -> Kept:
-        return Kept(self.received, self.sent, self.readers)
+    def keep(self) -> Undo:
+        return Undo(self.received, self.sent, self.readers)
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: Undo) -> None:
         self.received, self.sent, self.readers = kept
 
     def times(self) -> np.ndarray:

@@ -20,15 +20,15 @@ from itertools import product
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
-from csc.planning.schedules.bound import lower_bound
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
 from csc.planning.schedules.greedy import Rule
+from csc.planning.schedules.makespan_bound import lower_bound
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.replay import makespan
 from csc.planning.schedules.search import improve
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import makespan
+from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import Pipeline
 
 # Budget by default: simulated actions for each action of the step. About 0.4 microseconds each.
@@ -57,7 +57,7 @@ def auto(
     0, 1, ..., so that gradients have the bits that the named schedules give.
     InputError if the memory cannot hold one microbatch at a time: the least that would do, and what takes it.
     """
-    work = Work.of(pipeline, placement, microbatches)
+    work = WorkTables.of(pipeline, placement, microbatches)
     allowed = room(work, memory)
     enough = lower_bound(work, allowed) * (1 + 1e-6)
     size = len(work.lanes) * microbatches
@@ -77,7 +77,7 @@ def auto(
         rules.append((seconds, len(rules), rule))
     best_rules = [rule for *_, rule in sorted(rules)[:8]]
     for sequence in () if in_turn else _sequences(pipeline, microbatches):
-        other = Work.of(pipeline, placement, microbatches, sequence)
+        other = WorkTables.of(pipeline, placement, microbatches, sequence)
         for rule in best_rules:
             if left <= 0 or min(found).seconds <= enough:
                 break
@@ -96,7 +96,7 @@ class Found:
     """Orders and how long they take. The first of equals wins."""
 
     seconds: float
-    work: Work = field(compare=False)
+    work: WorkTables = field(compare=False)
     orders: list[list[int]] = field(compare=False)
 
 
@@ -105,7 +105,7 @@ def _least(found: Sequence[Found]) -> float:
     return min(found).seconds if found else math.inf
 
 
-def _named(work: Work, allowed: Sequence[float] | None) -> Iterator[list[list[int]]]:
+def _named(work: WorkTables, allowed: Sequence[float] | None) -> Iterator[list[list[int]]]:
     """The orders of the named schedules that take these stages on these ranks and fit."""
     for name in ORDERS:
         try:
@@ -116,7 +116,7 @@ def _named(work: Work, allowed: Sequence[float] | None) -> Iterator[list[list[in
             yield orders
 
 
-def _rules(work: Work, allowed: Sequence[float] | None) -> Iterator[Rule]:
+def _rules(work: WorkTables, allowed: Sequence[float] | None) -> Iterator[Rule]:
     """Rules whose priorities are target times in a steady state: one microbatch per cycle of the busiest rank.
 
     F of a stage is due when the first could be there, in cycles; B a lead later, W a lag after that. The lead is a
@@ -150,7 +150,7 @@ def _rules(work: Work, allowed: Sequence[float] | None) -> Iterator[Rule]:
         yield Rule(priority, memory=allowed, patience=patience, fused=lag == "fused")
 
 
-def _alone(work: Work) -> list[float]:
+def _alone(work: WorkTables) -> list[float]:
     """[lane]: when its first action could start if every stage had a rank of its own."""
     start = [0.0] * len(work.needs)
     for lane in work.upstream_first:

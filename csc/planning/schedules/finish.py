@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from csc.errors import InputError
 from csc.ir.schedule import Schedule, with_messages
 from csc.planning.schedules.memory import room, size, state
-from csc.planning.schedules.replay import peaks
-from csc.planning.schedules.work import Work, actions
+from csc.planning.schedules.timing import peaks
+from csc.planning.schedules.work import WorkTables, actions
 
 
-def check(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> None:
+def check(name: str, work: WorkTables, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> None:
     """InputError if a rank's state and activations do not fit into its memory."""
     allowed = room(work, memory)
     if allowed is None:
@@ -31,7 +31,9 @@ def check(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequen
             )
 
 
-def finish(name: str, work: Work, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> Schedule:
+def finish(
+    name: str, work: WorkTables, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None
+) -> Schedule:
     """The schedule of these orders. InputError if a rank's state and activations do not fit into its memory."""
     check(name, work, orders, memory)
     return with_messages(name, actions(work, orders), work.pipeline.messages)

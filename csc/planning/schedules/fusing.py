@@ -16,18 +16,18 @@ import math
 from collections.abc import Iterator, Sequence
 
 from csc.planning.schedules.greedy import Rule, run
-from csc.planning.schedules.replay import makespan, start_times
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import makespan, start_times
+from csc.planning.schedules.work import WorkTables
 
 HOPELESS = 1.02  # dividing BW's makes up for less than this
 
 
-def joined(work: Work, order: Sequence[int]) -> list[int]:
+def joined(work: WorkTables, order: Sequence[int]) -> list[int]:
     """The order of a rank with every B fused whose W is the next action, unless BW would hold more than the two."""
     return [work.fused(entry // 3) if paired else entry for entry, _, paired in _steps(work, order)]
 
 
-def _steps(work: Work, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+def _steps(work: WorkTables, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
     """(entry, position, whether it is a B to be fused with the W behind it, which then has no step)."""
     head = [0] * work.size
     skip = False
@@ -44,7 +44,7 @@ def _steps(work: Work, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
         skip = paired
 
 
-def settled(work: Work, order: Sequence[int], room: float) -> list[int] | None:
+def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | None:
     """The order of a rank, of whose B's with their W right behind them only those are fused for which what all their
     regions keep does not fit into the room, by what is alive there. None if an action does not fit either way.
 
@@ -89,7 +89,9 @@ def settled(work: Work, order: Sequence[int], room: float) -> list[int] | None:
     return found
 
 
-def settled_all(work: Work, orders: Sequence[Sequence[int]], room: Sequence[float] | None) -> list[list[int]] | None:
+def settled_all(
+    work: WorkTables, orders: Sequence[Sequence[int]], room: Sequence[float] | None
+) -> list[list[int]] | None:
     """The orders of all ranks, settled; None if one of them does not fit. room: bytes by rank, None for no limit."""
     found = []
     for rank, order in enumerate(orders):
@@ -100,7 +102,7 @@ def settled_all(work: Work, orders: Sequence[Sequence[int]], room: Sequence[floa
     return found
 
 
-def hastened(work: Work, rule: Rule, best: float = math.inf) -> tuple[list[list[int]], float]:
+def hastened(work: WorkTables, rule: Rule, best: float = math.inf) -> tuple[list[list[int]], float]:
     """The orders of a greedy rule, with those BW's divided that need not be one, and their makespan.
 
     best: seconds that it has to beat. Where it is far from that, the makespan is inf and the orders are not whole.
@@ -112,7 +114,7 @@ def hastened(work: Work, rule: Rule, best: float = math.inf) -> tuple[list[list[
     return (orders, seconds) if found is None else (found, makespan(work, found))
 
 
-def spared(work: Work, orders: Sequence[Sequence[int]]) -> list[list[int]]:
+def spared(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[int]]:
     """The orders with those B's fused, too, whose gradient comes early enough when W is done: less is held, and the
     makespan is the same.
     """
@@ -127,7 +129,7 @@ def spared(work: Work, orders: Sequence[Sequence[int]]) -> list[list[int]]:
     return best
 
 
-def _spared(work: Work, order: Sequence[int], starts: Sequence[Sequence[float]]) -> list[int]:
+def _spared(work: WorkTables, order: Sequence[int], starts: Sequence[Sequence[float]]) -> list[int]:
     """The order of a rank with those B's fused that feed nobody before their W is done."""
     found: list[int] = []
     for entry, k, paired in _steps(work, order):

@@ -32,7 +32,7 @@ from heapq import heappop, heappush
 from csc.errors import InputError
 from csc.ir.schedule import Action
 from csc.planning.schedules.memory import Reserve, reserves
-from csc.planning.schedules.work import Work, actions
+from csc.planning.schedules.work import WorkTables, actions
 from csc.simulation.pipeline import Pipeline
 
 
@@ -57,11 +57,11 @@ class Rule:
 
 def order(pipeline: Pipeline, placement: Sequence[int], microbatches: int, rule: Rule) -> list[list[Action]]:
     """For each rank its F, B, W and BW, in the order in which the rule runs them."""
-    work = Work.of(pipeline, placement, microbatches)
+    work = WorkTables.of(pipeline, placement, microbatches)
     return actions(work, run(work, rule)[0])
 
 
-def run(work: Work, rule: Rule, give_up: float = math.inf) -> tuple[list[list[int]], float]:
+def run(work: WorkTables, rule: Rule, give_up: float = math.inf) -> tuple[list[list[int]], float]:
     """The orders of the ranks and their makespan. Every limit must allow one microbatch at a time.
 
     give_up: seconds. Where a rank cannot finish by then, even without a further pause, the run ends: the makespan is

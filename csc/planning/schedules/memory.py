@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csc.errors import InputError
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.work import WorkTables
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Reserve:
     most: float
 
 
-def reserve(work: Work, rank: int) -> Reserve:
+def reserve(work: WorkTables, rank: int) -> Reserve:
     """The bytes of one rank by position."""
     own = [s for s, home in enumerate(work.placement) if home == rank]
     stages = work.pipeline.stages
@@ -41,7 +41,7 @@ def reserve(work: Work, rank: int) -> Reserve:
     return Reserve(turning, saved, [extra[factor] for factor in work.factors], most)
 
 
-def _extra(work: Work, own: Sequence[int], position: int) -> float:
+def _extra(work: WorkTables, own: Sequence[int], position: int) -> float:
     """Bytes that B or W of one microbatch takes for a moment, on that of these stages where it is most."""
     most = 0.0
     for s in own:
@@ -52,7 +52,7 @@ def _extra(work: Work, own: Sequence[int], position: int) -> float:
     return most
 
 
-def reserves(work: Work) -> list[Reserve | None]:
+def reserves(work: WorkTables) -> list[Reserve | None]:
     """For each rank, what it must hold back; None where bytes never grow after a microbatch's first F on the rank."""
     found: list[Reserve | None] = []
     for rank in range(work.ranks):
@@ -62,7 +62,7 @@ def reserves(work: Work) -> list[Reserve | None]:
     return found
 
 
-def state(work: Work) -> list[float]:
+def state(work: WorkTables) -> list[float]:
     """For each rank the bytes that are always there."""
     bytes_ = [0.0] * work.ranks
     for stage, rank in zip(work.pipeline.stages, work.placement):
@@ -70,12 +70,12 @@ def state(work: Work) -> list[float]:
     return bytes_
 
 
-def least(work: Work) -> list[float]:
+def least(work: WorkTables) -> list[float]:
     """For each rank the least memory limit, state and activations, with which it can run its microbatches in turn."""
     return [fixed + reserve(work, rank).most for rank, fixed in enumerate(state(work))]
 
 
-def room(work: Work, memory: Sequence[float] | float | None) -> list[float] | None:
+def room(work: WorkTables, memory: Sequence[float] | float | None) -> list[float] | None:
     """For each rank the bytes that are left for activations. InputError if one microbatch at a time does not fit."""
     if memory is None:
         return None

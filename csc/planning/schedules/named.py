@@ -20,14 +20,14 @@ from dataclasses import replace
 from csc.errors import InputError
 from csc.planning.schedules.fusing import joined
 from csc.planning.schedules.memory import reserve
-from csc.planning.schedules.replay import start_times
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import start_times
+from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import Network, Pipeline
 
 Orders = list[list[int]]
 
 
-def gpipe(work: Work, room: Sequence[float] | None = None) -> Orders:
+def gpipe(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """All forwards, then all backwards (Huang et al. 2019): every microbatch's activations are alive at the turn."""
     there = set(work.lanes)
     count = work.microbatches
@@ -39,7 +39,7 @@ def gpipe(work: Work, room: Sequence[float] | None = None) -> Orders:
     return [joined(work, order) for order in orders]
 
 
-def one_f_one_b(work: Work, room: Sequence[float] | None = None) -> Orders:
+def one_f_one_b(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """A warm-up of `depth` forwards, then one backward and one forward in turn (PipeDream-flush, Narayanan et al.
     2021).
 
@@ -49,7 +49,7 @@ def one_f_one_b(work: Work, room: Sequence[float] | None = None) -> Orders:
     return [joined(work, order) for order in _in_turn(work, depths(work), [0] * len(work.pipeline.stages))]
 
 
-def eager(work: Work, room: Sequence[float] | None = None) -> Orders:
+def eager(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """1F1B with a warm-up of up to twice the depth, as much as the room allows; below the depth if it must be."""
     depth = depths(work)
     ahead = [1] * len(depth)
@@ -72,19 +72,19 @@ def eager(work: Work, room: Sequence[float] | None = None) -> Orders:
     return [joined(work, order) for order in _in_turn(work, ahead, [0] * len(depth))]
 
 
-def zb_h1(work: Work, room: Sequence[float] | None = None) -> Orders:
+def zb_h1(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """1F1B whose W's lag behind, so that every rank holds as many microbatches as the first (Qi et al. 2023)."""
     depth = depths(work)
     return _in_turn(work, depth, [max(depth) - d for d in depth])
 
 
-def zb_h2(work: Work, room: Sequence[float] | None = None) -> Orders:
+def zb_h2(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """As zb_h1 with a warm-up of 2 depth - 1, which fills the wait for the first gradient (Qi et al. 2023)."""
     depth = depths(work)
     return _in_turn(work, [2 * d - 1 for d in depth], [2 * (max(depth) - d) for d in depth])
 
 
-def interleaved(work: Work, room: Sequence[float] | None = None) -> Orders:
+def interleaved(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """1F1B over v stages a rank: groups of p microbatches go through a rank's first stage, then its second, and so on
     (Narayanan et al. 2021). As zb_v, the published order without what a DAG or frozen stages leave out.
     """
@@ -93,7 +93,7 @@ def interleaved(work: Work, room: Sequence[float] | None = None) -> Orders:
     return [joined(work, order) for order in _in_groups(work, lead=2, lag=0)]
 
 
-def interleaved_zb(work: Work, room: Sequence[float] | None = None) -> Orders:
+def interleaved_zb(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """Interleaved 1F1B with B and W apart, half the lead of a rank over the next, and W's that lag behind, so that
     every rank holds as much as the first (Qi et al. 2023). With one stage on each rank of a chain it is zb_h1.
     """
@@ -102,7 +102,7 @@ def interleaved_zb(work: Work, room: Sequence[float] | None = None) -> Orders:
     return _in_groups(work, lead=1, lag=1)
 
 
-def _in_groups(work: Work, lead: int, lag: int) -> Orders:
+def _in_groups(work: WorkTables, lead: int, lag: int) -> Orders:
     """lead: forwards that a rank is ahead of the next; lag: W's that it is behind the one before."""
     p = work.ranks
     count = -(-work.microbatches // p) * p
@@ -126,7 +126,7 @@ def _in_groups_rank(rank: int, p: int, chunks: int, count: int, lead: int, lag: 
     return order + [lane + 1 for lane in backwards[max(0, len(backwards) - lag) :]]
 
 
-def zb_v(work: Work, room: Sequence[float] | None = None) -> Orders:
+def zb_v(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """Two stages a rank in the shape of a V, no bubble for F = B = W with 1F1B's memory (Qi et al. 2024).
 
     The published order belongs to a chain in which every stage has B and W. A DAG has fewer dependencies than the chain
@@ -152,7 +152,7 @@ def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
     return order
 
 
-def _expect(name: str, work: Work, wanted: Sequence[int] | None) -> None:
+def _expect(name: str, work: WorkTables, wanted: Sequence[int] | None) -> None:
     if list(work.placement) != wanted:
         raise InputError(
             f"{name} does not run {len(work.placement)} stages on the ranks {list(work.placement)}",
@@ -161,7 +161,7 @@ def _expect(name: str, work: Work, wanted: Sequence[int] | None) -> None:
         )
 
 
-def _fitting(work: Work, order: Sequence[int]) -> list[int]:
+def _fitting(work: WorkTables, order: Sequence[int]) -> list[int]:
     """The order without lanes and microbatches that the work does not have."""
     there, count = set(work.lanes), [0] * (3 * len(work.pipeline.stages))
     kept = []
@@ -172,7 +172,7 @@ def _fitting(work: Work, order: Sequence[int]) -> list[int]:
     return kept
 
 
-ORDERS: dict[str, Callable[[Work, Sequence[float] | None], Orders]] = {
+ORDERS: dict[str, Callable[[WorkTables, Sequence[float] | None], Orders]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager-1f1b": eager,
@@ -184,7 +184,7 @@ ORDERS: dict[str, Callable[[Work, Sequence[float] | None], Orders]] = {
 }
 
 
-def depths(work: Work) -> list[int]:
+def depths(work: WorkTables) -> list[int]:
     """For each stage the number of stages on the longest path from it to the end, along all messages."""
     after: list[set[int]] = [set() for _ in work.pipeline.stages]
     for _, source, destination in work.pipeline.messages:
@@ -195,7 +195,7 @@ def depths(work: Work) -> list[int]:
     return depth
 
 
-def _in_turn(work: Work, ahead: Sequence[int], delay: Sequence[int]) -> Orders:
+def _in_turn(work: WorkTables, ahead: Sequence[int], delay: Sequence[int]) -> Orders:
     """Per stage: `ahead` forwards, then a backward and a forward in turn; W k after B k + delay, the rest at the end.
 
     Free of deadlock on any DAG if `ahead` never grows along it: put F k of stage s at time k + e s and B k at
@@ -229,14 +229,14 @@ def _in_turn(work: Work, ahead: Sequence[int], delay: Sequence[int]) -> Orders:
     ]
 
 
-def _stages_of(work: Work) -> list[list[int]]:
+def _stages_of(work: WorkTables) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(work.ranks)]
     for s, rank in enumerate(work.placement):
         found[rank].append(s)
     return found
 
 
-def _even(work: Work) -> Work:
+def _even(work: WorkTables) -> WorkTables:
     """The same stages in a world where each takes 3 for a microbatch, 1 for B, 1 for W and F the rest, and messages
     take nothing. So a stage without B runs at the pace of the others, not far ahead of those that share its rank.
     """
@@ -250,4 +250,4 @@ def _even(work: Work) -> Work:
         for stage in work.pipeline.stages
     )
     pipeline = Pipeline(stages, dict.fromkeys(work.pipeline.messages, 0.0), Network())
-    return Work(pipeline, work.placement, work.microbatches, work.sequence)
+    return WorkTables(pipeline, work.placement, work.microbatches, work.sequence)

@@ -14,8 +14,8 @@ import random
 from collections.abc import Sequence
 
 from csc.planning.schedules.fusing import settled
-from csc.planning.schedules.replay import start_times
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import start_times
+from csc.planning.schedules.work import WorkTables
 
 # How far an action moves, in places of its rank's order; near ones more often.
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9)
@@ -24,7 +24,7 @@ PATIENCE, LEAST = 10, 1000
 
 
 def improve(
-    work: Work,
+    work: WorkTables,
     orders: Sequence[Sequence[int]],
     room: Sequence[float] | None,
     trials: int,
@@ -84,7 +84,7 @@ class _Path:
     late[lane][position]: seconds from the end of what the lane does until its results are there; W of a fused action.
     """
 
-    def __init__(self, work: Work, orders: Sequence[Sequence[int]]) -> None:
+    def __init__(self, work: WorkTables, orders: Sequence[Sequence[int]]) -> None:
         self.work = work
         self.rows: list[list[tuple[int, int]]] = [[] for _ in orders]
         self.place: list[list[int]] = [[0] * work.microbatches for _ in work.needs]

@@ -17,8 +17,8 @@ from csc.planning.schedules.auto import auto
 from csc.planning.schedules.finish import check, finish
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS
-from csc.planning.schedules.replay import makespan
-from csc.planning.schedules.work import Work
+from csc.planning.schedules.timing import makespan
+from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import Pipeline
 
 CHUNKS = {"interleaved-1f1b": 2, "interleaved-zb": 2, "zb-v": 2}
@@ -43,7 +43,7 @@ def _named(
     microbatches: int,
     memory: Sequence[float] | float | None = None,
 ) -> Schedule:
-    work = Work.of(pipeline, placement, microbatches)
+    work = WorkTables.of(pipeline, placement, microbatches)
     return finish(name, work, ORDERS[name](work, room(work, memory)), memory)
 
 
@@ -58,7 +58,7 @@ def timed(
     memory: Sequence[float] | float | None = None,
 ) -> float:
     """Seconds of the schedule of this name, any but auto, that SCHEDULES would make: for searches over the stages."""
-    work = Work.of(pipeline, placement, microbatches)
+    work = WorkTables.of(pipeline, placement, microbatches)
     orders = ORDERS[name](work, room(work, memory))
     check(name, work, orders, memory)
     return makespan(work, orders)

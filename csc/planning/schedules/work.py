@@ -29,7 +29,7 @@ Feed = tuple[int, int, float, list[float]]
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTables:
     """Lane 3 s + i is kind i of F, B, W on stage s. Lanes without work are in no table. Tables by entry have a row for
     each lane and then one for each stage, for its fused actions.
 
@@ -45,7 +45,7 @@ class Work:
     @classmethod
     def of(
         cls, pipeline: Pipeline, placement: Sequence[int], microbatches: int, sequence: Sequence[int] | None = None
-    ) -> Work:
+    ) -> WorkTables:
         _check(pipeline, placement, microbatches)
         return cls(
             pipeline, tuple(placement), microbatches, tuple(range(microbatches) if sequence is None else sequence)
@@ -165,7 +165,7 @@ class Work:
         return count
 
 
-def actions(work: Work, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
+def actions(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
     """The F, B, W and BW of each rank, in order."""
     result = []
     for order in orders:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from csc.planning.dispatch import LayerMask, Rates, Workload, bits, evaluate
 from csc.planning.dispatch.bisect import Bisector, by_reach
-from csc.planning.dispatch.bound import load_bound
 from csc.planning.dispatch.evaluate import measure, prepare, seconds
+from csc.planning.dispatch.load_bound import load_bound
 from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
 from csc.planning.dispatch.state import MaskState
 from csc.planning.dispatch.swaps import improve

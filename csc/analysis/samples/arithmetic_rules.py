@@ -1,0 +1,239 @@
+"""Rules of arithmetic, for following samples: what keeps the powers of counts, and what changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis.links import links, shape_of
+from csc.analysis.samples.operands import number_of, of, powers_of
+from csc.analysis.samples.propagation import (
+    EVERY_OTHER,
+    FILLED,
+    NONE,
+    NOT_LINEAR,
+    UNKNOWN,
+    Following,
+    Lost,
+    NewTensor,
+    PartsOfSum,
+    Powers,
+    RowNumbers,
+    SampleRows,
+    State,
+    Whole,
+    times,
+)
+from csc.analysis.sized import given
+from csc.ir import graph as g
+
+Rule = Callable[[Following, fx.Node], State]
+
+
+def product_rule(sign: int) -> Rule:
+    """Entry by entry: `mul` with sign 1, `div` with -1."""
+
+    def rule(following: Following, node: fx.Node) -> State:
+        bound = given(node)
+        one, other = bound["self"], bound["other"]
+        if bound.get("rounding_mode") is not None:
+            return following.by_links(node)
+        left, right = of(following, one), of(following, other)
+        if sign < 0 or (isinstance(left, SampleRows | PartsOfSum) and isinstance(right, PartsOfSum)):
+            right = _as_count(following, other, right)
+        if sign > 0 and isinstance(left, PartsOfSum) and isinstance(right, SampleRows | PartsOfSum):
+            left = _as_count(following, one, left)
+        if isinstance(right, PartsOfSum) and (sign < 0 or isinstance(left, SampleRows | PartsOfSum)):
+            raise Lost(NOT_LINEAR)
+        if isinstance(left, PartsOfSum) and isinstance(right, SampleRows):
+            raise Lost(NOT_LINEAR)
+        if isinstance(left, NewTensor) or isinstance(right, NewTensor):
+            _check_made(one if isinstance(left, NewTensor) else other, right if isinstance(left, NewTensor) else left)
+        for state, value, factor in ((left, one, other), (right, other, one)):
+            if isinstance(state, PartsOfSum) or (isinstance(state, SampleRows) and len(shape_of(value)) <= 2):
+                _check_literal(following, factor)
+        if isinstance(left, RowNumbers) or isinstance(right, RowNumbers):
+            return _scaled_numbers(following, node, one, other, sign)
+        return _pointwise(following, node, {one: left, other: right}, times(powers_of(left), powers_of(right), sign))
+
+    return rule
+
+
+def _as_count(following: Following, value: Any, state: State) -> State:
+    """A sum made of the batch alone as the number that it is."""
+    count = following.counting(value) if isinstance(value, fx.Node) else None
+    return Whole(frozenset({(count, 1)})) if count is not None and state == PartsOfSum() else state
+
+
+def _check_made(value: fx.Node, other: State) -> None:
+    """What was made for a microbatch is for its rows; a single number may be anything."""
+    if isinstance(other, PartsOfSum) or (isinstance(other, SampleRows) and prod(shape_of(value)) == 1):
+        raise Lost("scales by a number that was made for the microbatch")
+
+
+def _check_literal(following: Following, value: Any) -> None:
+    """In a trace for one number of samples, a literal that is a multiple of it may be that number, and so may be what
+    is computed from literals alone.
+    """
+    if not following.specialised:
+        return
+    if isinstance(value, fx.Node):
+        if _of_literals(value) and following.states[value] == Whole() and prod(shape_of(value)) == 1:
+            raise Lost("scales the loss by a number that may be that of the samples: the trace has it as a number")
+        return
+    if isinstance(value, complex) or not float(value).is_integer():
+        return
+    counts = {state.count for state in following.entries.values() if isinstance(state, SampleRows)}
+    if any(value and value % count == 0 for count in counts):
+        raise Lost(
+            f"scales the loss by {value}, which may be the number of samples: the trace has it as a plain number"
+        )
+
+
+def _of_literals(node: fx.Node) -> bool:
+    """Whether a value is computed from plain numbers alone."""
+    if node.op != "call_function":
+        return False
+    return g.op_name(node) in FILLED or all(map(_of_literals, node.all_input_nodes))
+
+
+def _scaled_numbers(following: Following, node: fx.Node, one: Any, other: Any, sign: int) -> State:
+    """Row numbers times a whole number."""
+    numbers, factor = (one, other) if isinstance(of(following, one), RowNumbers) else (other, one)
+    state = of(following, numbers)
+    factor = number_of(factor)
+    if sign < 0 or not isinstance(factor, int) or isinstance(factor, bool) or not isinstance(state, RowNumbers):
+        raise Lost("computes with the numbers of samples")
+    return replace(state, step=state.step * factor)
+
+
+def _pointwise(following: Following, node: fx.Node, states: dict[Any, State], powers: Powers) -> State:
+    """The result of a product, its operands taken for these states."""
+    found = [states.get(one, following.states[one]) for one in following.operands(node)]
+    if any(isinstance(one, PartsOfSum) for one in found):
+        return PartsOfSum(powers)
+    if any(isinstance(one, SampleRows) for one in found):
+        kept = {one: following.states[one] for one in states if isinstance(one, fx.Node)}
+        following.states.update({one: states[one] for one in kept})
+        try:
+            return following._joined(node, powers)
+        finally:
+            following.states.update(kept)
+    return NewTensor() if any(isinstance(one, NewTensor) for one in found) else Whole(powers)
+
+
+def sum_rule(following: Following, node: fx.Node) -> State:
+    """`add` and `sub`: terms of one kind."""
+    bound = given(node)
+    terms = [bound["self"], bound["other"]]
+    states = [of(following, value) for value in terms]
+    if of(following, bound.get("alpha", 1)) != Whole():
+        raise Lost(UNKNOWN)
+    numbers = [state for state in states if isinstance(state, RowNumbers)]
+    if numbers:
+        return _offset_numbers(following, node, states)
+    for value, state, other, rest in zip(terms, states, reversed(terms), reversed(states)):
+        if isinstance(state, PartsOfSum) and isinstance(rest, Whole) and not isinstance(other, fx.Node):
+            count = following.counting(value) if isinstance(value, fx.Node) else None
+            plain = g.op_name(node) != "aten::rsub" and rest.powers == NONE
+            if count is not None and plain and isinstance(other, (int, float)) and value is terms[0]:
+                sign = -1 if g.op_name(node) == "aten::sub" else 1
+                return Whole(frozenset({(replace(count, added=sign * float(other)), 1)}))
+    return added(following, node, states)
+
+
+def added(following: Following, node: fx.Node, states: list[State]) -> State:
+    """The sum of terms. One that is the same for every batch is a mean of itself, whatever it is a mean over."""
+    parts = {state.powers for state in states if isinstance(state, PartsOfSum)}
+    if not parts:
+        return following.by_links(node, linear=True)
+    if len(parts) > 1:
+        raise Lost("adds terms of the loss that are divided by different numbers")
+    (powers,) = parts
+    for state in states:
+        if isinstance(state, SampleRows | RowNumbers | NewTensor):
+            raise Lost(EVERY_OTHER)
+        if isinstance(state, Whole):
+            missing = dict(times(powers, state.powers, -1))
+            if len(missing) != 1 or next(iter(missing.values())) != -1:
+                raise Lost("adds a term that is the same for every microbatch to one that is a sum over them")
+    return PartsOfSum(powers)
+
+
+def _offset_numbers(following: Following, node: fx.Node, states: list[State]) -> State:
+    """Row numbers, and places within each sample."""
+    numbers, *others = [state for state in states if isinstance(state, RowNumbers)]
+    if others:
+        raise Lost("computes with the numbers of samples")
+    result = None
+    for one, link in links(node):
+        state = following.states[one]
+        if isinstance(state, SampleRows | RowNumbers):
+            moved = following.moved(node, one, link, state)
+            if result is not None and result.axis != moved.axis:
+                raise Lost(EVERY_OTHER)
+            result = moved
+    assert result is not None
+    return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step)
+
+
+def power_rule(following: Following, node: fx.Node) -> State:
+    bound = given(node)
+    base, exponent = bound["self"], bound.get("exponent", -1)
+    state = _as_count(following, base, of(following, base))
+    if isinstance(state, Whole) and isinstance(exponent, (int, float)) and float(exponent).is_integer():
+        return Whole(frozenset((count, power * int(exponent)) for count, power in state.powers if exponent))
+    return following.by_links(node)
+
+
+def clamp_rule(following: Following, node: fx.Node) -> State:
+    """A count that is not let become zero."""
+    bound = given(node)
+    value, least = bound["self"], bound.get("min")
+    state = _as_count(following, value, of(following, value))
+    if isinstance(state, Whole) and state.powers and isinstance(least, (int, float)) and bound.get("max") is None:
+        ((count, power), *more) = state.powers
+        if not more and power == 1 and count.kind == "value" and least > count.least:
+            return Whole(frozenset({(replace(count, least=float(least)), 1)}))
+    return following.by_links(node)
+
+
+def linear_rule(following: Following, node: fx.Node) -> State:
+    return following.by_links(node, linear=True)
+
+
+def cast_rule(following: Following, node: fx.Node) -> State:
+    exact = node.meta["val"].dtype.is_floating_point or not node.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
+    return following.by_links(node, linear=exact and node.meta["val"].dtype is not torch.bool)
+
+
+def choice_rule(following: Following, node: fx.Node) -> State:
+    """`where`, `masked_fill`: zero has any power."""
+    bound = given(node)
+    condition = bound.get("condition", bound.get("mask"))
+    values = [bound[which] for which in ("self", "other", "value") if which in bound]
+    states = [of(following, value) for value in values if not is_zero(value)]
+    if powers_of(of(following, condition)):
+        raise Lost(NOT_LINEAR)
+    powers = {powers_of(state) for state in states}
+    if powers <= {NONE}:
+        return following.by_links(node)
+    if len(powers) > 1 or any(isinstance(state, PartsOfSum) for state in states):
+        raise Lost(NOT_LINEAR)
+    return following.by_links(node, powers=powers.pop())
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a value is zero in all its entries, as its own call says."""
+    if isinstance(value, fx.Node):
+        made = g.op_name(value)
+        if made in ("aten::zeros_like", "aten::zeros", "aten::new_zeros"):
+            return True
+        filled = made in ("aten::scalar_tensor", "aten::full", "aten::full_like", "aten::lift_fresh_copy")
+        return filled and len(value.args) > 0 and is_zero(value.args[-1 if made != "aten::full" else 1])
+    return isinstance(value, (int, float)) and value == 0

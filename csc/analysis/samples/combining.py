@@ -1,0 +1,193 @@
+"""How the losses of microbatches make the loss of the whole batch, proven from the captured graph.
+
+    combination(program, graph) -> Combination        graph: as captured, sizes in symbols
+
+The samples are followed from the batch to the loss (csc.analysis.samples.propagation). The loss is found to be a sum
+over them, or one divided by a number that adds up over microbatches; or the operation is named that makes it anything
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis.samples.propagation import Count, Following, Mixed, NewTensor, PartsOfSum, SampleRows, State, Whole
+from csc.analysis.samples.rules import RULES
+from csc.analysis.sized import sized
+from csc.ir import graph as g
+from csc.ir.program import Combination, Input, Program
+from csc.ir.sizes import evaluated
+
+ONE_NUMBER = "it was traced for one number of samples, as code with len(x) or range(n) in it is; x.shape[0] can vary"
+MOST = 3  # entries that are tried for having no samples
+FACTORS = (5, 3, 2)  # more samples than a batch has: a dimension that counts them is then like no other
+
+
+def combination(program: Program, graph: fx.Graph) -> Combination:
+    """Never raises: what cannot be proven is the Combination's problem.
+
+    An entry whose rows turn out to be no samples (a number for each layer) is whole, if with that the loss is proven.
+    """
+    primary = _primary(program)
+    if primary is None:
+        return Combination(problem="the batch has no entry with samples", where="batch")
+    found = _followed(program, graph, primary, ())
+    if found.problem:
+        others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
+        for number in range(1, len(others) + 1):
+            for whole in combinations(others[:MOST], number):
+                again = _followed(program, graph, primary, whole)
+                if not again.problem and again.weight:
+                    return replace(again, whole=whole)
+    return found
+
+
+def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collection[str]) -> Combination:
+    for shapes, scaled in _sizes(program, whole):
+        try:
+            at_size = sized(graph, shapes)
+        except Exception:  # whatever an operation raises: these sizes are none that the graph is for
+            continue
+        entries = _entries(program, primary, shapes, whole)
+        apart = {primary.name} if program.fixed else {one.name for one in program.inputs}
+        following = Following(entries, RULES, not scaled or _fixed(program, whole), apart)
+        states = following.run(at_size)
+        (loss,) = g.outputs(at_size)
+        found = _verdict(loss, states[loss], primary.name)
+        return replace(found, problem=f"{found.problem} ({ONE_NUMBER})") if found.problem and not scaled else found
+    return Combination(
+        problem="the graph runs on no batch of the sizes it was traced for", where="model", rows=primary.name
+    )
+
+
+def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:
+    if state == Whole():
+        return Combination("mean", rows)
+    if isinstance(state, PartsOfSum) and not state.powers:
+        return Combination("sum", rows)
+    if isinstance(state, PartsOfSum) and len(state.powers) == 1:
+        ((count, power),) = state.powers
+        if power == -1:
+            return _divided(count, rows)
+    if isinstance(state, Mixed):
+        where = state.node.meta.get("source") or state.node.meta.get("module") or state.node.name
+        return Combination(rows=rows, problem=f"{g.op_name(state.node)} {state.why}", where=where)
+    problem = f"{g.op_name(loss)} gives no sum over samples, nor one divided by a number that csc knows"
+    return Combination(rows=rows, problem=problem, where=loss.meta.get("source") or "model output")
+
+
+def _divided(count: Count, rows: str) -> Combination:
+    if count.kind == "rows":
+        return Combination("mean", count.name)
+    return Combination("tokens", rows, count.name, count.added, count.least)
+
+
+def _primary(program: Program) -> Input | None:
+    """The entry whose first dimension is taken to count samples: token ids or labels, if there are any."""
+    given = [one for one in _given(program) if one.shape]
+    tokens = [one for one in given if len(one.shape) > 1 and not one.dtype.is_floating_point]
+    return next(iter([one for one in tokens if one.name in ("input_ids", "labels")] or tokens or given), None)
+
+
+def _given(program: Program, whole: Collection[str] = ()) -> list[Input]:
+    """What a batch has, and is cut; not what the model's own code makes of a microbatch."""
+    return [one for one in program.inputs if one.name not in program.made and one.name not in whole]
+
+
+def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
+    """Whether nothing says that an entry has as many rows as there are samples."""
+    symbol = _symbol(program, entry, 0)
+    return entry is not primary and not (symbol is not None and symbol == _symbol(program, primary, 0))
+
+
+def _fixed(program: Program, whole: Collection[str]) -> bool:
+    """Whether some entry's number of rows is a plain number of the trace."""
+    if program.sizes is None:
+        return True
+    return any(one.shape and isinstance(_expressions(program, one)[0], int) for one in _given(program, whole))
+
+
+def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
+    assert program.sizes is not None
+    return program.sizes.entries[entry.name][1] if entry.name in program.sizes.entries else entry.shape
+
+
+def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
+    """Shapes to look at the graph in: with more samples, as long as nobody says that it is for these alone."""
+    own = {one.name: one.shape for one in program.inputs}
+    if program.sizes is not None:
+        known = {
+            str(size): found
+            for one in program.inputs
+            for size, found in zip(_expressions(program, one), one.shape)
+            if not isinstance(size, int) and size.is_Symbol
+        }
+        first = {str(_expressions(program, one)[0]) for one in _given(program, whole) if one.shape}
+        made = {str(_expressions(program, one)[0]) for one in program.inputs if one.name in program.made and one.shape}
+        for factor in FACTORS:
+            for more in (first | made, first):
+                values = {name: size * factor if name in more else size for name, size in known.items()}
+                if values != known and program.sizes.holds(values):
+                    yield {one.name: _shape(program, one, values) for one in program.inputs}, True
+    yield own, False
+
+
+def _shape(program: Program, entry: Input, values: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(
+        size if isinstance(size, int) else int(evaluated(size, values)) for size in _expressions(program, entry)
+    )
+
+
+def _entries(
+    program: Program, primary: Input, shapes: Mapping[str, tuple[int, ...]], whole: Collection[str]
+) -> dict[str, State]:
+    """What each entry is to the samples."""
+    found: dict[str, State] = {}
+    symbols: dict[
+        Any, tuple[int, str]
+    ] = {}  # of what counts samples, or images: how many there are, and of which entry
+    count = shapes[primary.name][0]
+    for one in sorted(_given(program, whole), key=lambda entry: entry is not primary):
+        if not one.shape:
+            continue
+        size, symbol = shapes[one.name][0], _symbol(program, one, 0)
+        alike = one.name == primary.name or _is_alike(one, primary) or symbol == _symbol(program, primary, 0)
+        many, name = (count, primary.name) if alike else symbols.get(symbol, (size, one.name))
+        if size % many:
+            many, name = size, one.name
+        found[one.name] = SampleRows((0, size // many), many, name)
+        if symbol is not None:
+            symbols.setdefault(symbol, (many, name))
+    for one in program.inputs:
+        if one.name in program.made:
+            found[one.name] = NewTensor()
+            for dim in range(len(one.shape)):
+                symbol = _symbol(program, one, dim)
+                if symbol in symbols:
+                    many, name = symbols[symbol]
+                    found[one.name] = SampleRows((dim, shapes[one.name][dim] // many), many, name)
+                    break
+    return found
+
+
+def _symbol(program: Program, entry: Input, dim: int) -> Any:
+    """The symbol that a size is a multiple of; None for a plain number."""
+    if program.sizes is None:
+        return None
+    size = _expressions(program, entry)[dim]
+    if isinstance(size, int) or len(size.free_symbols) != 1:
+        return None
+    (symbol,) = size.free_symbols
+    return symbol if (size / symbol).is_Integer else None
+
+
+def _is_alike(entry: Input, primary: Input) -> bool:
+    """Whether an entry has a number for each token, as the primary one has."""
+    whole = not entry.dtype.is_floating_point and entry.dtype is not torch.complex64
+    return whole and len(entry.shape) > 1 and entry.shape[:2] == primary.shape[:2]

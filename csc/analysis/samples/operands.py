@@ -1,0 +1,21 @@
+"""What rules ask of an operand, for following samples: it may be a call, or a plain number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.samples.propagation import NONE, Following, PartsOfSum, Powers, SampleRows, State, Whole
+
+
+def of(following: Following, value: Any) -> State:
+    return following.states[value] if isinstance(value, fx.Node) else Whole()
+
+
+def number_of(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def powers_of(state: State) -> Powers:
+    return state.powers if isinstance(state, Whole | SampleRows | PartsOfSum) else NONE

@@ -1,0 +1,344 @@
+"""What the samples of a batch are to every value of a graph, followed from the batch to the loss.
+
+A batch is cut into microbatches along the sample dimension of its entries. For each value csc knows one of these:
+  Whole    does not change with the samples that are there: parameters, tables
+  Rows     of the batch it is, along an axis, those of its microbatches one behind the other
+  Parts    of the batch it is the sum of those of its microbatches
+  Numbers  numbers of rows: those of a microbatch count from 0 again
+  Made     made by the model's own code of one microbatch, before the step, for its rows
+  Mixed    none of these: something looked at several samples at once, or csc has no rule for it
+Each but the last three times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
+sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
+
+    follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from csc.analysis.links import RESHAPES, Axis, links, reshaped, shape_of
+from csc.ir import graph as g
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that adds up over microbatches.
+
+    kind: "rows", those of the batch entry `name`; "value", of the call `name`, made of the batch alone; "labels", those
+    that the loss `name` is a mean over. added, least: what is divided by is max(count + added, least).
+    """
+
+    kind: str
+    name: str
+    added: float = 0.0
+    least: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        return self.added == 0 and self.least == 0
+
+
+Powers = frozenset[tuple[Count, int]]
+NONE: Powers = frozenset()
+
+
+@dataclass(frozen=True)
+class Whole:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """count: of the samples; entry: the batch entry whose rows they are."""
+
+    axis: Axis
+    count: int
+    entry: str
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class PartsOfSum:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """step: by how much the numbers of one sample are larger than those of the sample before."""
+
+    axis: Axis
+    count: int
+    entry: str
+    step: int
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    powers: Powers = field(default=NONE, init=False)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """why: a phrase with the operation as its subject. unless: it is nothing mixed again once it has been "looked up"
+    by numbers made for the microbatch (rows of samples among others); has put rows in "order", those that a mask
+    selects first; or these were "scattered" to places that are as many.
+    """
+
+    node: fx.Node
+    why: str
+    unless: str = ""
+
+
+State = Whole | SampleRows | PartsOfSum | RowNumbers | NewTensor | Mixed
+
+
+class Lost(Exception):
+    """Ends the rules of a call that mixes samples. The argument says what it does, as a phrase."""
+
+
+UNKNOWN = "is an operation of which csc does not know that it keeps samples apart"
+ALONG_SAMPLES = "works along the samples"
+EVERY_OTHER = "combines every sample with every other"
+BY_NUMBER = "takes as much of a value as there are samples"
+NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
+FIXED = "meets samples with a value that is the same for every batch, entry by entry"
+
+
+def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
+    """The powers of a product; of a quotient with sign = -1."""
+    total = dict(one)
+    for count, power in other:
+        total[count] = total.get(count, 0) + sign * power
+    return frozenset((count, power) for count, power in total.items() if power)
+
+
+class Following:
+    """The states of a graph's values, as far as they are known; what the rules of csc.analysis.samples.rules ask."""
+
+    def __init__(
+        self, entries: Mapping[str, State], special: Mapping[str, Any], specialised: bool, apart: Collection[str]
+    ) -> None:
+        """special: rules by the name of the operation, (following, node) -> State, before those of the table of links.
+
+        specialised: the trace may hold numbers of samples as plain numbers. apart: entries whose rows are never split
+        by values of the batch that the model has decided by (how many patches each image has).
+        """
+        self.entries, self.special, self.specialised, self.apart = entries, special, specialised, apart
+        self.states: dict[fx.Node, State] = {}
+        self.of_batch: set[fx.Node] = set()  # made of the batch and constants alone
+
+    def run(self, graph: fx.Graph) -> dict[fx.Node, State]:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                kind, name = node.meta["role"]
+                self.states[node] = self.entries.get(name, Whole()) if kind == "input" else Whole()
+                if kind != "parameter":
+                    self.of_batch.add(node)
+            elif node.op == "call_function":
+                if not g.draws(node) and all(used in self.of_batch for used in self.operands(node)):
+                    self.of_batch.add(node)
+                self.states[node] = self._state(node)
+        return self.states
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """Of a call, whole numbers too."""
+        found: dict[fx.Node, None] = {}
+        fx.map_arg(node.meta["given"], lambda used: found.setdefault(used))
+        return list(found)
+
+    def _state(self, node: fx.Node) -> State:
+        name = g.op_name(node)
+        used = [self.states[one] for one in self.operands(node)]
+        if name not in SHAPES_ALONE:
+            lost = next((one for one in used if isinstance(one, Mixed)), None)
+            if lost is not None:
+                return self._after(node, lost)
+            if all(one == Whole() for one in used) and name not in GRADIENTS:
+                return Whole()
+        try:
+            rule = self.special.get(name)
+            return rule(self, node) if rule is not None else self.by_links(node)
+        except Lost as lost_here:
+            return Mixed(node, str(lost_here), UNLESS.get(name, ""))
+
+    def _after(self, node: fx.Node, lost: Mixed) -> State:
+        """What a call gives that reads a mixed value."""
+        name = g.op_name(node)
+        states = [self.states[one] for one in self.operands(node)]
+        if lost.unless == "looked up" and name in LOOK_UPS and len(states) == 2 and NewTensor() in states:
+            return NewTensor()
+        if lost.unless == "order" and name == "aten::index_select" and states == [states[0], lost]:
+            rows: Any = node.args[0]
+            if isinstance(states[0], SampleRows) and self.outermost(rows, states[0]) and not states[0].powers:
+                return Mixed(lost.node, lost.why, "scattered")
+        if lost.unless == "scattered" and name == "aten::masked_scatter" and self.states[node.args[2]] is lost:  # type: ignore[index]
+            return self.special[name](self, node)
+        if name == "aten::argsort" and node in self.of_batch and g.bind(node).get("stable"):
+            return Mixed(lost.node, lost.why, "order")
+        kept = g.is_view(node) or name in MOVES
+        return lost if kept else Mixed(lost.node, lost.why)
+
+    def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
+        """The rule of most calls: rows stay where the links of their operands lead.
+
+        linear: in all operands with powers, which must agree. powers: of the result, if they are known.
+        """
+        used = [self.states[one] for one in node.all_input_nodes]
+        kinds = {type(one) for one in used}
+        if powers is None:
+            powers = self._common_powers(used, linear)
+        if PartsOfSum in kinds:
+            if not linear or kinds != {PartsOfSum} or self._sized_by_samples(node):
+                raise Lost(NOT_LINEAR)
+            return PartsOfSum(powers)
+        if kinds & {SampleRows, RowNumbers} and not (
+            kinds <= {RowNumbers, NewTensor, Whole} and {RowNumbers, NewTensor} <= kinds
+        ):
+            result = self._joined(node, powers)
+            sized = self._sized_by_samples(node)
+            if (
+                sized
+                and g.op_name(node) not in RESHAPES
+                and (g.op_name(node) != "aten::expand" or sized != {result.axis[0]})
+            ):
+                raise Lost(BY_NUMBER)
+            return result
+        if NewTensor in kinds:
+            return NewTensor()
+        if self._sized_by_samples(node):
+            raise Lost(BY_NUMBER)
+        return Whole(powers)
+
+    def _sized_by_samples(self, node: fx.Node) -> set[int]:
+        """The dimensions that a reshape or an `expand` gives a number of samples as their size; {-1} if another call
+        has such a number among its arguments.
+        """
+        numbers = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
+        if not any(self._by_samples(one) for one in numbers):
+            return set()
+        sizes = g.op_name(node) in (*RESHAPES, "aten::expand")
+        return (self._given_sizes(node) or set()) if sizes else {-1}
+
+    def _common_powers(self, states: list[State], linear: bool) -> Powers:
+        found = {one.powers for one in states if isinstance(one, Whole | SampleRows | PartsOfSum)}
+        if found <= {NONE}:
+            return NONE
+        if not linear or len(found) > 1:
+            raise Lost(NOT_LINEAR)
+        return found.pop()
+
+    def _joined(self, node: fx.Node, powers: Powers) -> SampleRows | RowNumbers:
+        """The rows of all operands that have some, which must come to lie on one axis of the result."""
+        linked = links(node)
+        rows = [one for one in node.all_input_nodes if isinstance(self.states[one], SampleRows | RowNumbers)]
+        if not {one for one, _ in linked}.issuperset(rows):
+            raise Lost(UNKNOWN if not linked else EVERY_OTHER)
+        result: SampleRows | RowNumbers | None = None
+        for one, link in linked:
+            state = self.states[one]
+            if isinstance(state, SampleRows | RowNumbers):
+                moved = self.moved(node, one, link, state)
+                result = moved if result is None else self.together(result, moved)
+        assert result is not None
+        for one, link in linked:
+            if self.states[one] == Whole() and link and self._varies(one, link[result.axis[0]]):
+                raise Lost(FIXED)
+        if isinstance(result, RowNumbers):
+            if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (g.is_view(node) or g.op_name(node) in MOVES):
+                raise Lost("computes with the numbers of samples")
+            return result
+        return replace(result, powers=powers)
+
+    def moved(
+        self, node: fx.Node, operand: fx.Node, link: tuple[int | None, ...], state: SampleRows | RowNumbers
+    ) -> Any:
+        """An operand's rows in the result."""
+        dim, inner = state.axis
+        if g.op_name(node) in RESHAPES:
+            return self._reshaped(node, operand, state)
+        if dim not in link:
+            raise Lost(ALONG_SAMPLES)
+        return replace(state, axis=(link.index(dim), inner))
+
+    def _reshaped(self, node: fx.Node, operand: fx.Node, state: SampleRows | RowNumbers) -> Any:
+        """Several samples, or other rows, may be joined: those of a microbatch are as many as the reshape needs."""
+        sizes = self._given_sizes(node)
+        for count in range(state.count, 1, -1):
+            if state.count % count or (count < state.count and sizes is None):
+                continue
+            axis = reshaped(
+                shape_of(operand), shape_of(node), (state.axis[0], state.axis[1] * state.count // count), count
+            )
+            if axis is not None and (sizes is None or sizes <= {axis[0]}):
+                if isinstance(state, RowNumbers) and count < state.count:
+                    break
+                return replace(state, axis=axis, count=count)
+        raise Lost("joins or cuts samples")
+
+    def _given_sizes(self, node: fx.Node) -> set[int] | None:
+        """The dimensions of a reshape whose sizes the number of samples gives; None if all are plain numbers."""
+        args = node.meta["given"][0]
+        sizes: Any = args[1] if len(args) > 1 else []
+        told = {d for d, size in enumerate(sizes) if isinstance(size, fx.Node) and self._by_samples(self.states[size])}
+        return told or ({d for d, size in enumerate(sizes) if size == -1} or None)
+
+    @staticmethod
+    def _by_samples(size: State) -> bool:
+        """False for the number of rows of one entry over that of another: microbatches have the same."""
+        return not isinstance(size, Whole) or sum(power for _, power in size.powers) != 0
+
+    def together(self, one: Any, other: Any) -> Any:
+        """Rows of two operands on one axis: those with fewer, larger samples."""
+        if type(one) is not type(other):
+            raise Lost("computes with the numbers of samples")
+        if one.axis == other.axis and one.count == other.count:
+            return one if one.entry <= other.entry or one.entry in self.primary else other
+        same = one.axis[0] == other.axis[0] and one.axis[1] * one.count == other.axis[1] * other.count
+        fewer, more = (one, other) if one.count < other.count else (other, one)
+        if not same or more.count % fewer.count:
+            raise Lost(EVERY_OTHER)
+        return fewer
+
+    @property
+    def primary(self) -> set[str]:
+        return {state.entry for state in self.entries.values() if isinstance(state, SampleRows)}
+
+    def _varies(self, operand: fx.Node, dim: int | None) -> bool:
+        """Whether an operand has values of its own along a dimension, not one that is repeated."""
+        if self._uniform(operand):
+            return False
+        val = operand.meta["val"]
+        val = val[0] if isinstance(val, (tuple, list)) else val
+        return dim is not None and val.shape[dim] > 1 and val.stride(dim) != 0
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """Whether all entries of a value are the same number, as a trace for one number of samples fills tensors."""
+        while node.op == "call_function" and (g.is_view(node) or g.op_name(node) in MOVES):
+            node = node.args[0]  # type: ignore[assignment]
+        return g.op_name(node) in FILLED if node.op == "call_function" else False
+
+    def outermost(self, node: fx.Node, state: SampleRows | RowNumbers) -> bool:
+        """Whether a value's samples lie one behind the other in its order of elements."""
+        shape, (dim, inner) = shape_of(node), state.axis
+        return prod(shape[:dim]) == 1 and shape[dim] == inner * state.count
+
+    def counting(self, node: fx.Node) -> Count | None:
+        """The count that a value is, if it is one number made of the batch alone that adds up over microbatches."""
+        alone = node in self.of_batch and self.states[node] == PartsOfSum() and prod(shape_of(node)) == 1
+        return Count("value", node.name) if alone else None
+
+
+SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
+                "aten::rand_like", "aten::randn_like"}  # fmt: skip
+GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
+UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
+FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones")}
+LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
+MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
+         "aten::reshape", "aten::type_as"}  # fmt: skip

@@ -1,0 +1,163 @@
+"""Whether a batch is one that a program's graph can be run on, asked before the step.
+
+A traced graph scatters rows of features to the places of a mask and cannot ask whether they are as many: with too few
+placeholders the last rows would be dropped in silence. The mask depends on the batch alone: it is asked beforehand.
+
+Groups of tokens (documents) that a mask compares have to stand together: that too is asked beforehand.
+
+    places_for_features(program, masked) -> Places    programs after the passes `shapes` and `attention`
+    places.check(microbatch, name)                    InputError that counts placeholders sample by sample
+    to_tree(places) -> JSON, {name: tensor}           from_tree(JSON, tensors) -> Places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.program import Program
+from csc.ir.rewrite import extract
+from csc.ir.stored import graph_from_tree, graph_to_tree
+from csc.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """graph: from the batch to the mask of placeholders and to that of the rows that count (None: all do).
+
+    shape: of what rows are scattered into; numbers: how many numbers are scattered; width: how many are in a row.
+    """
+
+    graph: fx.Graph
+    shape: tuple[int, ...]
+    numbers: int
+    width: int
+    source: str
+
+
+@dataclass(frozen=True)
+class MaskGroups:
+    """graph: from the batch to the ranges of keys that the groups of a mask stand in."""
+
+    graph: fx.Graph
+    source: str
+
+
+@dataclass(frozen=True)
+class Places:
+    """All scatters of a program, the groups of its masks, and what it takes to ask a batch."""
+
+    scatters: tuple[Scatter, ...]
+    groups: tuple[MaskGroups, ...]
+    constants: Mapping[str, torch.Tensor]
+    device: str
+
+    def check(self, microbatch: Mapping[str, Any], name: str) -> None:
+        """InputError if a microbatch, called `name`, has another number of placeholders than rows for them, or groups
+        of tokens that do not stand together.
+        """
+        for group in self.groups:
+            try:
+                _evaluated(group.graph, self, microbatch)
+            except InputError as torn:
+                raise InputError(f"{name}: {torn.what}", group.source, torn.remedy) from None
+        for scatter in self.scatters:
+            mask, selected = _evaluated(scatter.graph, self, microbatch)
+            places = mask.expand(scatter.shape).flatten(1).sum(1).tolist()
+            expected = scatter.numbers
+            if selected is not None:  # some of the rows that were put together, each as long as all are
+                expected = scatter.numbers // selected.numel() * int(selected.sum())
+            if sum(places) != expected:
+                by_sample = ", ".join(f"sample {i}: {count // scatter.width}" for i, count in enumerate(places))
+                raise InputError(
+                    f"{name} has {sum(places) // scatter.width} placeholders for {expected // scatter.width} rows of "
+                    f"features ({by_sample})",
+                    scatter.source,
+                    "give the text one placeholder for each row that its images or sounds become; the model's "
+                    "processor writes them",
+                )
+
+
+def places_for_features(program: Program, masked: Program) -> Places:
+    """The scatters whose places, and the masks whose groups depend on the batch alone."""
+    found = []
+    for node in g.calls(program.graph):
+        if g.op_name(node) != "aten::masked_scatter":
+            continue
+        whole, places, rows = node.args
+        assert isinstance(whole, fx.Node) and isinstance(places, fx.Node) and isinstance(rows, fx.Node)
+        selected = _selected(rows)
+        if g.reads_parameters([places, selected]):
+            continue
+        shape = tuple(whole.meta["val"].shape)
+        found.append(
+            Scatter(
+                graph=extract(program.graph, [places, selected]),
+                shape=shape,
+                numbers=rows.meta["val"].numel(),
+                width=shape[-1],
+                source=g.line(node),
+            )
+        )
+    groups = tuple(_groups(masked))
+    constants = {
+        name: program.constants[name]
+        for part in [*(one.graph for one in found), *(one.graph for one in groups)]
+        for kind, name in (node.meta["role"] for node in g.placeholders(part))
+        if kind == "constant"
+    }
+    return Places(tuple(found), groups, constants, program.device)
+
+
+def _groups(program: Program) -> Iterator[MaskGroups]:
+    """Of each mask that compares groups."""
+    for node in g.calls(program.graph):
+        if g.op_name(node) == "csc::group_ranges" and not g.reads_parameters([node]):
+            yield MaskGroups(extract(program.graph, [node, None]), g.line(node))
+
+
+def _selected(rows: fx.Node) -> fx.Node | None:
+    """The mask of a selection that was put together (see csc.capture.lower.masked_index): the others stand behind."""
+    if g.op_name(rows) != "aten::index_select" or g.op_name(order := rows.args[2]) != "aten::argsort":  # type: ignore[arg-type]
+        return None
+    others = order.args[0]  # type: ignore[union-attr]
+    return others.args[0] if g.op_name(others) == "aten::logical_not" else None  # type: ignore[arg-type, union-attr, return-value]
+
+
+def _evaluated(graph: fx.Graph, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, Any]:
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                kind, name = node.meta["role"]
+                given = known.constants[name] if kind == "constant" else microbatch[name]
+                values[node] = given.to(known.device)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+    mask, selected = g.outputs(graph)
+    return values[mask], values[selected] if selected is not None else None
+
+
+def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Plain JSON, and the constants. Unstorable as of csc.ir.stored."""
+    rows = [[graph_to_tree(s.graph), list(s.shape), s.numbers, s.width, s.source] for s in places.scatters]
+    groups = [[graph_to_tree(one.graph), one.source] for one in places.groups]
+    return {"device": places.device, "scatters": rows, "groups": groups}, dict(places.constants)
+
+
+def from_tree(tree: Any, constants: Mapping[str, torch.Tensor]) -> Places:
+    """The inverse."""
+    mode = FakeTensorMode()
+    scatters = [
+        Scatter(graph_from_tree(graph, mode), tuple(shape), numbers, width, source)
+        for graph, shape, numbers, width, source in tree["scatters"]
+    ]
+    groups = tuple(MaskGroups(graph_from_tree(graph, mode), source) for graph, source in tree["groups"])
+    return Places(tuple(scatters), groups, constants, tree["device"])

@@ -1,0 +1,320 @@
+"""Equal layers, traced once.
+
+Eighty equal layers need eighty copies in the graph, but not eighty traces of the same Python code. The model's own
+loop over its layers runs as it is; a layer that does what an earlier one did becomes one call in the trace, which is
+replaced by a copy of the earlier one's operations once the graph is flat.
+
+Terms
+  first    a layer that was traced, with what it was called with and what it looked at
+  again    a call of a layer that does the same as a first: equal in structure and in all attributes that the first
+           read, called with equal plain values and tensors of the same shapes, dtypes and strides
+
+    Repeats(layers, known, real).patched()                    context: while the model is traced
+
+A first counts only if it is a function of its arguments and its own parameters and buffers: if it writes neither to
+its inputs nor to its attributes nor to what else it looks at (csc.capture.dedup.free_variables), reads no tensor
+computed elsewhere, and gives away none but its outputs. The first are seen while it runs, the last two in the graph
+(csc.capture.dedup.bodies). It stands for others
+as long as what it looked at is what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.capture.dedup.equality import Read, attributes_read, equal, same, structure
+from csc.capture.dedup.free_variables import Looked
+from csc.torch_private import pytree, unwatched
+
+
+@torch.library.custom_op("csc::layer_first", mutates_args=())
+def _first(inputs: list[torch.Tensor], outputs: list[torch.Tensor], path: str) -> torch.Tensor:
+    """Marks, in a trace, where a first begins and ends; what it returns names it to the calls that repeat it."""
+    raise RuntimeError("csc::layer_first stands in traces only")
+
+
+@_first.register_fake
+def _(inputs: list[torch.Tensor], outputs: list[torch.Tensor], path: str) -> torch.Tensor:
+    return outputs[0].new_empty(0, dtype=torch.int64)
+
+
+@torch.library.custom_op("csc::layer_again", mutates_args=())
+def _again(first: torch.Tensor, like: list[torch.Tensor], inputs: list[torch.Tensor], path: str) -> list[torch.Tensor]:
+    """The layer at `path` does with these inputs what the first did; like: what the first returned."""
+    raise RuntimeError("csc::layer_again stands in traces only")
+
+
+@_again.register_fake
+def _(first: torch.Tensor, like: list[torch.Tensor], inputs: list[torch.Tensor], path: str) -> list[torch.Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+
+
+class NotHidden(Exception):
+    """Ends a trace: the parameters of the layers at `paths` are needed in it."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(paths)))
+        self.paths = paths
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers by path. `hidden`: those that are likely to repeat one before them. A tracer pays for every parameter
+    that it sees, so it does not see theirs; should something ask for one, the trace starts again with it.
+    """
+
+    by_path: Mapping[str, nn.Module]
+    structures: Mapping[str, Any]
+    hidden: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, paths: Iterable[str]) -> Layers:
+        """The layers at these paths, all but the first of each structure hidden. Not those that share a parameter or
+        buffer with another module: which of its names a tracer keeps is up to it.
+        """
+        uses = _uses(model)
+        by_path: dict[str, nn.Module] = {}
+        structures: dict[str, Any] = {}
+        first: dict[Any, str] = {}
+        for path in paths:
+            layer = model.get_submodule(path)
+            if "forward" in layer.__dict__:  # replaced in this one alone, perhaps
+                continue
+            if all(uses[key] == count for key, count in _uses(layer).items()):
+                by_path[path], structures[path] = layer, structure(layer)
+                first.setdefault(structures[path], path)
+        return cls(by_path, structures, frozenset(by_path).difference(first.values()))
+
+    def without_hidden(self, shown: Collection[str]) -> Layers:
+        """With some of the hidden layers shown."""
+        return Layers(self.by_path, self.structures, self.hidden.difference(shown))
+
+    @contextmanager
+    def kept_out(self, tensors: Callable[[str], dict[str, Any]] = lambda path: {}) -> Iterator[None]:
+        """The hidden layers have `tensors(path)` in place of their parameters and buffers."""
+        replaced = [
+            (path, module, module.__dict__["_parameters"], module.__dict__["_buffers"])
+            for path in self.hidden for module in self.by_path[path].modules()
+        ]  # fmt: skip
+        try:
+            for path, module, _, _ in replaced:
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors(path), tensors(path)
+            yield
+        finally:
+            for _, module, parameters, buffers in replaced:
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How often each parameter and buffer is registered, by its identity."""
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return Counter(id(tensor) for several in named for _, tensor in several)
+
+
+class _Asked(dict[str, Any]):
+    """Stands for the parameters of a hidden layer while the model runs: whoever looks at them ends the trace."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def _ask(self, *args: Any) -> Any:
+        raise NotHidden(self._paths)
+
+    __getitem__ = __contains__ = __iter__ = __len__ = get = items = keys = values = _ask
+
+
+@dataclass(frozen=True)
+class _Called:
+    """The leaves of a call's arguments. `kinds` has a tensor's metadata, and which earlier leaf is the same tensor."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    kinds: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class _First:
+    layer: nn.Module
+    called: _Called
+    read: Read
+    looked: Looked
+    token: torch.Tensor
+    outputs: tuple[Any, ...]  # leaves: a tensor, the index of the input that it is, or a plain value in a tuple
+    structure: Any
+
+    def is_like(self, layer: nn.Module) -> bool:
+        """Whether another layer of its structure does the same, as far as what it looked at tells."""
+        return same(self.layer, layer, self.read) and self.looked.unchanged()
+
+
+def _called(args: Any, kwargs: Any) -> _Called:
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    places: dict[int, int] = {}
+    with unwatched():
+        kinds = tuple(
+            (
+                tuple(map(str, leaf.shape)), tuple(map(str, leaf.stride())), leaf.dtype, leaf.device,
+                leaf.requires_grad, places.setdefault(id(leaf), place),
+            ) if isinstance(leaf, torch.Tensor) else None
+            for place, leaf in enumerate(leaves)
+        )  # fmt: skip
+    return _Called(tuple(leaves), tree, (torch.is_grad_enabled(), *kinds))
+
+
+class Repeats:
+    """Watches the layers of a model during one trace. known(tensor): whether its values may have been looked at, so
+    that another tensor in its place may lead to other operations. real(arguments): with tensors for their stand-ins.
+    """
+
+    def __init__(self, layers: Layers, known: Callable[[torch.Tensor], bool], real: Callable[[Any], Any]) -> None:
+        self._known, self._real = known, real
+        self._layers = layers
+        self._firsts: dict[Any, list[_First]] = {}
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Layers trace their first call of a kind, and repeat it after that."""
+        self._firsts.clear()
+        layers = self._layers.by_path
+        before = {layer: layer.__dict__.get("forward") for layer in layers.values()}
+        try:
+            for path, layer in layers.items():
+                layer.__dict__["forward"] = self._forward(path, layer, layer.forward)
+            with self._layers.kept_out(lambda path: _Asked(self._layers.hidden)):
+                yield
+        finally:
+            for layer, own in before.items():
+                if own is None:
+                    layer.__dict__.pop("forward", None)
+                else:
+                    layer.__dict__["forward"] = own
+
+    def _forward(self, path: str, layer: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = (args, kwargs)
+            args, kwargs = self._real(given)
+            called = _called(args, kwargs)
+            if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+                return real(*args, **kwargs)
+            firsts = self._firsts.setdefault(self._layers.structures[path], [])
+            for first in firsts:
+                if self._serves(first, layer, called):
+                    return _repeated(first, called, path)
+            if path in self._layers.hidden:
+                raise NotHidden(self._unlike(path, firsts))
+            return self._traced(firsts, path, layer, real, called, given)
+
+        return forward
+
+    def _serves(self, first: _First, layer: nn.Module, called: _Called) -> bool:
+        if called.structure != first.called.structure or called.kinds != first.called.kinds:
+            return False
+        for mine, its in zip(first.called.leaves, called.leaves):
+            if isinstance(mine, torch.Tensor):
+                if mine is not its and (self._known(mine) or self._known(its)):
+                    return False
+            elif not _equal_leaf(mine, its):
+                return False
+        return first.is_like(layer)
+
+    def _unlike(self, path: str, firsts: list[_First]) -> frozenset[str]:
+        """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
+        return frozenset(
+            other for other in self._layers.hidden if other == path or (
+                self._layers.structures[other] == self._layers.structures[path]
+                and not any(first.is_like(self._layers.by_path[other]) for first in firsts)
+            )
+        )  # fmt: skip
+
+    def _traced(
+        self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called, given: Any
+    ) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(called.leaves), called.structure)
+        versions = [tensor._version for tensor in called.tensors]
+        attributes = _attributes(layer)
+        looked = Looked()
+        with attributes_read(layer) as read, looked.watching():
+            result = real(*args, **kwargs)
+        kept = _holds((args, kwargs), called)
+        if not kept:
+            _given_back(given, (args, kwargs))
+        leaves, tree = pytree.tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        unchanged = (
+            versions == [tensor._version for tensor in called.tensors]
+            and attributes == _attributes(layer)
+            and kept
+            and looked.unchanged()
+        )
+        inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
+        fresh = [tensor for tensor in tensors if id(tensor) not in inputs]
+        if unchanged and fresh and called.tensors and not any(tensor._is_view() for tensor in fresh):
+            token = torch.ops.csc.layer_first(called.tensors, fresh, path)
+            outputs = tuple(
+                inputs.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves
+            )
+            seen = _called(args, kwargs)  # while it ran, sizes may have been found to be equal
+            firsts.append(_First(layer, seen, read, looked, token, outputs, tree))
+        return result
+
+
+def _holds(arguments: Any, called: _Called) -> bool:
+    """Whether the lists and dicts among a call's arguments hold what they held before."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    return structure == called.structure and all(now is before for now, before in zip(leaves, called.leaves))
+
+
+def _given_back(given: Any, used: Any) -> Any:
+    """The lists and dicts that a layer was given, with what it wrote to the copies of them that it ran with."""
+    if isinstance(given, (list, deque)):
+        items = [_given_back(given[place], one) if place < len(given) else one for place, one in enumerate(used)]
+        given.clear()
+        given.extend(items)
+    elif isinstance(given, dict):
+        entries = {name: _given_back(given[name], one) if name in given else one for name, one in used.items()}
+        given.clear()
+        given.update(entries)
+    elif isinstance(given, tuple) and isinstance(used, tuple):
+        for one, other in zip(given, used):
+            _given_back(one, other)
+    else:
+        return used
+    return given
+
+
+def _equal_leaf(one: Any, other: Any) -> bool:
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    if isinstance(one, symbolic) and isinstance(other, symbolic):
+        return str(one) == str(other)
+    return equal(one, other, {})
+
+
+def _attributes(layer: nn.Module) -> list[tuple[str, int]]:
+    """What each attribute of the layer and the modules below is, by identity."""
+    return [(name, id(value)) for module in layer.modules() for name, value in module.__dict__.items()]
+
+
+def _repeated(first: _First, called: _Called, path: str) -> Any:
+    like = [leaf for leaf in first.outputs if isinstance(leaf, torch.Tensor)]
+    made = iter(torch.ops.csc.layer_again(first.token, like, called.tensors, path))
+    leaves = []
+    for leaf in first.outputs:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(next(made))
+        else:
+            leaves.append(leaf[0] if isinstance(leaf, tuple) else called.tensors[leaf])
+    return pytree.tree_unflatten(leaves, first.structure)

@@ -1,0 +1,382 @@
+"""An ExportedProgram as one flat functional ATen graph with roles on its placeholders.
+
+Order matters: no-grad regions are inlined as plain ops followed by `aten.detach` *before* decomposition, because
+decomposition drops them and frozen layers would start to receive gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+
+from csc.analysis.own_backward import settle
+from csc.capture.dedup import bodies
+from csc.capture.lower.decompose import functional
+from csc.capture.lower.masked_index import without_selections
+from csc.errors import CscError, InputError
+from csc.ir import graph as g
+from csc.ir.program import Checkpoint
+from csc.ir.rewrite import replace_call
+from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
+
+WRAPPER_PREFIX = "model."
+ASSERTIONS = frozenset(
+    {
+        "aten::_assert_scalar",
+        "aten::_assert_tensor_metadata",
+        "aten::_assert_async",
+        "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size",
+    }
+)
+
+
+def inline_regions(module: fx.GraphModule) -> None:
+    """Replace no_grad and autocast blocks (higher-order ops) by their bodies; a no_grad body's results are detached."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if is_no_grad_region(node.target):
+            enable_grad, body, *operands = node.args
+            _inline(module, node, body, operands, detach=not enable_grad)
+        elif is_autocast_region(node.target):
+            _device, _dtype, enabled, _cache, body, *operands = node.args
+            if enabled:
+                raise InputError(
+                    "the model runs part of itself under torch.autocast",
+                    source_of(node) or "model",
+                    "cast the parameters instead (model.to(torch.bfloat16)), or disable autocast inside forward",
+                )
+            _inline(module, node, body, operands, detach=False)
+    module.recompile()
+
+
+def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any], detach: bool) -> None:
+    inner = getattr(module, body.target)
+    inline_regions(inner)
+    mapping: dict[fx.Node, Any] = dict(zip(g.placeholders(inner.graph), operands))
+    with module.graph.inserting_before(node):
+        for source in inner.graph.nodes:
+            if source.op in ("placeholder", "output"):
+                continue
+            if source.op == "get_attr":
+                name = f"inlined_{len(list(module.named_children()))}_{source.target}"
+                setattr(module, name, getattr(inner, source.target))
+                mapping[source] = module.graph.get_attr(name)
+                continue
+            copied = module.graph.node_copy(source, lambda n: mapping[n])
+            mapping[source] = copied
+        results = [mapping[r] if isinstance(r, fx.Node) else r for r in g.outputs(inner.graph)]
+        if detach:
+            for position, result in enumerate(results):
+                made = _unchanged(g.outputs(inner.graph)[position])
+                if isinstance(made, fx.Node) and made.op == "placeholder":
+                    results[position] = mapping[made]
+                    continue
+                val = result.meta.get("val") if isinstance(result, fx.Node) else None
+                if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
+                    detached = module.graph.create_node(
+                        "call_function", torch.ops.aten.detach.default, (result,), name="detach"
+                    )
+                    detached.meta.update(result.meta)
+                    results[position] = detached
+    for user in list(node.users):
+        replace_call(user, results[int(user.args[1])])  # type: ignore[arg-type]
+    module.graph.erase_node(node)
+    if not body.users:
+        module.graph.erase_node(body)
+
+
+def _unchanged(node: Any) -> Any:
+    """The value that a chain of calls hands on as it is: eager returns the very tensor, whose gradient no_grad does not
+    take, and the trace goes on with the last call's node in its place.
+    """
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
+        operand, given = node.args[0], g.bind(node)
+        before, after = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (operand, node))
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            break
+        same = (before.dtype, before.device) == (after.dtype, after.device)
+        name = g.op_name(node)
+        layout = given.get("memory_format")
+        if name in ("aten::to", "aten::type_as"):
+            kept = same and not given.get("copy") and layout in (None, torch.preserve_format)
+        elif name == "aten::contiguous":
+            wanted = layout if isinstance(layout, torch.memory_format) else torch.contiguous_format
+            kept = before.is_contiguous(memory_format=wanted)
+        elif name in ("aten::dropout", "aten::feature_dropout"):
+            kept = given["p"] == 0 or not given["train"]
+        else:
+            kept = name in ("aten::positive", "aten::resolve_conj", "aten::resolve_neg")
+        if not kept:
+            break
+        node = operand
+    return node
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """graph: functional ATen, placeholders with roles, `loss` its one output; constants by name."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    checkpoints: tuple[Checkpoint, ...]
+
+
+def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flattened:
+    """The model as one graph.
+
+    Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
+    one placeholder. Raises CscError if the model writes to a buffer.
+    """
+    inline_regions(exported.graph_module)
+    graph, signature = functional(exported)
+    for written in _writes(graph, signature):
+        if _plain(written) in dict(model.named_parameters(remove_duplicate=False)):
+            raise CscError(
+                "the model changes a parameter while it runs",
+                _plain(written),
+                "use the changed value where it is needed (weight.clamp(...), not weight.data.clamp_(...)), or change "
+                "it after the optimizer's step",
+            )
+        raise CscError(
+            f"the model's forward writes to {_plain(written)!r}",
+            "model",
+            "put that module in eval mode (running statistics stay as they are) or move the update out of forward",
+        )
+    flat = _Flat(exported, graph, signature, model)
+    for node in graph.nodes:
+        flat.add(node)
+    _apart_from_parameters(flat.constants, model)
+    _each_size_once(flat.graph)
+    checkpoints = settle(flat.graph)
+    without_selections(flat.graph, flat.mode)
+    own = [("parameter", name) for name, _ in model.named_parameters()]
+    own += [("constant", name) for name, _ in model.named_buffers()]
+    return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)
+
+
+def _apart_from_parameters(constants: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """CscError if a tensor that is no parameter shares memory with one that trains: it would change with every step."""
+    trained = {
+        p.untyped_storage().data_ptr(): name
+        for name, p in model.named_parameters()
+        if p.requires_grad and _has_memory(p)
+    }
+    for name, tensor in constants.items():
+        if _has_memory(tensor) and tensor.untyped_storage().data_ptr() in trained:
+            owner = trained[tensor.untyped_storage().data_ptr()]
+            raise CscError(
+                f"{name!r} shares its memory with the parameter {owner!r}, which the optimizer changes",
+                "model",
+                "read the parameter itself in forward, with detach() where it must not train; or clone it",
+            )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.numel() > 0
+
+
+def _each_size_once(graph: fx.Graph) -> None:
+    """Let the first node that gives a symbolic size give it to all."""
+    first: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and first.setdefault(value.node.expr, node) is not node:
+            node.replace_all_uses_with(first[value.node.expr])
+    g.erase_dead(graph)
+
+
+def _writes(graph: fx.Graph, signature: ExportGraphSignature) -> Iterator[str]:
+    """What the graph writes to; one operation says neither that it writes nor to what."""
+    for output in signature.output_specs:
+        if output.kind is not OutputKind.USER_OUTPUT and output.kind is not OutputKind.LOSS_OUTPUT:
+            yield str(output.target)
+    inputs = dict(zip(g.placeholders(graph), signature.input_specs, strict=True))
+    for node in graph.nodes:
+        if g.op_name(node) == "aten::instance_norm":
+            statistics, of_input = node.args[3], node.args[5]
+            if statistics in inputs and of_input:
+                yield str(inputs[statistics].target)
+
+
+class _Flat:
+    """The flat graph as it grows, node by node of the functional one."""
+
+    def __init__(
+        self,
+        exported: torch.export.ExportedProgram,
+        functional: fx.Graph,
+        signature: ExportGraphSignature,
+        model: nn.Module,
+    ) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.mode: Any = None
+        self._mapping: dict[fx.Node, Any] = {}
+        self._parameters: dict[str, fx.Node] = {}
+        self._own: dict[str, fx.Node] = {}  # parameters and buffers by any name of theirs
+        self._canonical = {id(p): name for name, p in model.named_parameters()}
+        self._by_any_name = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._lifted = exported.constants
+        self._specs = dict(zip(g.placeholders(functional), signature.input_specs, strict=True))
+        assert exported.example_inputs is not None
+        self._entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
+        batch = {node for node, spec in self._specs.items() if spec.kind is InputKind.USER_INPUT}
+        self._bodies = bodies.bodies(functional, module_of, batch)
+        self._whole = False  # all of the model's parameters and buffers have their placeholders
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._mapping[node] = self._placeholder(node)
+            return
+        if not self._whole:
+            self._whole = True
+            self._hidden(next(iter(self._mapping)).meta["val"].fake_mode)
+        if node.op == "output":
+            loss = node.args[0][0]  # type: ignore[index]
+            if not isinstance(loss, fx.Node):
+                raise InputError(
+                    "the loss does not depend on the batch", "model output", "return the loss of the batch"
+                )
+            self.mode = loss.meta["val"].fake_mode
+            self.graph.output((self._mapping[loss],))
+        elif node.op != "call_function":
+            raise CscError(
+                f"the traced graph holds a {node.op} ({node.target})", source_of(node) or "model",
+                "control flow operators inside a model are not supported; write the block with tensor operations",
+            )  # fmt: skip
+        elif bodies.is_again(node):
+            body = self._bodies[node.args[0]]  # type: ignore[index]
+            self._mapping[node] = bodies.copied(node, body, self._mapping, self._of_the_other, self._call)
+        elif node.target is operator.getitem and isinstance(self._mapping[node.args[0]], list):  # type: ignore[index]
+            self._mapping[node] = self._mapping[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif g.op_name(node) not in ASSERTIONS and not bodies.is_first(node):
+            self._mapping[node] = self._call(node, self._mapping.__getitem__)
+
+    def _call(self, node: fx.Node, lookup: Callable[[fx.Node], Any]) -> fx.Node:
+        arguments, keywords = fx.map_arg(node.args, lookup), fx.map_arg(node.kwargs, lookup)
+        copied = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
+        copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
+        _with_dense_gradients(copied)
+        return copied
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        spec = self._specs[node]
+        val = node.meta["val"]
+        target = next(self._entries) if spec.kind is InputKind.USER_INPUT else _plain(str(spec.target))
+        if spec.kind is InputKind.PARAMETER:
+            return self._parameter(target, val)
+        if spec.kind is InputKind.USER_INPUT:
+            return g.add_placeholder(self.graph, _identifier(target), val, ("input", target))
+        tensor = self._buffers[target] if spec.kind is InputKind.BUFFER else self._lifted[str(spec.target)]
+        self.constants[target] = tensor.detach()
+        placed = g.add_placeholder(self.graph, _identifier(target), val, ("constant", target))
+        if spec.kind is InputKind.BUFFER:
+            self._own[target] = placed
+        return placed
+
+    def _parameter(self, target: str, val: Any) -> fx.Node:
+        name = self._canonical[id(self._by_any_name[target])]
+        if name not in self._parameters:
+            self._parameters[name] = g.add_placeholder(self.graph, _identifier(name), val, ("parameter", name))
+        self._own[target] = self._own[name] = self._parameters[name]
+        return self._parameters[name]
+
+    def _hidden(self, mode: FakeTensorMode) -> None:
+        """Placeholders for what was hidden from the trace."""
+        for name, parameter in self._by_any_name.items():
+            if name not in self._own:
+                self._parameter(name, _like(parameter, mode))
+        for name, buffer in self._buffers.items():
+            if name not in self._own:
+                self.constants[name] = buffer.detach()
+                self._own[name] = g.add_placeholder(
+                    self.graph, _identifier(name), _like(buffer, mode), ("constant", name)
+                )
+
+    def _of_the_other(self, node: fx.Node, path: str, other: str) -> Any:
+        """What a placeholder of the layer at `path` is for the `other` one; any other placeholder is the same."""
+        spec = self._specs[node]
+        target = _plain(str(spec.target))
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not target.startswith(f"{path}."):
+            return self._mapping[node]
+        name = other + target.removeprefix(path)
+        if name not in self._own:
+            raise bodies.CannotRepeat(f"{name} is not in the graph")
+        return self._own[name]
+
+
+def _with_dense_gradients(node: fx.Node) -> None:
+    """Let lookups in tables give gradients for whole tables: the same numbers, in a form that can be added and sent."""
+    for name in ("sparse", "sparse_grad"):
+        if isinstance(node.target, OpOverload) and g.bind(node).get(name):
+            places = [one.name for one in node.target._schema.arguments]
+            if places.index(name) < len(node.args):
+                node.update_arg(places.index(name), False)
+            else:
+                node.update_kwarg(name, False)
+
+
+def _like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _ordered(graph: fx.Graph, first: list[tuple[str, str]]) -> fx.Graph:
+    """A copy that does not show how it was traced: placeholders of these roles come first, in this order, and a call is
+    named after its operation and its turn among those left.
+    """
+    ordered = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    place = {role: number for number, role in enumerate(first)}
+    for node in sorted(g.placeholders(graph), key=lambda node: place.get(node.meta["role"], len(place))):
+        mapping[node] = g.add_placeholder(ordered, node.name, node.meta["val"], node.meta["role"])
+    for node in graph.nodes:
+        if node.op == "output":
+            ordered.output(fx.map_arg(node.args[0], mapping.__getitem__))
+        elif node.op != "placeholder":
+            g.copy_node(ordered, node, mapping, re.sub(r"_\d+$", "", node.name))
+    return ordered
+
+
+def _plain(target: str) -> str:
+    return target.removeprefix(WRAPPER_PREFIX)
+
+
+def _identifier(name: str) -> str:
+    cleaned = re.sub(r"\W", "_", name)
+    return cleaned if cleaned[:1].isalpha() or cleaned[:1] == "_" else f"_{cleaned}"
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module that ran the node, in the user's model; "" for the root or unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if isinstance(path, str)]
+    path = re.sub(r"@\d+", "", paths[-1]) if paths else ""
+    path = re.sub(r"slice\((\d+|None), [^,]*, (\d+|None)\)\.(\d+)", _in_the_whole_list, path)
+    return path.removeprefix("model").removeprefix(".") if path.split(".")[0] == "model" else ""
+
+
+def _in_the_whole_list(sliced: re.Match[str]) -> str:
+    """The index of `layers[2:].0` in `layers`: where modules are shared, the tracer records the slice."""
+    start, step, index = sliced.groups()
+    return str((0 if start == "None" else int(start)) + int(index) * (1 if step == "None" else int(step)))
+
+
+def source_of(node: fx.Node) -> str:
+    """`modeling_llama.py:182` of the innermost line in the recorded stack; "" if none was recorded."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [(f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
+    if not outside:
+        return ""
+    file, line = outside[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}"

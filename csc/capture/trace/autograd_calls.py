@@ -1,0 +1,162 @@
+"""What a model asks of autograd in its forward, where a trace would not see it or would take it for something else.
+
+    asked = Asked()
+    with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients: the line that did
+
+What becomes of it:
+    torch.autograd.grad           without create_graph its results are detached; with it they are traced
+    tensor.data                   tensor.detach()
+    torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
+    tensor.backward, detach_      refused; so are hooks on several tensors, on saved ones and on a grad_fn, which csc
+                                  would not call
+    y.data.mul_(2)                refused: a write that autograd does not see leaves gradients as they were, which a
+                                  graph without writes cannot say
+    embedding(.., max_norm)       refused: it changes the table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from csc.capture.diagnostics import calling_line
+from csc.errors import InputError
+from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree
+
+EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+GRAD_FN, DATA = (getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data"))
+
+
+class Asked(TorchFunctionMode):
+    """gradients: the line that last asked for a gradient; "": none did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = ""
+        self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == DATA:
+            return torch.Tensor.detach(*args)
+        if func is torch.Tensor.detach_:
+            raise _refused("the model detaches a tensor in place", "take the tensor that detach() returns")
+        if func is torch.Tensor.backward:
+            raise _backward()
+        if func in EMBEDDINGS and (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None:
+            raise _refused(
+                "an embedding has max_norm, which changes its table while the model runs",
+                "leave it out, and shorten the rows of the table after the optimizer's step",
+            )
+        tensors = [one for one in args if type(one) is FakeTensor]
+        versions = [one._version for one in tensors]
+        result = func(*args, **kwargs)
+        if func == GRAD_FN and result is not None:
+            return _Node(result)
+        for one, version in zip(tensors, versions):
+            if one._version != version:
+                self._check(one)
+        self._note(result)
+        if func is torch.autograd.grad:
+            self.gradients = calling_line() or "model"
+            if not kwargs.get("create_graph", False):
+                return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
+
+    def _note(self, result: Any) -> None:
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if type(one) is FakeTensor and one.requires_grad and not in_functorch_transform():
+                self._differentiable[address_of_storage(one)] = one.untyped_storage()  # kept, so that it stays its own
+
+    def _check(self, written: torch.Tensor) -> None:
+        """If what was written to needs a gradient, or is memory of what does, autograd must have seen it. Not for
+        parameters: of those the graph says so.
+        """
+        if in_functorch_transform() or (written.is_leaf and written.requires_grad):
+            return
+        seen = torch.is_grad_enabled() and written.requires_grad
+        if not seen and address_of_storage(written) in self._differentiable:
+            raise _refused(
+                "the model writes to a value that needs a gradient where autograd does not see it (under no_grad, or "
+                "through detach() or .data)",
+                "write to a clone of it, or use the new value where it is needed",
+            )
+
+
+class _Node:
+    """A tensor's grad_fn that takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise _refused(
+                "the model puts a hook on a grad_fn, which csc would not call",
+                "put it on the tensor (tensor.register_hook), and let it return the gradient",
+            )
+        return getattr(self._node, name)
+
+
+@contextmanager
+def autograd_calls(asked: Asked) -> Iterator[None]:
+    """A context around the model's forward, in a trace."""
+    with (
+        patch.object(torch.autograd, "backward", _no_backward),
+        patch.object(torch.autograd.graph, "register_multi_grad_hook", _no_hook_on_several),
+        patch.object(saved_tensors_hooks, "__enter__", _entered(saved_tensors_hooks.__enter__)),
+        patch.object(torch.inference_mode, "__enter__", _enter_as_no_grad),
+        patch.object(torch.inference_mode, "__exit__", _leave_as_no_grad),
+        asked,
+    ):
+        yield
+
+
+def _enter_as_no_grad(self: torch.inference_mode) -> None:
+    instead = torch.no_grad() if self.mode else nullcontext()
+    self.__dict__["_instead"] = instead
+    instead.__enter__()
+
+
+def _leave_as_no_grad(self: torch.inference_mode, *error: Any) -> None:
+    self.__dict__.pop("_instead").__exit__(*error)
+
+
+def _entered(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def __enter__(self: saved_tensors_hooks) -> None:
+        if not type(self).__module__.startswith("torch.") or type(self) is saved_tensors_hooks:
+            raise _refused(
+                "the model has hooks on the tensors that autograd saves, which csc would not call",
+                "leave them out: what is kept between forward and backward is csc's to choose (recompute=, memory=)",
+            )
+        own(self)
+
+    return __enter__
+
+
+def _no_backward(*args: Any, **kwargs: Any) -> None:
+    raise _backward()
+
+
+def _no_hook_on_several(*args: Any, **kwargs: Any) -> None:
+    raise _refused(
+        "the model puts one hook on several tensors (register_multi_grad_hook), which csc would not call",
+        "put a hook on each that returns its gradient",
+    )
+
+
+def _backward() -> InputError:
+    return _refused(
+        "the model runs a backward in its forward",
+        "ask for gradients with torch.autograd.grad, and return the loss alone",
+    )
+
+
+def _refused(what: str, remedy: str) -> InputError:
+    return InputError(what, calling_line() or "model", remedy)

@@ -1,0 +1,288 @@
+"""What a run of a model computes from its batch alone, kept call by call, so that another batch can be asked the same.
+
+    alone = Alone(entries, constants, values)        the traced batch entries, and their real values, by name
+    alone.add(func, args, kwargs, result)            of every call, in order
+    alone.expression(func, args, kwargs)             the call as a function of the batch; None if it is none
+    alone.answer(func, args, kwargs)                 what it gives for the batch at hand, kept as a decision, or MISSING
+    alone.decisions                                  in the order in which the model took them
+
+Parameters, and what is computed with them, random numbers, and tensors that such values were written to are not of the
+batch alone. Views cannot be told from copies here: a write counts for whatever may lie in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+
+from csc.capture.values.call_log import writes
+from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
+from csc.ir.sizes import Unknown, expression_to_tree
+from csc.torch_private import outside_tracing, pytree, random_state
+
+MISSING = object()
+LONGEST = 64  # numbers of an answer
+LARGEST = 4096  # elements of a constant
+PLAIN = (bool, int, float, str, type(None))
+FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
+# Of these the result lies in memory of its own.
+COPIES = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "any", "all",
+     "sum", "max", "min", "amax", "amin", "argmax", "argmin", "cumsum", "nonzero", "argwhere", "where", "clone", "isin",
+     "add", "sub", "mul", "__add__", "__sub__", "__mul__", "__radd__", "__rsub__", "__rmul__", "__and__", "__or__",
+     "__xor__", "__invert__", "logical_and", "logical_or", "logical_not", "logical_xor", "cat", "stack", "unique",
+     "sort", "__floordiv__", "__mod__", "floor_divide", "remainder", "argsort", "topk", "bincount", "count_nonzero"}
+)  # fmt: skip
+Origin = tuple[Any, ...]
+
+
+class _NotAlone(Exception):
+    """Something in a call is not of the batch alone."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    step: Step
+    uses: frozenset[Origin]  # origins of what it reads
+    written: Origin | None
+
+
+class Alone:
+    """Of one run."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, torch.Tensor],
+        constants: Mapping[int, tuple[str, torch.Tensor]],
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
+        """constants: names and values of buffers, by the `id` of what stands for them in this run."""
+        self._values = values
+        self._origin: dict[int, Origin] = {id(tensor): ("entry", name) for name, tensor in entries.items()}
+        self._constants = constants
+        self._alive: list[Any] = list(entries.values())
+        self._calls: list[_Call] = []
+        self._family: dict[Origin, Origin] = {}
+        self._spoilt: set[Origin] = set()  # families that something else was written to
+        self._sizes = _symbols(entries)
+        self.decisions: list[Decision] = []
+        self.constants_read: set[str] = set()
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A call, and what it returned."""
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        name = _own_name(func)
+        written = _written(name, args, kwargs)
+        if not made and written is None:
+            return
+        try:
+            step, uses = self._step(func, args, kwargs)
+        except _NotAlone:
+            for leaf in made:
+                if leaf is not written:
+                    self._foreign(leaf, name, args, kwargs)
+            if written is not None:
+                self._spoil(written)
+            return
+        number: Origin = ("step", len(self._calls))
+        target = self._origin.get(id(written)) if written is not None else None
+        if written is not None and (target is None or "out" in kwargs):
+            self._spoil(written)
+            return
+        self._calls.append(_Call(step, uses, target[:2] if target is not None else None))
+        if name not in COPIES:
+            for one in uses:
+                self._join(number, one)
+        for place, leaf in enumerate(made):
+            if leaf is not written and not (written is None and id(leaf) in self._origin):
+                self._origin[id(leaf)] = (*number, place)
+                self._alive.append(leaf)
+
+    def expression(self, func: Any, args: Any, kwargs: Any) -> Expression | None:
+        """A call that gives something for its batch entries, with all that these go through before it."""
+        try:
+            step, uses = self._step(func, args, kwargs)
+        except _NotAlone:
+            return None
+        needed = self._needed(uses)
+        if needed is None:
+            return None
+        place = {number: index for index, number in enumerate(sorted(needed))}
+        steps = [self._calls[number].step for number in sorted(needed)]
+        found = Expression(tuple(_numbered(one, place) for one in (*steps, step)))
+        return found if found.entries else None
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """MISSING if that is not of the batch alone, draws random numbers, or is longer than a decision should be."""
+        expression = self.expression(func, args, kwargs)
+        if expression is None:
+            return MISSING
+        before = random_state()
+        try:
+            found = expression.of(self._values)
+        except Exception:
+            return MISSING
+        leaves = pytree.tree_leaves(found)
+        if len(leaves) > LONGEST or not all(type(leaf) in PLAIN for leaf in leaves) or random_state() != before:
+            return MISSING
+        decision = Decision(expression, found)
+        if decision not in self.decisions:
+            self.decisions.append(decision)
+        return found
+
+    def _needed(self, uses: frozenset[Origin]) -> set[int] | None:
+        """Calls behind these origins, writes to what may be their memory among them; None if that is not known."""
+        needed: set[int] = set()
+        origins = set(uses)
+        while True:
+            families = {self._root(one) for one in origins}
+            if families & self._spoilt:
+                return None
+            found = {one[1] for one in origins if one[0] == "step"}
+            found |= {
+                number
+                for number, call in enumerate(self._calls)
+                if call.written is not None and self._root(call.written) in families
+            }
+            if found <= needed:
+                return needed
+            needed |= found
+            origins = origins.union(*(self._calls[number].uses for number in needed))
+
+    def _step(self, func: Any, args: Any, kwargs: Any) -> tuple[Step, frozenset[Origin]]:
+        name = resolve_name(func) or ""
+        own = _own_name(func)
+        try:
+            if not name.startswith("torch.") or function(name) != func:
+                raise _NotAlone
+        except AttributeError:
+            raise _NotAlone from None
+        uses: set[Origin] = set()
+        tree = tuple(self._tree(list(args), uses)), self._tree(dict(kwargs), uses)
+        if not uses and own not in FACTORIES:
+            raise _NotAlone
+        return Step(name, *tree, writes(own) or "out" in kwargs), frozenset(uses)
+
+    def _tree(self, value: Any, uses: set[Origin]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, uses)
+        if isinstance(value, torch.SymInt):
+            return ("size", self._size(value))
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, slice):
+            return ("slice", *(self._tree(one, uses) for one in (value.start, value.stop, value.step)))
+        if type(value) is list:
+            return ("list", *(self._tree(one, uses) for one in value))
+        if isinstance(value, tuple):
+            return ("tuple", *(self._tree(one, uses) for one in value))
+        if type(value) is dict and all(isinstance(name, str) for name in value):
+            return ("dict", *(("pair", name, self._tree(one, uses)) for name, one in sorted(value.items())))
+        if isinstance(value, torch.device):
+            return ("device",)
+        if value is ...:
+            return ("...",)
+        for kind, known in OBJECTS.items():
+            if isinstance(value, known):
+                return (kind, str(value).removeprefix("torch."))
+        raise _NotAlone
+
+    def _tensor(self, value: torch.Tensor, uses: set[Origin]) -> Any:
+        origin = self._origin.get(id(value))
+        if origin is not None:
+            uses.add(origin[:2])
+            return origin
+        name, known = self._constants.get(id(value), ("", value))
+        if type(known) is not torch.Tensor or known.requires_grad or known.is_meta or known.numel() > LARGEST:
+            raise _NotAlone
+        if self._root(("constant", id(value))) in self._spoilt:
+            raise _NotAlone
+        if name:
+            self.constants_read.add(name)
+        shape = tuple(known.shape)
+        uses.add(("constant", id(value)))
+        self._alive.append(value)
+        with outside_tracing():
+            values = tuple(known.detach().cpu().flatten().tolist())
+        return ("constant", str(known.dtype).removeprefix("torch."), shape, values)
+
+    def _size(self, value: torch.SymInt) -> Any:
+        expression = value.node.expr
+        if any(str(one) not in self._sizes for one in expression.free_symbols):
+            raise _NotAlone
+        try:
+            return _as_tuples(_renamed(expression_to_tree(expression), self._sizes))
+        except Unknown:
+            raise _NotAlone from None
+
+    def _foreign(self, made: torch.Tensor, name: str, args: Any, kwargs: Any) -> None:
+        """What a call has made that is not of the batch alone: it may be a view of something that is."""
+        self._origin.pop(id(made), None)
+        self._alive.append(made)
+        for leaf in pytree.tree_leaves((args, kwargs)) if name not in COPIES else ():
+            known = isinstance(leaf, torch.Tensor) and leaf.dtype == made.dtype and id(leaf) in self._origin
+            if known and leaf is not made:
+                self._join(("constant", id(made)), self._origin[id(leaf)][:2])
+
+    def _spoil(self, tensor: torch.Tensor) -> None:
+        origin = self._origin.get(id(tensor), ("constant", id(tensor)))
+        self._alive.append(tensor)
+        self._spoilt.add(self._root(origin[:2]))
+
+    def _root(self, origin: Origin) -> Origin:
+        while origin in self._family:
+            origin = self._family[origin]
+        return origin
+
+    def _join(self, one: Origin, other: Origin) -> None:
+        one, other = self._root(one), self._root(other)
+        if one != other:
+            self._family[one] = other
+            if one in self._spoilt:
+                self._spoilt.add(other)
+
+
+def _own_name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that a call changes."""
+    target = kwargs.get("out", args[0] if args and writes(name) else None)
+    return target if isinstance(target, torch.Tensor) else None
+
+
+def _symbols(entries: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """`input_ids:1`, by the symbol of that size."""
+    sizes: list[tuple[str, Any]] = [
+        (f"{name}:{dim}", size)
+        for name, tensor in reversed(list(entries.items()))
+        for dim, size in enumerate(tensor.shape)
+        if isinstance(size, torch.SymInt)
+    ]
+    return {str(size.node.expr): place for place, size in sizes if size.node.expr.is_Symbol}
+
+
+def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(tree, str):
+        return names[tree]
+    return [tree[0], *(_renamed(one, names) for one in tree[1:])] if isinstance(tree, list) else tree
+
+
+def _as_tuples(tree: Any) -> Any:
+    return tuple(map(_as_tuples, tree)) if isinstance(tree, list) else tree
+
+
+def _numbered(step: Step, place: Mapping[int, int]) -> Step:
+    def new(tree: Any) -> Any:
+        if not isinstance(tree, tuple):
+            return tree
+        if tree[:1] == ("step",):
+            return ("step", place[tree[1]], tree[2])
+        return tree if tree[:1] == ("constant",) else tuple(map(new, tree))
+
+    return Step(step.function, new(step.args), new(step.kwargs), step.writes)

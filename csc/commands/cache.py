@@ -1,0 +1,91 @@
+"""`csc cache list | clear | path`: what the cache on disk holds. See docs/cache.md.
+
+app                                        the commands, for csc.commands.main
+list_command(json_output, debug)           clear(prefix, debug)           path(debug)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
+
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+SHOWN = 12  # digits of a key
+
+
+@app.command("list")
+def list_command(
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Programs and traced graphs: of which model, for which mesh and sizes, how large, when used last, how often."""
+    from csc.cache.store import store
+    from csc.simulation.look import bytes_text
+
+    found = store()
+    entries = [entry for entry in (found.entries() if found is not None else []) if entry.kind != "learned"]
+    folder = str(found.folder) if found is not None else None
+    if json_output:
+        total = sum(entry.size for entry in entries)
+        print(json.dumps({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]}))
+        return
+    console = Console(width=None if Console().is_terminal else 160)
+    if found is None:
+        console.print("the cache is switched off (CSC_CACHE=0)")
+        return
+    table = Table("key", "holds", "model", "mesh", "frozen", "shapes", "size", "used last", "hits")
+    for entry in entries:
+        about = entry.about
+        cells = (entry.key[:SHOWN], entry.kind, str(about.get("name", "")), _mesh(about), _frozen(about))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) if entry.used else ""
+        rest = (_shapes(about), bytes_text(entry.size), used, str(entry.hits))
+        table.add_row(*(escape(cell) for cell in (*cells, *rest)))
+    console.print(table)
+    together = bytes_text(sum(entry.size for entry in entries))
+    console.print(f"{len(entries)} entries, {together} of at most {bytes_text(found.limit)}, in {escape(str(folder))}")
+
+
+@app.command()
+def clear(
+    prefix: Annotated[str, typer.Argument(help="remove the entries whose keys begin so; all without it")] = "",
+    debug: DebugOption = False,
+) -> None:
+    """Remove entries: all, or those of a key as `csc cache list` shows it."""
+    from csc.cache.store import store
+    from csc.errors import InputError
+
+    found = store()
+    removed = found.clear(prefix) if found is not None else 0
+    if prefix and not removed:
+        raise InputError(f"no entry's key begins with {prefix!r}", "csc cache clear", "see `csc cache list`")
+    print(f"{removed} entries removed")
+
+
+@app.command()
+def path(debug: DebugOption = False) -> None:
+    """Print the folder of the cache."""
+    from csc.cache.store import location
+
+    print(location())
+
+
+def _mesh(about: Mapping[str, Any]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in about.get("mesh", {}).items() if size > 1)
+
+
+def _frozen(about: Mapping[str, Any]) -> str:
+    return ", ".join(about.get("freeze") or ())
+
+
+def _shapes(about: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in about.get("shapes", {}).items())

@@ -1,0 +1,100 @@
+"""`csc cost` and `csc profile` on a terminal: rich tables of csc.reports.costs and csc.reports.profiling.
+
+Regions of one template variant cost the same; they share a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from csc.reports.costs import CostReport, CostRow
+from csc.reports.profiling import Profile
+from csc.simulation.look import bytes_text, seconds_text
+
+HELD = ("saved", "kept", "again", "parameters", "gradients", "optimizer", "messages", "gradient messages")
+
+
+def cost_tables(report: CostReport) -> Iterator[Table]:
+    """Work and bytes of the components and of the regions; expressions if there are any."""
+    for title, rows in (("components", report.components), ("regions", report.regions)):
+        yield _work_table(f"{title}: work of one microbatch", rows, report.basis)
+        yield _bytes_table(f"{title}: bytes", rows)
+        if rows and rows[0].expressions:
+            yield _expression_table(f"{title}: expressions", rows)
+
+
+def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Table:
+    table = _table("", "MFLOPs", "moved", "kernels", *([f"seconds ({basis})"] if basis else []), title=title)
+    for name, row in _distinct(rows):
+        parts = [part for part in "FBW" if row.figures[f"{part} kernels"]] or ["F"]
+        for part in parts:
+            cells = [
+                name if part == parts[0] else "",
+                part,
+                f"{row.figures[f'{part} flops'] / 1e6:,.3f}",
+                bytes_text(row.figures[f"{part} bytes"]),
+                str(row.figures[f"{part} kernels"]),
+            ]
+            if row.seconds is not None:
+                cells.append(seconds_text(row.seconds["FBW".index(part)]))
+            table.add_row(*cells, end_section=part == parts[-1])
+    return table
+
+
+def _bytes_table(title: str, rows: Sequence[CostRow]) -> Table:
+    table = _table(*HELD, title=title)
+    for name, row in _distinct(rows):
+        table.add_row(name, *(bytes_text(row.figures[figure]) for figure in HELD))
+    return table
+
+
+def _expression_table(title: str, rows: Sequence[CostRow]) -> Table:
+    """One figure a line; those that are always 0 are left out."""
+    table = _table("figure", "expression", title=title)
+    for name, row in _distinct(rows):
+        lines = [(figure, str(e)) for figure, e in row.expressions.items() if e != 0]
+        for position, (figure, text) in enumerate(lines):
+            table.add_row("" if position else name, figure, text, end_section=position == len(lines) - 1)
+    return table
+
+
+def _table(*columns: str, title: str) -> Table:
+    table = Table(title=title)
+    table.add_column("name", overflow="fold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
+    """(name, row) of the first row of each variant, its name with the number of the others."""
+    members: dict[str, list[CostRow]] = {}
+    for row in rows:
+        members.setdefault(row.template if row.name != row.component else row.name, []).append(row)
+    for found in members.values():
+        others = f" and {len(found) - 1} more {found[0].template}" if len(found) > 1 else ""
+        yield escape(f"{found[0].name}{others}"), found[0]
+
+
+def profile_table(found: Profile) -> Table:
+    """Measured against modelled seconds, a variant a row."""
+    table = Table("template", "regions", "measured F/B/W", "modelled F/B/W", "error", title=found.hardware.measured_on)
+    for row in found.rows:
+        table.add_row(
+            escape(row.variant), str(row.regions), " / ".join(map(seconds_text, row.measured)),
+            " / ".join(map(seconds_text, row.modelled)), f"{row.error:+.1%}",
+        )  # fmt: skip
+    return table
+
+
+def profile_summary(found: Profile) -> str:
+    """What was fitted, and how near the model comes."""
+    fitted = found.hardware
+    return (
+        f"fitted: matmuls {fitted.matmul_efficiency:.1%} of the peak, memory {bytes_text(fitted.reached_bandwidth)}/s, "
+        f"{seconds_text(fitted.launch)} a kernel\n"
+        f"model against measured: {found.error:+.1%} of a microbatch, {found.mean_error:.1%} on average over all parts"
+    )

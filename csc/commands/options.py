@@ -1,0 +1,138 @@
+"""The options that every command on a model takes: what to compile, and how.
+
+    @app.command()
+    @on_target
+    def explain(opening: Opening, json_output: JsonOption = False) -> None:
+        with opening as compiled: ...
+
+The command line gets TARGET and the options below; the command gets a context manager that yields the CompiledModel
+and shows progress on a terminal for as long as it is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Opening = AbstractContextManager[Any]  # of a csc.CompiledModel, whose import takes seconds
+Command = Callable[..., Any]
+
+
+def _options(
+    target: Annotated[str, typer.Argument(help="path.py:name of a compiled model, a module or a factory")],
+    mesh: Annotated[str | None, typer.Option(help="axis sizes, for example pp=3,dp=2")] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option(help="component names or globs over parameter names; repeat it, or commas")
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(help="ranks that share a component's tokens, as vision_tower=2; repeat it, or commas"),
+    ] = None,
+    cut: Annotated[list[str] | None, typer.Option(help="regions that open a stage; repeat it, or commas")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="regions of the next stage, as names or globs with commas; repeat it")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or your own file"
+        ),
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="stages that each rank runs")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="profile to plan for: a40, a100, h100, h200, cpu, or a file")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="what one rank may hold, for example 40GB")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="microbatches per step")] = None,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(help="none, selective, full, auto (needs --memory), or REGIONS=CHOICE; repeat it, or commas"),
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16: compute in it, with float32 master weights")] = None,
+    keep_fp32: Annotated[
+        list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
+    ] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
+    ] = None,
+    example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="make the model without weights: a mesh and a model of any size")
+    ] = False,
+) -> None:
+    """Never called: its signature is what `on_target` gives to commands."""
+
+
+SHARED = inspect.signature(_options, eval_str=True).parameters
+
+
+def on_target(command: Command) -> Command:
+    """The command with the options above in front of its own; its first parameter is the Opening."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [*SHARED.values(), *list(own.parameters.values())[1:]]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        shared = {name: given.pop(name) for name in SHARED}
+        return command(_opened(shared), **given)
+
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+@contextlib.contextmanager
+def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
+    from csc.capture.trace.meta_init import meta_init
+    from csc.commands.target import load_target, overridden
+
+    errors = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        meta_init() if given["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
+        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress,
+    ):
+        task = progress.add_task("loading")
+        compiled = load_target(given["target"], given["example"])
+        changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
+        changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
+        changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
+        changes["recompute"] = _choices(listed(given["recompute"]))
+        changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
+        changes["context"] = _context(given["context"])
+        compiled = overridden(compiled, {**changes, "check": given["check"]})
+        compiled.progress = lambda name: progress.update(task, description=name)
+        yield compiled
+
+
+def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:
+    """`full` is a choice for all regions, `vision_tower=none` one for some."""
+    if given is None:
+        return None
+    return [(regions or "*", choice) for regions, _, choice in (item.rpartition("=") for item in given)]
+
+
+def listed(given: list[str] | None) -> list[str] | None:
+    """Repeated and comma-separated values as one list; None if the option was not given."""
+    return [name.strip() for item in given for name in item.split(",") if name.strip()] if given else None
+
+
+def _context(given: list[str] | None) -> dict[str, int] | None:
+    """`vision_tower=2` as a mapping."""
+    from csc.errors import InputError
+
+    pairs = [item.partition("=") for item in listed(given) or ()]
+    for component, _, ranks in pairs:
+        if not component or not ranks.strip().isdigit():
+            raise InputError(f"--context has {component!r}", "command line", "write component=ranks, as vision_tower=2")
+    return {component.strip(): int(ranks) for component, _, ranks in pairs} or None

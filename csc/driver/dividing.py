@@ -1,0 +1,144 @@
+"""A batch, divided into microbatches of as many samples each, every one with what belongs to its samples.
+
+Terms
+  divide    what a user says: for entries by name "samples" (a row for each sample), "whole" (every microbatch has all
+            of it) or a function from the batch to the numbers of rows of each sample; or one function from the batch
+            and the number of microbatches to these
+
+    Dividing(divide).cut(batch, parts, compiler) -> [microbatch]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from csc.capture.batch import check_lists, does_not_divide, pieces, split_batch
+from csc.driver.belonging import TOKENS, Belonging, belongings, token_ids
+from csc.driver.compiler import Compiler
+from csc.errors import InputError
+
+Batch = Mapping[str, Any]
+Rows = Callable[[Batch], Any]
+Divide = Mapping[str, str | Rows] | Callable[[Batch, int], Sequence[Batch]]
+SAMPLES, WHOLE = "samples", "whole"
+
+
+class Dividing:
+    """How batches of one model are divided. divide: what the user says; None: as the batch shows."""
+
+    def __init__(self, divide: Divide | None = None) -> None:
+        if divide is not None and not callable(divide):
+            _check(divide)
+        self._divide = divide
+
+    def cut(self, batch: Batch, parts: int, compiler: Compiler) -> list[dict[str, Any]]:
+        """A batch as `parts` microbatches. InputError for an entry that cannot be divided, and for one whose rows do
+        not fit what is said of it.
+        """
+        if parts > 1 and callable(self._divide):
+            return [tensors | extra for tensors, extra in map(split_batch, _by_function(self._divide, batch, parts))]
+        tensors, extra = split_batch(batch)
+        if parts == 1:
+            return [{**tensors, **extra}]
+        check_lists(extra, tensors)
+        known = self._known(tensors, compiler)
+        whole = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
+        return [microbatch | extra for microbatch in _divided(tensors, parts, known, whole)]
+
+    def check(self, batch: Batch, parts: int, compiler: Compiler, whole: Set[str]) -> None:
+        """InputError if an entry was cut that has no sample dimension. whole: what has none, as the program shows."""
+        if parts == 1 or callable(self._divide):
+            return
+        known = self._known(split_batch(batch)[0], compiler)
+        uncut = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
+        for name in sorted(whole - uncut):
+            raise InputError(
+                f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
+                f"{parts} pieces", "batch",
+                f"say csc.compile(divide={{{name!r}: 'whole'}}), or give a list of {parts} ready microbatches, each "
+                "with the whole of it",
+            )  # fmt: skip
+
+    @property
+    def _said(self) -> Mapping[str, str | Rows]:
+        return self._divide if isinstance(self._divide, Mapping) else {}
+
+    @property
+    def _said_whole(self) -> Set[str]:
+        return {name for name, how in self._said.items() if how == WHOLE}
+
+    def _known(self, tensors: Mapping[str, torch.Tensor], compiler: Compiler) -> dict[str, Belonging]:
+        """Whose rows are whose, of the entries that it is said or known of."""
+        found = belongings(tensors, token_ids(compiler.model)) | _told(self._said, tensors)
+        return {name: belonging for name, belonging in found.items() if name not in self._said_whole}
+
+
+def _check(divide: Any) -> None:
+    if not isinstance(divide, Mapping):
+        raise InputError(
+            f"divide is {divide!r}", "compile",
+            "map entries to how they are divided, or give a function from the batch and a number to so many "
+            "microbatches",
+        )  # fmt: skip
+    for name, how in divide.items():
+        if not callable(how) and how not in (SAMPLES, WHOLE):
+            raise InputError(
+                f"divide has {how!r} for {name!r}", "compile",
+                f"use {SAMPLES!r}, {WHOLE!r}, or a function from the batch to each sample's number of rows",
+            )  # fmt: skip
+
+
+def _told(divide: Mapping[str, str | Rows], tensors: Mapping[str, torch.Tensor]) -> dict[str, Belonging]:
+    """What a user's mapping says of a batch."""
+    found: dict[str, Belonging] = {}
+    for name, how in divide.items():
+        if how == WHOLE or name not in tensors:
+            continue
+        samples = _samples(tensors)
+        given = [1] * samples if isinstance(how, str) else how(tensors)
+        rows = given.tolist() if isinstance(given, torch.Tensor) else given
+        good = isinstance(rows, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in rows)
+        if not good or len(rows) != samples or sum(rows) != len(tensors[name]):
+            raise InputError(
+                f"divide says {rows!r} of the batch entry {name!r}, which has {len(tensors[name])} rows, for {samples} "
+                "samples", "batch", "give each sample's number of rows; together they are all of the entry's",
+            )  # fmt: skip
+        found[name] = Belonging(tuple(rows))
+    return found
+
+
+def _samples(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Rows of the token ids, else of the first entry."""
+    return len(next((tensors[name] for name in TOKENS if name in tensors), next(iter(tensors.values()))))
+
+
+def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) -> list[Batch]:
+    """The microbatches that a user's function makes. InputError if they are not so many mappings."""
+    found = divide(batch, parts)
+    if not isinstance(found, (list, tuple)) or len(found) != parts or not all(hasattr(one, "items") for one in found):
+        gave = f"{len(found)}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        raise InputError(
+            f"divide was asked for {parts} microbatches and gave {gave}", "batch",
+            f"return a list of {parts} mappings with the entries of the batch",
+        )  # fmt: skip
+    return list(found)
+
+
+def _divided(
+    tensors: Mapping[str, torch.Tensor], parts: int, known: Mapping[str, Belonging], whole: Collection[str]
+) -> list[dict[str, torch.Tensor]]:
+    """Entries of which nothing is known are cut into equal slices. A microbatch lacks those that it has no row of."""
+    for name, belonging in known.items():
+        if len(belonging.rows) % parts:
+            raise does_not_divide(name, len(belonging.rows), parts)
+    found = pieces({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
+    for name, belonging in known.items():
+        each = len(belonging.rows) // parts
+        rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]
+        for microbatch, tensor in zip(found, tensors[name].split(rows, belonging.dim), strict=True):
+            if len(tensor) or not len(tensors[name]):
+                microbatch[name] = tensor.contiguous()
+    return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in found]

@@ -1,0 +1,134 @@
+"""Lower bounds of the makespan of one step: what no partition and no order of work can beat.
+
+Terms: see csc.planning.branches. The proofs are in docs/planning-bound.md. Messages take no time here and memory is
+left out, so the bounds hold for every network and every memory limit.
+
+    stage_bound(problem, units)        seconds: a rank that runs these units as one stage
+    lower_bound(problem)               -> Bound: over every partition into one stage on each rank
+    shared_lower_bound(problem)        -> Bound: over every plan whatever, several stages on a rank included
+
+For a stage S with summed times F, B, W, with m the sum of the microbatches' scales and r the least of them, and with
+the longest paths of one microbatch of scale 1 that arrive from outside before its F (f) and its B (b, at least f + F),
+and that leave it after its B (y) and its F (x, at least B + y and B + W):
+
+    bound(S) = max( r (f + x) + m F,  r (f + y) + m (F + B),  r f + m (F + B + W),  r (b + y) + m B,  r b + m (B + W) )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csc.errors import InputError
+from csc.planning.branches import branches, numbered, ramps
+from csc.planning.frontiers import least
+from csc.planning.pace import paced
+from csc.planning.pieces import ChainTables, pieces, stage_bounds, stages_between
+from csc.planning.problem import Problem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """seconds that no plan of its kind can beat; stages: a partition for which the bound is as low as that (none for
+    plans with several stages on a rank); term: which of its parts is the largest, in words.
+    """
+
+    seconds: float
+    stages: tuple[tuple[int, ...], ...]
+    term: str
+
+
+def round_trip(problem: Problem) -> float:
+    """Seconds of the largest microbatch alone: the longest path through its F, B and W."""
+    return ramps(problem).round_trip * max(problem.scale or (1.0,))
+
+
+def stage_bound(problem: Problem, units: Sequence[int]) -> float:
+    """Seconds of the step, at least, if one rank runs `units` and nothing else as one stage.
+
+    InputError if units outside lie between them, which makes them impossible as a stage.
+    """
+    found = branches(problem)
+    chosen = set(units)
+    numbered(found, [min(chosen) if u in chosen else u for u in range(len(problem.units))])
+    return stage_bounds(pieces(problem, found), [units])[0]
+
+
+def check_ranks(problem: Problem) -> None:
+    """InputError unless every rank can have a unit."""
+    if problem.ranks < 1:
+        raise InputError(f"there cannot be {problem.ranks} stages", "partition", "Ask for at least 1")
+    if problem.ranks > len(problem.units):
+        raise InputError(
+            f"{len(problem.units)} regions cannot fill {problem.ranks} stages",
+            "partition",
+            f"Ask for at most {len(problem.units)} stages",
+        )
+    if problem.microbatches < 1:
+        raise InputError(f"there cannot be {problem.microbatches} microbatches", "planning", "Ask for at least 1")
+
+
+def floor_of(problem: Problem, tables: ChainTables) -> float:
+    """Seconds below which no partition can be, without looking at any."""
+    single = max(stage_bounds(tables, [[u] for u in range(len(problem.units))]))
+    work = sum(unit.work for unit in problem.units) * tables.work / problem.ranks
+    return max(round_trip(problem), single, work)
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """What no plan with one stage on each rank can beat, whatever its partition and order.
+
+    The minimum, over every acyclic assignment of the units to exactly `ranks` non-empty stages, of the largest
+    `stage_bound` of a stage, and one microbatch's whole round trip: exact to a relative 1e-9. Raised, where that is
+    higher, to what csc.planning.pace proves. InputError for more ranks than units.
+    """
+    check_ranks(problem)
+    tables = pieces(problem, branches(problem))
+    found = least(tables, problem.ranks, floor_of(problem, tables))
+    assert found is not None  # without a memory limit every partition has a finite bound
+    seconds, frontiers = found
+    stages = stages_between(tables, frontiers)
+    higher = paced(problem, tables, problem.ranks, seconds)
+    if higher > seconds:
+        return Bound(higher, stages, "the pace at which the slowest forward lets microbatches through")
+    costs = stage_bounds(tables, stages)
+    worst = max(range(len(stages)), key=lambda s: costs[s])
+    term = f"the work of stage {worst} and the ways to it and back"
+    if costs[worst] < round_trip(problem) * (1 - 1e-9):
+        term = "one microbatch's way there and back"
+    return Bound(seconds, stages, term)
+
+
+def shared_lower_bound(problem: Problem) -> Bound:
+    """What no plan can beat that runs every unit on one rank, with any number of stages on a rank.
+
+    The largest of: one microbatch's round trip; every unit's own `stage_bound`; as each rank waits for its first action
+    and has nothing to do after its last one, (all work + the `ranks` shortest ways to a first F + the `ranks` shortest
+    ways on after a last action) / ranks; and, as of any k ranks + 1 units some rank has k + 1, the work of the k + 1
+    least of the k ranks + 1 largest units, for every k. InputError for more ranks than units.
+    """
+    check_ranks(problem)
+    paths = ramps(problem)
+    tables = pieces(problem, branches(problem))
+    ahead = sorted(paths.to_forward[u] - unit.forward for u, unit in enumerate(problem.units))
+    behind = []
+    for u, unit in enumerate(problem.units):
+        after_f = float(paths.from_forward[u]) - unit.forward
+        after_b = float(paths.from_backward[u]) - unit.backward_input
+        behind.append(0.0 if unit.has_w else after_b if unit.has_b else after_f)
+    behind.sort()
+    n = problem.ranks
+    work = sum(unit.work for unit in problem.units) * tables.work
+    spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n
+    largest = sorted((unit.work for unit in problem.units), reverse=True)
+    crowded = max(sum(largest[k * n - k : k * n + 1]) for k in range((len(largest) - 1) // n + 1)) * tables.work
+    terms = {
+        "one microbatch's way there and back": round_trip(problem),
+        "the work of one unit and the ways to it and back": max(
+            stage_bounds(tables, [[u] for u in range(len(problem.units))])
+        ),
+        "the work of the units that some rank cannot but share": crowded,
+        "all work spread over the ranks, and the ways to their first and from their last action": spread,
+    }
+    term = max(terms, key=lambda name: terms[name])
+    return Bound(float(terms[term]), (), term)

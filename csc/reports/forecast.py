@@ -1,0 +1,183 @@
+"""What `csc simulate` and `csc timeline` show: a plan before it runs, and timelines beside each other.
+
+Terms
+  baseline   the split that most people make by hand: stages of equal forward time in order of execution, whatever is
+             frozen, under a schedule of one's choice
+
+    forecast(compiled, baseline="1f1b") -> Forecast
+    read(path) -> Timeline                  a timeline file, or what the plan of a compiled program expects
+    comparison(timelines) -> [row]          each against the first
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from csc.driver.compiled import CompiledModel
+from csc.errors import InputError
+from csc.ir.program import Options, Program
+from csc.ir.schedule import PARTS
+from csc.passes.pipeline_problem import problem
+from csc.planning.partition import balance
+from csc.planning.plan import plan
+from csc.runtime.program import load
+from csc.simulation.jitter import Jitter
+from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.simulate import simulate
+from csc.simulation.timeline import Timeline, from_json
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The plan's timeline and the baseline's. Times are seconds of one step, sizes bytes of one rank.
+
+    bound: no plan of its kind takes less: one stage a rank, or (`shared`) several.
+    """
+
+    schedule: str
+    layout: str
+    costs: str
+    bound: float
+    shared: bool
+    plan: Timeline
+    baseline: Timeline | None
+    holds: tuple[str, ...]  # per rank, the regions of its stages
+    memory: float | None
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound the plan takes, as a share of the bound."""
+        return self.plan.makespan / self.bound - 1
+
+    @property
+    def speedup(self) -> float | None:
+        """Makespan of the baseline over that of the plan."""
+        return self.baseline.makespan / self.plan.makespan if self.baseline is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "layout": self.layout,
+            "costs": self.costs,
+            "makespan": self.plan.makespan,
+            "bound": self.bound,
+            "bound_of": "several stages a rank" if self.shared else "one stage a rank",
+            "gap": self.gap,
+            "memory_limit": self.memory,
+            "peak_memory": max(self.plan.peak_memory),
+            "ranks": [
+                {
+                    "rank": rank,
+                    "holds": held,
+                    "busy": self.plan.busy[rank],
+                    "bubble": self.plan.bubble[rank],
+                    "bubble_share": self.plan.bubble_share[rank],
+                    "peak_memory": self.plan.peak_memory[rank],
+                    "peak_activations": self.plan.peak_activations[rank],
+                }
+                for rank, held in enumerate(self.holds)
+            ],
+            "baseline": None
+            if self.baseline is None
+            else {
+                "name": self.baseline.name,
+                "makespan": self.baseline.makespan,
+                "speedup": self.speedup,
+                "peak_memory": max(self.baseline.peak_memory),
+            },
+        }
+
+
+def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jitter | None = None) -> Forecast:
+    """Simulate the plan of a compiled model; and, unless `baseline` is None, a frozen-unaware split under it."""
+    program, options = compiled.program, compiled.options
+    assert program.plan is not None and program.schedule is not None
+    numbers = problem(program, options)
+    pipeline = read_pipeline(program.plan.pipeline)
+    return Forecast(
+        schedule=program.schedule.name,
+        layout=program.plan.layout,
+        costs=program.plan.costs,
+        bound=program.plan.shared_bound if program.plan.bound is None else program.plan.bound,
+        shared=program.plan.bound is None,
+        plan=simulate(pipeline, program.schedule, jitter, f"plan: {program.schedule.name}"),
+        baseline=_baseline(program, options, baseline, jitter) if baseline is not None else None,
+        holds=tuple(_held(program, rank) for rank in range(options.mesh.pp)),
+        memory=numbers.memory,
+    )
+
+
+def _baseline(program: Program, options: Options, schedule: str, jitter: Jitter | None) -> Timeline:
+    numbers = replace(problem(program, options), memory=None)
+    starts = balance([round(1e9 * unit.forward) for unit in numbers.units], numbers.ranks)
+    bounds = [*starts, len(numbers.units)]
+    stages = [list(range(bounds[i], bounds[i + 1])) for i in range(numbers.ranks)]
+    found = plan(numbers, schedule=schedule, stages=stages)
+    return simulate(found.pipeline, found.schedule, jitter, f"baseline: equal forward time, {schedule}")
+
+
+def _held(program: Program, rank: int) -> str:
+    """`vision_tower x 12, projector` for the regions of a rank's stages; stages parted by a semicolon."""
+    component = {region.name: region.component or region.name for region in program.regions}
+    parts = []
+    for stage in program.stages:
+        if stage.rank == rank:
+            counts: dict[str, int] = {}
+            for name in stage.regions:
+                counts[component[name]] = counts.get(component[name], 0) + 1
+            parts.append(", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items()))
+    return "; ".join(parts)
+
+
+def read(path: Path) -> Timeline:
+    """A timeline file, or, for the directory of a compiled program, what its plan expects of its schedule."""
+    if path.is_dir():
+        program = load(path, ranks=())
+        figures = read_pipeline(program.manifest.plan.get("pipeline"), f"{path / 'program.json'}, plan")
+        return simulate(figures, program.schedule, name=f"expected: {program.schedule.name}")
+    try:
+        return from_json(json.loads(path.read_text()), str(path))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(
+            f"this is no timeline: {error}", str(path),
+            "give files that csc simulate -o or csc.run --timeline wrote, or a compiled program's directory",
+        ) from None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One timeline beside the first: seconds of the whole and, on average, of one F, B, W and BW."""
+
+    name: str
+    makespan: float
+    over_first: float
+    bubble_share: float
+    seconds: dict[str, float]
+
+
+def comparison(timelines: Sequence[Timeline]) -> list[Compared]:
+    """Each timeline with its makespan over that of the first."""
+    rows = []
+    for timeline in timelines:
+        by_kind: dict[str, list[float]] = {kind: [] for kind in PARTS}
+        for events in timeline.ranks:
+            for event in events:
+                if event.action.kind in by_kind:
+                    by_kind[event.action.kind].append(event.seconds)
+        mean = {kind: sum(found) / len(found) for kind, found in by_kind.items() if found}
+        shares = timeline.bubble_share
+        first = timelines[0].makespan
+        rows.append(
+            Compared(
+                timeline.name,
+                timeline.makespan,
+                timeline.makespan / first if first else 1.0,
+                sum(shares) / len(shares) if shares else 0.0,
+                mean,
+            )
+        )
+    return rows

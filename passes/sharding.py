@@ -1,0 +1,517 @@
+"""What pass `context` does to the calls that run on shares: each again, on a rank's own tokens.
+
+Terms
+  share    the slots of one rank, as many on every rank; slots without a token hold token 0
+  place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the share of the
+           whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
+  local    a call that runs on shares; what enters it from elsewhere is dispatched, padded to the whole where its place
+           is a part; what leaves it to other calls is gathered
+
+    Spreading(program, component, dims, sizes, local, ranks, labels, ignored, last)
+    .graph() -> the rewritten forward graph              .context(attention) -> Context, once the graph is made
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from csc.kernels.context import ATTENTION, GATHER
+from torch import fx
+
+from csc.analysis.links import RESHAPES as LAID_OUT
+from csc.analysis.links import reshaped
+from csc.analysis.routing import TOKENS, Moved, follow, positions
+from csc.analysis.tokens import mixes
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
+from csc.ir.naming import identifier
+from csc.ir.program import Context, ContextMask, Program
+from csc.torch_private import OpOverload
+
+aten = torch.ops.aten
+LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
+RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand"}
+FILLED = {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"}  # each place alike
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """tokens of the whole sequence; block: tokens that stay together; share: slots of one rank."""
+
+    tokens: int
+    block: int
+    share: int
+
+
+@dataclass(frozen=True)
+class _MaskParts:
+    """The nodes that a packed mask was made of; all None if every query sees every key."""
+
+    ranges: fx.Node | None
+    admits: fx.Node | None
+    kinds: fx.Node | None
+    layers: int
+
+
+class Spreading:
+    """Copies a graph; local calls meet shares in place of whole sequences."""
+
+    def __init__(
+        self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: TokenSizes,
+        local: Collection[fx.Node], ranks: int, labels: fx.Node | None = None, ignored: int = 0, last: bool = False,
+    ) -> None:  # fmt: skip
+        """labels: filled with `ignored` in slots without a token. last: everything behind the local calls is local, and
+        what the plan says needs no component in its name.
+        """
+        self.program, self.component, self.dims, self.sizes, self.ranks = program, component, dims, sizes, ranks
+        self.local, self.ignored, self.last = local, ignored, last
+        self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
+        self.labels = _what_moves(labels)
+        self.evaluate = Evaluation(program.fake_mode)
+        self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
+        self.new = fx.Graph()
+        self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
+        self.wholes: dict[fx.Node, Any] = {}  # what other calls see
+        self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
+        self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
+        self.steps: dict[fx.Node, int | None] = {}  # of values with tokens: how many of a dimension belong to one
+        self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
+        self.dispatched: dict[Any, fx.Node] = {}
+        self.parts: dict[fx.Node | None, _MaskParts] = {}
+
+    def graph(self) -> fx.Graph:
+        """The forward graph with local calls on shares. InputError for a call that mixes tokens."""
+        for node in g.placeholders(self.program.graph):
+            self.mapping[node] = g.add_placeholder(self.new, node.name, node.meta["val"], node.meta["role"])
+        self.wholes |= self.mapping
+        self._placeholders()
+        for node in g.calls(self.program.graph):
+            if node in self.local:
+                self._local_call(node)
+                continue
+            for used in node.all_input_nodes:
+                if used not in self.wholes:
+                    self.wholes[used] = self._gathered(used, node)
+            self.mapping[node] = g.copy_node(self.new, node, self.wholes)
+        (loss,) = g.outputs(self.program.graph)
+        self.new.output((self.mapping[loss],))
+        g.erase_dead(self.new)
+        for placeholder in self.own.values():
+            if not placeholder.users:
+                self.new.erase_node(placeholder)
+        return self.new
+
+    def context(self, attention: fx.Node) -> Context:
+        """How the component's tokens are spread; its layers' attention is like the given one of the old graph."""
+        q, k = (argument.meta["val"] for argument in attention.args[:2])  # type: ignore[union-attr]
+        samples, heads, _, width = q.shape
+        return Context(
+            component=self.component,
+            ranks=self.ranks,
+            tokens=self.sizes.tokens,
+            block=self.sizes.block,
+            share=self.sizes.share,
+            graph=self._mask_graph(),
+            masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in self.parts.values()),
+            tile_flops=4 * samples * heads * width * self.sizes.block**2,
+            block_bytes=2 * samples * k.shape[1] * width * self.sizes.block * k.element_size(),
+        )
+
+    def _placeholders(self) -> None:
+        """What the runtime tells a rank for each microbatch: its tokens, which slots hold one, the plan itself."""
+        (loss,) = g.outputs(self.program.graph)
+        with self.program.fake_mode:
+            tokens = torch.empty(self.sizes.share, dtype=torch.int64, device=loss.meta["val"].device)
+            real = torch.empty_like(tokens, dtype=torch.bool)
+            plan = torch.empty((), dtype=torch.int64, device=tokens.device)  # its number
+        self.own = {}
+        for what, val in {"tokens": tokens, "real": real, "plan": plan}.items():
+            name = what if self.last else f"{identifier(self.component)}_{what}"
+            self.own[what] = g.add_placeholder(self.new, name, val, ("context", f"{self.component}.{what}"))
+
+    def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A local value as calls see it that are not: whole. It becomes so with the first that reads it, so that equal
+        layers stay equal and shares are what travels between stages.
+        """
+        share: fx.Node = self.mapping[node]
+        if node not in self.places:
+            return share
+        dims, val = self.dims(node), node.meta["val"]
+        if len(dims) != 1 or self.places[node] != (0, self.sizes.tokens) or val.shape[dims[0]] != self.sizes.tokens:
+            raise self._mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
+        return self._call(reader, GATHER, share, self.own["plan"], dims[0], self.sizes.tokens)
+
+    # local calls
+
+    def _local_call(self, node: fx.Node) -> None:
+        name = g.op_name(node)
+        if name == "csc::attention":
+            self._attention(node)
+            return
+        place = self._common_place(node)
+        if place is None:
+            if name in g.SEEDED and self.dims(node):
+                raise self._mixed(node, "draws a random number for every token")
+            g.copy_node(self.new, node, self.mapping)
+            return
+        routed = follow(node, self.moved, self.dims)
+        if routed is not None:
+            self._routed(node, place, routed)
+            return
+        if len({step for used in node.all_input_nodes if (step := self._step(used, place)) is not None}) > 1:
+            raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
+        if name == "csc::dropout":
+            self._dropout(node, place)
+            return
+        if name in RESHAPES and node.args[0] not in self.fixed:
+            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            self.places[node] = place
+            return
+        if name in FILLED and node.args[0] not in self.fixed:
+            self.mapping[node] = self._call(
+                node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
+                **node.kwargs,
+            )  # fmt: skip
+            self.places[node] = place
+            return
+        if name == "aten::slice" and self._along_tokens(node):
+            self.mapping[node], self.places[node] = self.mapping[node.args[0]], self._cut(node, place)  # type: ignore[index]
+            if not self.dims(node):
+                self.fixed[node] = g.bind(node)["dim"] % node.meta["val"].dim() - node.meta["val"].dim()
+            return
+        if name == "aten::cat" and self._along_tokens(node):
+            self._joined(node)
+            return
+        if not (name in LOSSES and not node.meta["val"].dim()):
+            why = mixes(node, self.dims)
+            if why is not None:
+                raise self._mixed(node, why)
+            self.places[node] = place
+        if any(used in self.fixed for used in node.all_input_nodes):
+            self._fixed_part(node, place)
+            return
+        arguments = fx.map_arg(node.args, lambda n: self._given(n, place))
+        self.mapping[node] = self._call(
+            node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
+        )
+
+    def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+        """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
+        if any(used in self.fixed for used in node.all_input_nodes):
+            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
+        if isinstance(found, Moved):
+            self.moved[node] = found
+        elif found != TOKENS:
+            raise self._mixed(node, found)
+        self._in_order(node, place, found)
+        self.places[node] = place
+        if g.op_name(node) in RESHAPES:
+            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            return
+        numbers = positions(node)
+        given = {used: self._given(used, place) for used in node.all_input_nodes if used is not numbers}
+        if numbers is not None:
+            length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.share
+            given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
+
+    def _in_order(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+        """Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back."""
+        known = [self.moved[used] for used in node.all_input_nodes if used in self.moved]
+        sort = next((one.order for one in known if one.order is not None), None)
+        step = None if sort is None else self._step(sort.args[0], place)
+        if found == TOKENS:
+            self.steps[node] = step
+            return
+        each = next((one.each for one in known if one.kind == "tokens_of"), 1)
+        for used in node.all_input_nodes:
+            own = self._step(used, place)
+            if known and own is not None and own * each != step:
+                raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
+
+    def _dropout(self, node: fx.Node, place: Place) -> None:
+        """Each token's part of the mask that the whole sequence would have."""
+        x, p, seed, index = node.args
+        dims = self.dims(node)
+        if place != (0, self.sizes.tokens) or [node.meta["val"].shape[dim] for dim in dims] != [self.sizes.tokens]:
+            raise self._mixed(node, "drops out tokens joined with something else, or a part of the sequence")
+        given, seed = self._given(x, place), self.mapping[seed]  # type: ignore[index]
+        self.mapping[node] = self._call(
+            node, node.target, given, p, seed, index, self.own["tokens"], dims[0], self.sizes.tokens
+        )
+        self.places[node] = place
+
+    def _fixed_part(self, node: fx.Node, place: Place) -> None:
+        """An element-wise call on a part of the sequence whose length no batch changes (the image in front of a text).
+
+        Its operands from elsewhere have that length in the dimension of tokens, or broadcast over it.
+        """
+        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+        if torch.Tag.pointwise not in tags and g.op_name(node) not in ("aten::clone", "aten::_to_copy"):
+            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
+        dims = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
+        if len(dims) > 1:
+            raise self._mixed(node, "combines every token with every other")
+        along = dims.pop()
+        self.fixed[node], self.places[node] = along, place
+
+        def given(operand: fx.Node) -> fx.Node:
+            shape = operand.meta["val"].shape
+            if operand in self.local or len(shape) < -along or shape[along] != place[1] - place[0] or shape[along] == 1:
+                return self.mapping[operand]
+            return self._dispatch(operand, place, len(shape) + along)
+
+        arguments, keywords = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
+
+    def _common_place(self, node: fx.Node) -> Place | None:
+        """Where in the sequence the tokens of a call's operands are; None if it has none."""
+        if g.op_name(node) == "aten::cat" and self._along_tokens(node):
+            return (0, self.sizes.tokens)
+        places = {self.places[used] for used in node.all_input_nodes if used in self.places}
+        if len(places) > 1:
+            raise self._mixed(node, "combines tokens of different places in the sequence")
+        if places:
+            return places.pop()
+        entering = [used for used in node.all_input_nodes if self.dims(used)]
+        return (0, self.sizes.tokens) if entering else None
+
+    def _given(self, node: Any, place: Place) -> Any:
+        """An operand on shares: a local value, a dispatched one, or one without tokens as it is."""
+        if node in self.local or not self.dims(node):
+            return self.mapping[node]
+        return self._dispatch(node, place)
+
+    def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
+        """A reshape in the sizes of shares. It may join tokens with samples or heads, never cut between tokens."""
+        shape = self._shape(node, place)
+        if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
+            raise self._mixed(node, "joins tokens")
+        if self._step(node.args[0], place) is not None and self._step(node, place) is None:
+            raise self._mixed(node, "gives tokens the places of others")
+        target = aten.expand.default if g.op_name(node) == "aten::expand" else aten.reshape.default
+        if g.op_name(node) == "aten::view" and self._viewable(operand, shape):
+            target = aten.view.default
+        return self._call(node, target, operand, shape)
+
+    def _step(self, node: Any, place: Place) -> int | None:
+        """How many neighbours in the dimension that counts tokens belong to one of them: 1, unless a reshape has joined
+        tokens with what stood behind them. None if no single dimension counts tokens, or not in their order.
+        """
+        if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
+            return None
+        if node in self.moved or node in self.fixed:
+            return None
+        if node not in self.steps:
+            self.steps[node] = self._step_of(node, place)
+        return self.steps[node]
+
+    def _step_of(self, node: fx.Node, place: Place) -> int | None:
+        (dim,), shape, length = self.dims(node), node.meta["val"].shape, place[1] - place[0]
+        made: Any = node.args[0] if node.target is operator.getitem else node
+        operands = [used for used in made.all_input_nodes if self.dims(used)]
+        if g.op_name(node) in LAID_OUT and len(operands) == 1 and len(self.dims(operands[0])) == 1:
+            before = self._step(operands[0], place)
+            if before is None:
+                return None
+            axis = reshaped(operands[0].meta["val"].shape, shape, (self.dims(operands[0])[0], before), length)
+            return axis[1] if axis is not None and axis[0] == dim else None
+        if shape[dim] == length:
+            return 1
+        found = {step for used in operands if (step := self._step(used, place)) is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def _shape(self, node: fx.Node, place: Place) -> list[int]:
+        """A value's sizes on shares."""
+        length = place[1] - place[0]
+        shape = list(node.meta["val"].shape)
+        for dim in self.dims(node):
+            if shape[dim] % length:
+                raise self._mixed(node, "joins or cuts neighbouring tokens")
+            shape[dim] = shape[dim] // length * self.sizes.share
+        return shape
+
+    def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
+        val = operand.meta["val"]
+        key = (tuple(val.shape), val.stride(), *shape)
+        if key not in self.viewable:
+            try:
+                with self.program.fake_mode:
+                    val.view(shape)
+                self.viewable[key] = True
+            except (RuntimeError, ValueError):
+                self.viewable[key] = False
+        return self.viewable[key]
+
+    def _along_tokens(self, node: fx.Node) -> bool:
+        dim = g.bind(node)["dim"] % node.meta["val"].dim()
+        return any(dim in self.dims(used) for used in (node, *node.all_input_nodes))
+
+    def _cut(self, node: fx.Node, place: Place) -> Place:
+        bound, length = g.bind(node), place[1] - place[0]
+        if node.args[0].meta["val"].shape[bound["dim"]] != length or bound["step"] != 1:  # type: ignore[union-attr]
+            raise self._mixed(node, "takes some of the tokens in steps")
+        start, stop, _ = slice(bound["start"], bound["end"]).indices(length)
+        return place[0] + start, place[0] + max(start, stop)
+
+    def _joined(self, node: fx.Node) -> None:
+        """A concatenation of consecutive places: every token from the operand in whose place it is."""
+        bound = g.bind(node)
+        dim = bound["dim"] % node.meta["val"].dim()
+        lengths = [one.meta["val"].shape[dim] for one in bound["tensors"]]
+        starts = [
+            self.places[one][0] - sum(lengths[:i]) for i, one in enumerate(bound["tensors"]) if one in self.places
+        ]
+        if len(set(starts)) > 1 or any(
+            self.places[one][1] - self.places[one][0] != size for one, size in zip(bound["tensors"], lengths)
+            if one in self.places
+        ):  # fmt: skip
+            raise self._mixed(node, "moves tokens to other places in the sequence")
+        edge = first = starts[0] if starts else 0
+        result: fx.Node | None = None
+        for one, length in zip(bound["tensors"], lengths):
+            entering = one not in self.places
+            share = self._dispatch(one, (edge, edge + length), dim) if entering else self.mapping[one]
+            if result is None:
+                result = share
+            else:
+                shape = [-1 if d == dim else 1 for d in range(node.meta["val"].dim())]
+                behind = self._call(node, aten.ge.Scalar, self.own["tokens"], edge)
+                behind = self._call(node, aten.view.default, behind, shape)
+                result = self._call(node, aten.where.self, behind, share, result)
+            edge += length
+        if first < 0 or edge > self.sizes.tokens:
+            raise self._mixed(node, "puts something in front of the first token or behind the last one")
+        self.mapping[node], self.places[node] = result, (first, edge)
+
+    def _attention(self, node: fx.Node) -> None:
+        query, key, value, packed, *_, scale, softcap = node.args
+        place = self._common_place(node)
+        if place is None:
+            g.copy_node(self.new, node, self.mapping)
+            return
+        if place != (0, self.sizes.tokens):
+            raise self._mixed(node, "attends within a part of the sequence")
+        if self.dims(key) and not self.dims(query):  # type: ignore[arg-type]
+            raise self._mixed(node, "lets queries that are not of the sequence see its tokens")
+        q, k, v = (self._given(one, place) for one in (query, key, value))
+        if self.dims(key):  # type: ignore[arg-type]
+            number = self._mask_number(packed if isinstance(packed, fx.Node) else None)
+            last: tuple[Any, ...] = (self.own["plan"], number, self.sizes.tokens, scale, softcap)
+            self.mapping[node] = self._call(node, ATTENTION, q, k, v, *last)
+        else:
+            mask = self._packed_again(packed, place) if isinstance(packed, fx.Node) else None
+            self.mapping[node] = self._call(node, node.target, q, k, v, mask, *node.args[4:])
+        self.places[node] = place
+
+    def _packed_again(self, packed: fx.Node, place: Place) -> fx.Node:
+        """The mask of a rank's queries over keys that are not spread (cross-attention)."""
+        ranges, admits, kinds, *sizes = packed.args
+        parts = [self._given(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits, kinds)]
+        return self._call(packed, packed.target, *parts, *sizes)
+
+    def _mask_number(self, packed: fx.Node | None) -> int:
+        if packed not in self.parts:
+            made: Any = packed.args[:3] if packed is not None else (None, None, None)
+            self.parts[packed] = _MaskParts(made[0], made[1], made[2], 0)
+        self.parts[packed] = replace(self.parts[packed], layers=self.parts[packed].layers + 1)
+        return list(self.parts).index(packed)
+
+    # values that enter
+
+    def _dispatch(self, node: fx.Node, place: Place, dim: int | None = None) -> fx.Node:
+        """A rank's share of a value, taken once however many read it. Labels are ignored in slots without a token, so
+        that all gradients of such slots are zero.
+        """
+        key = (node, place)
+        if key not in self.dispatched:
+            self.dispatched[key] = self._taken(node, place, dim)
+        return self.dispatched[key]
+
+    def _taken(self, node: fx.Node, place: Place, dim: int | None) -> fx.Node:
+        length = place[1] - place[0]
+        dims = self.dims(node) if dim is None else (dim,)
+        if len(dims) != 1 or node.meta["val"].shape[dims[0]] != length:
+            moved = node.args[0] if node.op == "call_function" and node.args else None
+            if g.op_name(node) in RESHAPES | {"aten::clone", "aten::_to_copy"} and isinstance(moved, fx.Node):
+                operand = self._dispatch(moved, place)
+                if g.op_name(node) in RESHAPES:
+                    return self._reshaped(node, operand, place)
+                return self._call(node, node.target, operand, *node.args[1:], **node.kwargs)
+            raise InputError(
+                f"{g.op_name(node)} gives a value of shape {list(node.meta['val'].shape)} whose tokens csc cannot "
+                f"spread over cp={self.ranks}", node.meta.get("source") or node.name, self.without,
+            )  # fmt: skip
+        fill = self.ignored if node in self.labels else 0
+        whole = self.wholes[node]
+        if place != (0, self.sizes.tokens):
+            behind = node.meta["val"].dim() - 1 - dims[0]
+            pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
+            whole = self._call(node, aten.constant_pad_nd.default, whole, pads, fill)
+        taken = self._call(node, aten.index_select.default, whole, dims[0], self.own["tokens"])
+        if node in self.labels:
+            shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
+            real = self._call(node, aten.view.default, self.own["real"], shape)
+            none = self._call(node, aten.full_like.default, taken, fill)
+            taken = self._call(node, aten.where.self, real, taken, none)
+            taken.meta["hint"] = "labels"
+        return taken
+
+    # what the masks are made of
+
+    def _mask_graph(self) -> fx.Graph:
+        """From the batch to ranges, admits and kinds of each mask, for the whole sequence."""
+        parts = [node for p in self.parts.values() for node in (p.ranges, p.admits, p.kinds) if node is not None]
+        needed = g.ancestors(parts)
+        graph = fx.Graph()
+        mapping: dict[fx.Node, Any] = {}
+        for node in g.subgraph_nodes(self.program.graph, needed):
+            if node.op == "placeholder":
+                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
+            else:
+                g.copy_node(graph, node, mapping)
+        graph.output(tuple(mapping[node] for node in parts))
+        return graph
+
+    # nodes
+
+    def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        name = "" if target is operator.getitem else target._schema.name.split("::")[1].strip("_")
+        kept = like.name if target is like.target else f"{like.name}_{name}"
+        node = self.new.create_node("call_function", target, arguments, keywords, name=kept)
+        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+        try:
+            node.meta["val"] = self.evaluate(target, *values)
+        except Exception as error:
+            raise self._mixed(like, f"cannot run on a share of the tokens: {error}") from error
+        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
+        if "hint" in like.meta:
+            node.meta["hint"] = like.meta["hint"]
+        return node
+
+    def _mixed(self, node: fx.Node, why: str) -> InputError:
+        where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+        notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
+        return InputError(
+            f"{g.op_name(node)} {why}, and with cp={self.ranks} the tokens are on different ranks{notes}",
+            where,
+            f"{self.without}, or move this operation in front of the first layer",
+        )
+
+
+def _what_moves(node: fx.Node | None) -> set[fx.Node]:
+    """A value and what it is a mere view or copy of."""
+    found: set[fx.Node] = set()
+    while isinstance(node, fx.Node):
+        found.add(node)
+        copies = RESHAPES | {"aten::clone", "aten::_to_copy"}
+        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in copies)
+        node = node.args[0] if moves else None  # type: ignore[assignment]
+    return found
