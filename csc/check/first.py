@@ -19,12 +19,12 @@ from torch import nn
 
 from csc import devices
 from csc.capture.batch import device_of
+from csc.check.compiling import Compiles
 from csc.check.eager import eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
 from csc.check.rounding import moved
 from csc.check.stepping import step_of
-from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.ir.program import Options
 from csc.runtime.trainer import Trainer
@@ -62,7 +62,7 @@ class Checked:
 
 
 def check(
-    compiler: Compiler,
+    compiler: Compiles,
     trainer: Trainer,
     batch: Any,
     ready: Sequence[Mapping[str, Any]],
@@ -130,7 +130,7 @@ def _compare_with_whole(model: nn.Module, batch: Any, trainable: Set[str], loss:
 
 
 def _difference(
-    compiler: Compiler, microbatch: Mapping[str, Any], options: Options, result: Judgement, tolerance: float
+    compiler: Compiles, microbatch: Mapping[str, Any], options: Options, result: Judgement, tolerance: float
 ) -> DifferenceError:
     try:
         place = locate(compiler, microbatch, options, tolerance)

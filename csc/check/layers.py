@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import nn
 
+from csc.check.compiling import Compiles
 from csc.check.eager import joined
 from csc.check.first import BUG, ROOM, Checked, check, room_of
 from csc.check.layer_files import install_alike, not_the_same
 from csc.check.shallow import bytes_of, kinds, shallow
-from csc.driver.compiler import Compiler
 from csc.errors import CscError, DifferenceError
 from csc.ir.program import Options, Program
 from csc.runtime.program import load
@@ -38,7 +38,7 @@ WORK = 2e12  # FLOPs of a check on a CPU: seconds to tens of seconds
 
 
 def check_by_layer(
-    compiler: Compiler, ready: Sequence[Mapping[str, Any]], options: Options, files: Mapping[str, bytes]
+    compiler: Compiles, ready: Sequence[Mapping[str, Any]], options: Options, files: Mapping[str, bytes]
 ) -> Checked:
     """ready: microbatches of one batch, in order; files: of the program, by their names in its directory.
 
@@ -61,7 +61,7 @@ def check_by_layer(
     trainable = {parameter.name for parameter in whole.parameters if parameter.trainable}
     alone = replace(alone, freeze=None)
     with shallow(model, left_out, trainable), tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
-        small = _Shallow(Compiler(model), _together(compiler, ready), ready, alone, Path(folder))
+        small = _Shallow(compiler.of(model), _together(compiler, ready), ready, alone, Path(folder))
         try:
             small.write()
         except CscError as error:
@@ -77,7 +77,7 @@ def check_by_layer(
 class _Shallow:
     """The shallow model's compiler, its batch, and a folder for its programs."""
 
-    compiler: Compiler
+    compiler: Compiles
     batch: Any
     ready: Sequence[Mapping[str, Any]]
     options: Options
@@ -130,7 +130,7 @@ def _too_much(model: nn.Module, whole: Program, left_out: Mapping[str, str], mic
     return ""
 
 
-def _together(compiler: Compiler, ready: Sequence[Mapping[str, Any]]) -> Any:
+def _together(compiler: Compiles, ready: Sequence[Mapping[str, Any]]) -> Any:
     """Microbatches as one batch, if they can be."""
     if len(ready) == 1:
         return ready[0]

@@ -20,11 +20,11 @@ from torch import fx, nn
 
 from csc.capture.batch import device_of
 from csc.capture.trace.export import training, without_kv_cache
+from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, undisturbed
 from csc.check.judge import judge
 from csc.check.numbers import WithoutChance
 from csc.check.stepping import step_of
-from csc.driver.compiler import Compiler
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
@@ -47,7 +47,7 @@ class Place:
     whole: bool = False
 
 
-def locate(compiler: Compiler, microbatch: Mapping[str, Any], options: Options, tolerance: float) -> Place:
+def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, tolerance: float) -> Place:
     """microbatch: one, as the user gives it; options: those of the program that differs."""
     plain = replace(
         options, mesh=Mesh(), microbatches=1, context=(), cuts=None, stages=None, placement=None, chunks=None,

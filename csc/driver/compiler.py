@@ -65,6 +65,10 @@ class Compiler:
         refuse_hooks(self.model)
         self.kept = ModelEntries(self.model, self.store)
 
+    def of(self, model: nn.Module) -> Compiler:
+        """The compiler of another model, which keeps nothing."""
+        return Compiler(model)
+
     def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The microbatch with what functions of the model that run on the host make of it (see
         csc.capture.values.hoist).

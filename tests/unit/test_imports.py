@@ -153,6 +153,20 @@ def test_no_import_goes_in_a_circle() -> None:
     assert "csc.ir.graph" in order
 
 
+def test_no_rooms_are_in_a_circle() -> None:
+    """A room is what stands right below csc, with the rooms within it."""
+    graph: dict[str, set[str]] = {}
+    for module, target, _, _ in edges():
+        here, there = (".".join(name.split(".")[:2]) for name in (module, target))
+        if here != there and "csc" not in (here, there):
+            graph.setdefault(here, set()).add(there)
+    assert {"csc.driver", "csc.check", "csc.capture", "csc.runtime"} <= graph.keys()
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of rooms: {' -> '.join(error.args[1])}")
+
+
 def test_the_runtime_never_imports_the_compiler() -> None:
     compiler = (
         "csc.capture",
