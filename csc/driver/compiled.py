@@ -177,14 +177,23 @@ class CompiledModel:
         return found if found.keys() >= tensors.keys() else {**tensors, **extra}
 
     def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
-        """Write the program directory for the example batch. InputError if something else is there.
+        """Write the program directory for the example batch. InputError if something else is there, or if the program
+        holds for what this batch decides alone: a directory asks nothing.
 
         ranks: write the files of these ranks alone, and what they share with others: a directory that runs them.
         InputError for a rank that the mesh does not have.
         """
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
-        return self._current_programs().write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
+        programs = self._current_programs()
+        decided = programs.finished(self.microbatch, self.options, self.progress).decided
+        if decided:
+            raise InputError(
+                f"the model decides by its batch, and a directory is for one answer: {'; '.join(decided)}",
+                str(directory),
+                "train with compiled.train_step, which asks every batch; or pass the answer in as a plain value",
+            )
+        return programs.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is."""

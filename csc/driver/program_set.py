@@ -255,11 +255,6 @@ class Serving:
         program = self.finished(microbatch, options, progress)
         key = self._key(microbatch, options)
         complete = self._compiler.complete(microbatch)
-        if program.decided:
-            log.warning(
-                "the directory is for batches of which this holds, and a step from it does not ask them: %s",
-                "; ".join(program.decided),
-            )
         written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights, ranks)
         if key not in self._packed and ranks is None:
             self._packed[key] = self._pack(microbatch, key, written)

@@ -260,6 +260,13 @@ def test_a_fresh_start_traces_neither_answer_again(first: int, tmp_path: Path, m
     assert captures(again) == 1
 
 
+def test_a_directory_asks_no_batch_and_is_not_written(tmp_path: Path) -> None:
+    compiled = made("any")
+    with pytest.raises(csc.InputError, match="a directory is for one answer"):
+        compiled.write(tmp_path / "program")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.gloo
 def test_two_processes(tmp_path: Path) -> None:
     """What one answer leaves out is left out on its rank; the gradients are those of one process."""
