@@ -59,7 +59,7 @@ def same(model: nn.Module, batch: Batch, limit: float, given: Any = None, **opti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mixed.CASES)
+@pytest.mark.parametrize("name", ["LLaVA-NeXT", "SmolVLM", "Qwen2.5-VL", "Qwen2-Audio"])
 def test_images_of_different_size_and_number(name: str) -> None:
     same(*mixed.built(name, [2, 0, 1, 1]), FLOAT32, mesh="pp=2", microbatches=2)
 
@@ -71,9 +71,7 @@ def test_meshes(mesh: str, microbatches: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["LLaVA", "LLaVA-NeXT", "InternVL", "Gemma 3", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "Qwen2-Audio"]
-)
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 3", "Qwen3-VL", "Qwen2-Audio"])
 def test_a_microbatch_without_images(name: str) -> None:
     same(*mixed.built(name, [2, 1, 0, 0]), FLOAT32, mesh="pp=2", microbatches=2)
 

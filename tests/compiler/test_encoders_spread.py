@@ -102,7 +102,7 @@ def test_what_a_rank_file_says(models: Models, tmp_path: Any) -> None:
         and "f32[2, 10" not in layer
     )
     projector = (tmp_path / "layers/llava_multi_modal_projector.py").read_text()
-    assert "torch.ops.csc.context_gather.default(image_features, vision_tower_plan, 1, 10)" in projector
+    assert "image_features, vision_tower_plan, dim=1, tokens=10" in projector
     assert "torch.ops.csc.context_gather_backward.default(" in projector
     listed = json.loads((tmp_path / "program.json").read_text())
     assert [(one["component"], one["ranks"]) for one in listed["context"]] == [

@@ -106,6 +106,15 @@ def test_one_program_serves_any_number_of_images(features: Features) -> None:
     assert sum(map(len, model.compiler.captures.values())) == 1
 
 
+@pytest.mark.slow
+def test_rows_that_are_counted_one_by_one_are_a_decision_of_the_batch() -> None:
+    """Each answer has a program of its own."""
+    model = compiled(counted)
+    for filled in ((1, 2), (3, 0), (2, 1)):
+        result = verify(model, batch(filled))
+        assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ()), filled
+
+
 def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
     wrong = batch((1, 2))
     wrong["pixels"][0, 1] = 1.0
@@ -119,9 +128,8 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
     [
         (numbered, "computes with the numbers of rows"),
         (turned, "turns the rows that a mask has selected"),
-        (counted, "the size of a result depends on the values"),
         (measured, "how many is known only when the batch is there"),
-        (compared, "depends on the values of a tensor"),
+        (compared, "how many is known only when the batch is there"),
         (lengthened, "how many is known only when the batch is there"),
         (of_others, "computes with the numbers of rows"),
         (of_pairs, "computes with the numbers of rows"),

@@ -230,7 +230,11 @@ def fails(directory: Path, out: Path) -> None:
         refused(lambda call=call: call() if rank == 1 else trainer.train_step(handmade.batch(4)), "rank 0 is at 'train")
     trainer.save(out)
     saved = sorted(out.iterdir())
-    part = "it cannot be written" if rank == 1 else "rank 1 failed at 'the shards of what is saved' after step"
+    part = (
+        "a file is where a directory is to be made"
+        if rank == 1
+        else "rank 1 failed at 'the shards of what is saved' after step"
+    )
     refused(lambda: trainer.save(out / "file" if rank == 1 else out), part)
     trainer.transport.meeting.hold("a look", lambda: (NOTHING, None))  # all have removed what they had written
     assert sorted(out.iterdir()) == saved
