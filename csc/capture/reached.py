@@ -10,7 +10,7 @@ Terms
     reached.holds() -> bool         microseconds: identities, versions of tensors, bytes of arrays
     reached.changed() -> [text]     what differs, in words; nothing where a value was replaced by an equal one
 
-The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
+The walk takes nothing twice, goes DEEPEST values deep and MOST far, and leaves out arrays beyond LARGEST bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.free_variables import LIBRARIES
 
 DEEPEST, MOST = 12, 20_000
+LARGEST = 1 << 20  # bytes of an array that are compared before every step
 ABSENT = object()
 FIRST = frozenset({"forward", "__call__"})
 NAMELESS = (nn.Module, nn.Parameter, ModuleType)  # watched elsewhere, or for what they are alone
@@ -157,7 +158,7 @@ class Reached:
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
-            else:
+            elif value.nbytes <= LARGEST:
                 self._arrays.append((path, value, value.tobytes()))
         elif isinstance(value, dict):  # as a dict: the values of its class may be made on demand
             names = tuple(map(str, dict.keys(value)))
