@@ -44,18 +44,18 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    show(console, found["simulated"], link, runs, gradients, found["real"])
+    show(console, found["simulated"], link, runs, gradients, found["real"], found["large"])
 
 
 def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """The parts, as the arguments of `document`. Measured parts come first: nothing else runs beside them."""
     from benchmarks.mllm.configurations import CONFIGURATIONS
-    from benchmarks.pipeline import paced, real, rows_file, simulated
+    from benchmarks.pipeline import large, paced, real, rows_file, simulated
     from benchmarks.pipeline.cases import cases, numbers
     from benchmarks.pipeline.torch_schedules import TORCH
 
     quick = arguments.quick
-    found: dict[str, Any] = {"simulated": [], "paced": (None, [], []), "real": None}
+    found: dict[str, Any] = {"simulated": [], "paced": (None, [], []), "real": None, "large": None}
     if "real" in parts:
         found["real"] = real.measure(runs=1 if quick else 3, steps=4, budget=5 if quick else 20, progress=progress)
     if "paced" in parts:
@@ -66,6 +66,7 @@ def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int,
         gradients = [job | answer for job, answer in zip(jobs, paced.work(jobs, 4))]
         found["paced"] = (link, runs, gradients)
     if "simulated" in parts:
+        found["large"] = large.plan_seconds()
         only = arguments.configuration
         listed = [case for case in cases(quick) if not only or case.configuration in only]
         kept = arguments.rows

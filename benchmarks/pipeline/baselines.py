@@ -6,30 +6,44 @@ Terms: `whole` is a Problem without state and memory limit; a *split* is the uni
     balanced(whole, stages)                 the largest forward time of a stage is as small as it can be
     templates(whole, layers)                every encoder stages : LLM stages there is, encoders beside each other
     baselines(whole, layers) -> [Baseline]  a, b, c under 1F1B; d: torch's schedules on b's split, which is made
-                                            anew where a rank has two stages
+                                            anew where a rank has two stages; and the rivals
+    rivals(whole) -> [Baseline]             fused 1F1B, interleaved 1F1B with every number of chunks, zero bubble and V,
+                                            each on the best of three splits: blind, by work, aware of what is frozen
 
-The 1F1B of a, b and c runs B and W apart, so the gradient of a stage's input leaves right after B. torch's runs them
-fused: it leaves after both, and what W needs is held of one unit at a time.
+The 1F1B of a, b and c runs B and W apart, so the gradient of a stage's input leaves right after B. torch's and the
+rivals', as torch and Megatron run them, are fused: it leaves after both, and W's needs are held of one unit at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from benchmarks.mllm.problem import units_of
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
 from csc.ir.schedule import Schedule, with_messages
+from csc.planning.contiguous import contiguous
 from csc.planning.partition import balance
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
+from csc.planning.schedules import placement as placed
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
 Split = tuple[tuple[int, ...], ...]
 EQUAL, UNAWARE, TEMPLATE = "equal layers, 1F1B", "unaware, 1F1B", "templates, 1F1B"
+# (name, csc's name of the schedule, stages on a rank)
+RIVALS = (
+    ("rival 1F1B", "1f1b", 1),
+    *((f"rival interleaved 1F1B, {n} chunks", "interleaved-1f1b", n) for n in range(2, 9)),
+    ("rival ZB-H1", "zb-h1", 1),
+    ("rival ZB-H2", "zb-h2", 1),
+    *((f"rival interleaved ZB, {n} chunks", "interleaved-zb", n) for n in range(2, 9)),
+    ("rival ZB-V", "zb-v", 2),
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,34 @@ def baselines(whole: Problem, layers: Sequence[bool]) -> list[Baseline]:
             key=lambda each: each.seconds or 0.0,
         ),
     ]
-    return found + [torch_baseline(name, whole) for name in TORCH]
+    return [*found, *(torch_baseline(name, whole) for name in TORCH), *rivals(whole)]
+
+
+def rivals(whole: Problem) -> list[Baseline]:
+    """For every schedule and number of chunks its fastest split. Only those that the units can fill."""
+    found = []
+    for title, name, chunks in RIVALS:
+        home = placed(name, whole.ranks, chunks)
+        if len(home) <= len(whole.units):
+            tried = (_rival(title, name, home, whole, split, stages) for split, stages in _splits(whole, len(home)))
+            found.append(min(tried, key=lambda each: each.seconds or 0.0))
+    return found
+
+
+def _rival(title: str, name: str, home: Sequence[int], whole: Problem, split: str, stages: Split) -> Baseline:
+    numbers = pipeline(whole, stages)
+    schedule = SCHEDULES[name](numbers, home, whole.microbatches)
+    return Baseline(title, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, (), split)
+
+
+def _splits(whole: Problem, stages: int) -> Iterator[tuple[str, Split]]:
+    """In order of execution: by forward time, by all work, and by csc's own bound, which looks at what is frozen."""
+    yield "unaware", balanced(whole, stages)
+    starts = balance([round(1e9 * unit.work) for unit in whole.units], stages)
+    yield "by work", tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(whole.units)]))
+    aware = contiguous(replace(whole, ranks=stages, memory=math.inf))
+    if aware is not None:
+        yield "frozen-aware", aware
 
 
 def _one_f_one_b(name: str, whole: Problem, stages: Split, note: str = "") -> Baseline:

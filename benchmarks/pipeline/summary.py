@@ -1,6 +1,6 @@
 """The figures of the whole benchmark, and everything as one JSON object.
 
-    summary(simulated, paced, real) -> {field: number or None}        None: that part was not run
+    summary(simulated, paced, real, large) -> {field: number or None}        None: that part was not run
     details(simulated, paced) -> {field: number or None}              what the fields above leave out
     document(...) -> dict                                             summary, details, rows, machine, date, versions
 
@@ -12,6 +12,8 @@ Means are geometric. In the summary
   worst_speedup_over_any_baseline       of pairs: csc keeps to the activations of the very baseline. Baselines whose
                                         gradients are wrong are no baselines; pairs in which csc does not fit are
                                         counted in the details
+  .. own_bytes, speedup_over_best_rival  of the rivals (benchmarks.pipeline.baselines): fused B and W, every number of
+                                        chunks, on three splits; csc keeps to the peak of the rival itself
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the unaware 1F1B, both measured
@@ -28,7 +30,7 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
-from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
+from benchmarks.pipeline.baselines import RIVALS, TEMPLATE, UNAWARE
 from benchmarks.pipeline.paced import EQUAL, Measured
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.rows_file import without_stages
@@ -38,10 +40,13 @@ from csc.simulation.pipeline import Link
 
 Figures = dict[str, float | None]
 PACKAGES = ("torch", "transformers", "numpy")
+NAMES = tuple(name for name, *_ in RIVALS)
 
 
-def summary(simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None) -> Figures:
-    """The fields that the benchmark is judged by."""
+def summary(
+    simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None, large: float | None = None
+) -> Figures:
+    """The fields that the benchmark is judged by. large: seconds of a plan, see benchmarks.pipeline.large."""
     frozen = [row for row in simulated if row.case.frozen != "all trainable"]
     unaware = {row.case: row.pair(UNAWARE).baseline.seconds for row in frozen}
     gains = {row.case: (unaware[row.case] or math.nan) / row.plans["equal"].makespan for row in frozen}
@@ -53,12 +58,17 @@ def summary(simulated: Sequence[Row], paced: Sequence[Measured], real: Real | No
             row.plans["equal, one stage"].over_bound for row in simulated
         ),
         "worst_speedup_over_any_baseline": min((pair.speedup or 0.0 for pair in pairs), default=None),
+        "worst_speedup_over_any_baseline_own_bytes": min(
+            (pair.speedup or 0.0 for pair in pairs if pair.baseline.name in NAMES), default=None
+        ),
+        "speedup_over_best_rival_geomean": geomean(best for row in simulated if (best := _over_best_rival(row))),
         "speedup_over_unaware_heavy_encoder_geomean": geomean(gains[row.case] for row in frozen if row.heavy),
         "speedup_over_unaware_geomean": geomean(gains.values()),
         "paced_error_max": max(errors, default=None),
         "real_error": abs(real.error) if real is not None else None,
         "paced_speedup_over_torch": geomean(over_torch(paced).values()),
         "plan_seconds_max": max((row.plan_seconds for row in simulated), default=None),
+        "plan_seconds_64x256": large,
     }
 
 
@@ -107,6 +117,12 @@ def _worst(rows: Sequence[Row], name: str) -> float | None:
     return min((p.speedup for p in pairs if p.speedup is not None and not p.baseline.wrong), default=None)
 
 
+def _over_best_rival(row: Row) -> float | None:
+    """csc's plan in the memory of the fastest rival, against that rival; None if there is none that csc fits into."""
+    found = [pair for pair in row.pairs if pair.baseline.name in NAMES and pair.baseline.seconds]
+    return min(found, key=lambda pair: pair.baseline.seconds or math.inf).speedup if found else None
+
+
 def over_torch(paced: Sequence[Measured]) -> dict[str, float]:
     """By case: seconds of the fastest of torch's schedules with right gradients over those of csc at equal memory."""
     found = {}
@@ -137,13 +153,14 @@ def document(
     paced: tuple[Link | None, Sequence[Measured], Sequence[dict[str, Any]]],
     real: Real | None,
     notes: dict[str, Sequence[str]],
+    large: float | None = None,
 ) -> dict[str, Any]:
     """Everything as JSON would have it. paced: the link, the runs, and torch's gradients behind a frozen prefix; notes:
     of the configurations.
     """
     link, runs, gradients = paced
     return {
-        "summary": summary(simulated, runs, real),
+        "summary": summary(simulated, runs, real, large),
         "details": details(simulated, runs),
         "simulated": [without_stages(row) for row in simulated],
         "paced": [asdict(each) | {"error": each.error} for each in runs],

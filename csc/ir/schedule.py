@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from csc.errors import ScheduleError
 
@@ -38,11 +38,11 @@ PARTS: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B",), "W": ("W",), "BW
 WIDTH = 110
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One step of one rank. `stage` is the stage that it is for; stage and microbatch are -1 for REDUCE.
 
-    SEND and RECV also carry the message's kind and both ends; for the others these are "" and -1.
+    SEND and RECV also carry the message's kind and both ends; for the others these are "" and -1. (A tuple, since a
+    schedule of 512 ranks has millions of them, which are made, hashed and compared.)
     """
 
     kind: Kind

@@ -22,6 +22,7 @@ from typing import Literal
 
 from csc.errors import InputError
 from csc.planning.branches import Branches, Stages, branches
+from csc.planning.coarse import lumped
 from csc.planning.frontiers import feasible, least, narrow, parts_of
 from csc.planning.partition_bound import check_ranks, floor_of
 from csc.planning.pieces import ChainTables, pieces, stages_between
@@ -35,6 +36,7 @@ InFlight = Callable[[int], float]
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the ways to a stage and back, for candidates
 MIDDLE = 0.5  # the share for the other layouts
+FRONTIERS = 300  # of the short chains, for candidates; where there are more, units of encoders are taken together
 CLOSE = 2e-3  # how near a candidate's largest bound is to the least of its kind
 
 
@@ -155,6 +157,8 @@ def candidates(
     `partition`.
     """
     check_ranks(problem)
+    lumps = lumped(problem, FRONTIERS)
+    problem = lumps.problem
     found = branches(problem)
     tables = pieces(problem, found)
     room = _room(problem, in_flight)
@@ -177,7 +181,7 @@ def candidates(
         best = least(weighed, problem.ranks, floor, room, parts_of(tables, part), within=CLOSE)
         if best is not None:
             results.append(stages_between(tables, best[1]))
-    return list(dict.fromkeys(results))
+    return [lumps.stages(stages) for stages in dict.fromkeys(results)]
 
 
 def parts(problem: Problem, found: Branches, layout: Layout) -> list[int]:

@@ -4,11 +4,11 @@ Terms: see csc.planning.problem and csc.planning.branches. The *bound* is what n
 beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
 *bubble* of a rank is the part of the makespan in which it has nothing to do.
 
-    plan(problem, schedule, chunks, stages, placement, effort) -> Plan
+    plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> Plan
 
-Planning goes from many partitions, looked at quickly, to few, searched well: candidates of csc.planning.partition, each
-simulated under a few greedy orders; units moved between stages of the best; the full search of `auto` on what is left.
-Nothing depends on time or chance: the same problem gives the same plan.
+A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
+searched too (csc.planning.joint). Nothing depends on time or chance, unless the limit ends the search: the same problem
+gives the same plan.
 """
 
 from __future__ import annotations
@@ -16,34 +16,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
-from csc.planning.contiguous import contiguous
-from csc.planning.paired import paired
-from csc.planning.partition import MIDDLE, InFlight, balance, candidates, describe
+from csc.planning.budget import Budget, Tell
+from csc.planning.figures import check_figures
+from csc.planning.joint import budget_of, searched
+from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
-from csc.planning.problem import Problem, Unit, pipeline
-from csc.planning.schedules import SCHEDULES, auto, stages_per_rank, timed
-from csc.planning.schedules import placement as placed
-from csc.planning.screen import STYLES, Trial, climb, polish, screen
+from csc.planning.problem import Problem, pipeline
+from csc.planning.schedules import SCHEDULES, timed
 from csc.planning.unit_moves import homes, moved, neighbours
+from csc.planning.ways import Placement, checked, one, partitions, placements
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
-FUSED = (0.25, 0.5, 0.75, 1.0)  # shares of the ways there and back for partitions under memory limits
-FINALISTS = 2  # partitions that get more than a quick look
 MOVES = 60  # partitions tried around the best one under a named schedule
-SHARED = 0.99  # several stages on a rank have to be this much faster, for their messages
-SEARCH_GAINS = 1.05  # at most by this factor is a plan expected to get faster after a quick look
-AUTO = 500  # actions that `auto` simulates for each action of the step
-
-Placement = tuple[int, ...]
+LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
 @dataclass(frozen=True)
@@ -86,26 +79,33 @@ def plan(
     stages: Sequence[Sequence[int]] | None = None,
     placement: Sequence[int] | None = None,
     effort: float = 1.0,
+    limit: float | None = LIMIT,
+    tell: Tell | None = None,
 ) -> PipelinePlan:
     """The plan with the least makespan found under problem.memory.
 
     schedule: a name of csc.planning.schedules.SCHEDULES, or a whole schedule, which is then kept. chunks: stages on
-    each rank; None: as many as the schedule is made for, and with "auto" two if that is faster. stages: the units of
+    each rank; None: as many as the schedule is made for, and with "auto" as many as is fastest. stages: the units of
     each stage, kept as they are. placement: the rank of each stage, kept as it is. effort: how much to search; 1.
+    limit: seconds after which the search ends with the best plan that it has; None: never. tell: as of
+    csc.planning.budget.
 
     InputError for more stages than units, stages that leave units out or wait for each other, and a memory limit that
     nothing fits: the least that would, and what takes the space. ScheduleError for a schedule that does not do the work
     of the stages.
     """
+    check_figures(problem)
+    budget = Budget(budget_of(problem, effort), limit, tell)
     if stages is None:
         check_ranks(problem)
     fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
     if isinstance(schedule, Schedule):
-        home = _checked(problem, tuple(schedule.placement.values()))
-        return _best(problem, [home], fixed, _kept(problem, schedule), [None, _one])
-    ways = _placements(problem, schedule, chunks, fixed, placement)
+        home = checked(problem, tuple(schedule.placement.values()))
+        return _best(problem, [home], fixed, _kept(problem, schedule), [None, one])
+    ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
-        return _auto(problem, ways, fixed, effort)
+        found = searched(problem, ways, fixed, budget, effort)
+        return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
     return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
 
 
@@ -155,94 +155,10 @@ def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool
     return tuple(tuple(sorted(members)) for members in stages)
 
 
-def _checked(problem: Problem, home: Sequence[int]) -> tuple[int, ...]:
-    """A placement that names every rank."""
-    if set(home) != set(range(problem.ranks)):
-        raise InputError(
-            f"the placement {list(home)} does not give each of {problem.ranks} ranks a stage",
-            "placement",
-            f"Name the ranks 0 to {problem.ranks - 1}, each at least once",
-        )
-    return tuple(home)
-
-
-def _placements(
-    problem: Problem, schedule: str, chunks: int | None, stages: Stages | None, placement: Sequence[int] | None
-) -> list[tuple[int, ...]]:
-    """The placements to try."""
-    ranks, units = problem.ranks, len(problem.units)
-    wanted = stages_per_rank(schedule)  # also says if there is no such schedule
-    if placement is not None:
-        return [_checked(problem, placement)]
-    if stages is not None:
-        if len(stages) % ranks:
-            raise InputError(
-                f"{len(stages)} stages do not spread evenly over {ranks} ranks", "stages", "Give a placement too"
-            )
-        chunks = len(stages) // ranks
-    both = schedule == "auto" and (chunks == 2 or (chunks is None and units >= 2 * ranks > 2))
-    ways = [placed(schedule, ranks, wanted if chunks is None else chunks)]
-    if both:
-        ways += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
-    return list(dict.fromkeys(tuple(way) for way in ways))
-
-
-def _partitions(problem: Problem, home: Sequence[int], limits: Sequence[InFlight | None]) -> list[Stages]:
-    """Partitions into one stage for each entry of `home`. limits: what the stages of a depth hold, tried in turn."""
-    count = len(home)
-    if count == problem.ranks:
-        found: list[Stages] = []
-        for limit in limits:
-            last = limit is limits[-1]
-            try:
-                found += (
-                    candidates(problem, limit) if not found else candidates(problem, limit, (MIDDLE,), layouts=False)
-                )
-            except InputError:
-                if last and not found:
-                    raise
-            if problem.memory is None:
-                break
-        if problem.memory is not None:
-            with suppress(InputError):
-                found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
-            found += [stages] if (stages := contiguous(problem)) is not None else []
-        return list(dict.fromkeys(found))
-    # Memory is the rank's, not the stage's: look away from it here, and let the schedule say what fits.
-    every = replace(problem, ranks=count, memory=None)
-    found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
-    found += [_even(problem, count, lambda unit: unit.forward), _even(problem, count, lambda unit: unit.work)]
-    if problem.memory is not None:
-        with suppress(InputError):
-            share = replace(every, memory=problem.memory * problem.ranks / count)
-            found += candidates(share, _one, (0.0,), layouts=False)
-    return list(dict.fromkeys([*found, *paired(problem, home)]))
-
-
-def _even(problem: Problem, count: int, seconds: Callable[[Unit], float]) -> Stages:
-    """The units in their order in so many stages, of which the longest is as short as it can be."""
-    starts = balance([round(1e9 * seconds(unit)) for unit in problem.units], count)
-    return tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(problem.units)]))
-
-
-def _fused(problem: Problem) -> Problem:
-    """The problem in which gradients come back only after W, as they do where memory lets no W wait."""
-    units = (
-        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0)
-        for unit in problem.units
-    )
-    return replace(problem, units=tuple(units))
-
-
-def _one(depth: int) -> float:
-    """In flight at the least: schedules that look at the memory slow down rather than hold more."""
-    return 1.0
-
-
 def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
     """What the schedule holds at most; where nothing fits so, it may with microbatches of different sizes."""
     most: InFlight | None = (lambda depth: problem.microbatches) if schedule == "gpipe" else None
-    return [most, _one]
+    return [most, one]
 
 
 def _best(
@@ -256,7 +172,7 @@ def _best(
     best: tuple[float, Stages, Placement] | None = None
     error: CscError | None = None
     for home in ways:
-        for stages in [fixed] if fixed else _partitions(problem, home, limits):
+        for stages in [fixed] if fixed else partitions(problem, home, limits):
             try:
                 seconds = way.seconds(stages, home)
             except CscError as each:
@@ -293,53 +209,6 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
                 if seconds < best * (1 - 1e-6):
                     best, stages = seconds, other
     return stages
-
-
-def _auto(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, effort: float) -> PipelinePlan:
-    """Search partitions, placements and orders together."""
-    bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
-    enough = bound.seconds * (1 + 1e-6) if bound else 0.0
-    single: list[Trial] = []
-    several: list[Trial] = []
-    for home in ways:
-        alone = len(home) == problem.ranks
-        tried = [fixed] if fixed else _partitions(problem, home, [None, _one])
-        if alone and bound and not fixed:
-            tried = list(dict.fromkeys([bound.stages, *tried]))
-        trials = [trial for stages in tried if (trial := screen(problem, stages, home)) is not None]
-        (single if alone else several).extend(trials)
-    if not single and not several:  # auto says why
-        auto(pipeline(problem, fixed or candidates(problem, _one)[0]), ways[0], problem.microbatches, problem.memory)
-    best_single = _searched(problem, single, enough, fixed is None, effort)
-    limit = SHARED * best_single[0] if best_single else math.inf
-    close = [trial for trial in several if trial.seconds < SEARCH_GAINS * limit]
-    best_several = _searched(problem, close, 0.0, fixed is None, effort)
-    best = best_several if best_several is not None and best_several[0] < limit else best_single
-    assert best is not None
-    return _finished(problem, *best[1:], bound)
-
-
-def _searched(
-    problem: Problem, trials: Sequence[Trial], enough: float, climbing: bool, effort: float
-) -> tuple[float, Stages, Placement, Schedule] | None:
-    """What the full search makes of the best of these trials."""
-    ranked = sorted(trials, key=lambda trial: trial.seconds)
-    if not ranked:
-        return None
-    finalists = [
-        max(trial, screen(problem, trial.stages, trial.placement, STYLES) or trial, key=lambda each: -each.seconds)
-        for trial in ranked[:FINALISTS]
-    ]
-    trial = min(finalists, key=lambda trial: trial.seconds)
-    if climbing and trial.seconds > enough:
-        trial = climb(problem, trial, effort)
-    trial = polish(problem, trial, enough, effort)
-    orders = [trial.schedule(problem)]
-    if trial.seconds > enough:
-        budget = int(AUTO * effort) * len(trial.work.lanes) * problem.microbatches
-        orders.append(auto(trial.work.pipeline, trial.placement, problem.microbatches, problem.memory, budget))
-    order = min(orders, key=lambda order: makespan(trial.work.pipeline, order))
-    return makespan(trial.work.pipeline, order), trial.stages, trial.placement, order
 
 
 def _finished(

@@ -1,10 +1,11 @@
 """A quick look at what a partition can do: named schedules, greedy orders, and small changes of the partition.
 
-Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on its ranks with the best order found.
+Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on its ranks with the best order found. A
+*style* is a way to make an order.
 
-    screen(problem, stages, placement)     -> Trial, or None if nothing fits
-    climb(problem, trial, effort)          -> Trial: after moving units between neighbouring stages
-    polish(problem, trial, effort)         -> Trial: after local search on the order itself
+    screen(problem, stages, placement, budget)   -> Trial, or None if nothing fits
+    climb(problem, trial, budget, effort)        -> Trial: after moving units between neighbouring stages
+    polish(problem, trial, enough, budget)       -> Trial: after local search on the order itself
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import product
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages, branches
+from csc.planning.budget import Budget
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
@@ -32,7 +34,20 @@ from csc.planning.unit_moves import moved, moves
 # A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
 # depth (None: as memory allows); patience and fused as in csc.planning.schedules.greedy.
 Rules = tuple[tuple[int, int, int], float | None, float, bool]
-Style = str | Rules
+
+
+@dataclass(frozen=True)
+class Following:
+    """Greedy in the order of a named schedule: a rank that would wait goes ahead with what is next and ready, and one
+    whose memory is full holds back what would not fit.
+    """
+
+    name: str
+    fused: bool
+    patience: float = 0.0
+
+
+Style = str | Rules | Following
 NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "interleaved-zb", "zb-v")
 FEW: tuple[Style, ...] = (
     *NAMED,
@@ -44,12 +59,23 @@ FEW: tuple[Style, ...] = (
     ((0, 1, 2), None, 0.0, True),
     ((1, 0, 2), None, 0.5, True),
 )
-STYLES: tuple[Style, ...] = (
-    *NAMED,
-    *product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5), (False, True)),
+GREEDY: tuple[Style, ...] = tuple(product(((0, 1, 2), (1, 0, 2)), (None, 1.0, 1.5, 2.0), (0.0, 0.5), (False, True)))
+
+# For several stages on a rank: the published orders first, and what greedy makes of them.
+TURNS: tuple[Style, ...] = (
+    "interleaved-1f1b",
+    "interleaved-zb",
+    "zb-v",
+    Following("interleaved-1f1b", fused=True),
+    Following("interleaved-zb", fused=False),
 )
+# For steps so large that few orders can be looked at, the most useful first.
+QUICK: tuple[Style, ...] = ("1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "eager-1f1b")
+NAMED_COST, GREEDY_COST = 2, 5  # actions simulated, in time, for each action of an order
 
 CLIMB = 120_000  # actions put in order while moving units, by default
+LEAST = 20  # changes of an order below which it is not worth while
+POLISH_COST = 2  # a change is also made and its critical path walked
 POLISH = 500_000  # actions simulated while changing the order, by default
 
 
@@ -70,11 +96,18 @@ class Trial:
 
 
 def screen(
-    problem: Problem, stages: Stages, placement: Sequence[int], styles: Sequence[Style] = FEW, below: float = math.inf
+    problem: Problem,
+    stages: Stages,
+    placement: Sequence[int],
+    styles: Sequence[Style] = FEW,
+    below: float = math.inf,
+    budget: Budget | None = None,
 ) -> Trial | None:
     """The best of the orders of these styles. None if a rank's memory cannot hold one microbatch at a time, or if all
-    are far from `below` seconds, which is what they have to beat.
+    are far from `below` seconds, which is what they have to beat. Once something is found, it ends when the budget is
+    spent.
     """
+    budget = budget or Budget()
     work = WorkTables.of(pipeline(problem, stages), placement, problem.microbatches)
     try:
         allowed = room(work, problem.memory)
@@ -82,14 +115,30 @@ def screen(
         return None
     best = None
     for style in styles:
-        found = (
-            _named(work, style, allowed)
-            if isinstance(style, str)
-            else _greedy(work, style, allowed, best.seconds if best else below)
-        )
+        if best is not None and budget.spent:
+            break
+        found = _ordered(work, style, allowed, best.seconds if best else below)
+        if found is not None:
+            budget.spend(cost(style) * len(work.lanes) * work.microbatches)
         if found is not None and found[1] < (best.seconds * (1 - 1e-9) if best else math.inf):
             best = Trial(stages, tuple(placement), found[1], style, work, found[0])
     return best
+
+
+def cost(style: Style) -> float:
+    """About how many actions are simulated, for each action of the step, to look at a style."""
+    return NAMED_COST if isinstance(style, str) else GREEDY_COST
+
+
+def _ordered(
+    work: WorkTables, style: Style, allowed: Sequence[float] | None, best: float
+) -> tuple[list[list[int]], float] | None:
+    """The orders of a style and their makespan; None if they do not fit."""
+    if isinstance(style, str):
+        return _named(work, style, allowed)
+    if isinstance(style, Following):
+        return _following(work, style, allowed, best)
+    return _greedy(work, style, allowed, best)
 
 
 def _named(work: WorkTables, name: str, allowed: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
@@ -113,31 +162,58 @@ def _greedy(
     return hastened(work, Rule(lanes, in_flight, None, allowed, patience, fused), best)
 
 
-def climb(problem: Problem, trial: Trial, effort: float = 1.0) -> Trial:
-    """Move one unit at a time to a neighbouring stage while that shortens the step under the trial's own rule."""
+def _following(
+    work: WorkTables, style: Following, allowed: Sequence[float] | None, best: float
+) -> tuple[list[list[int]], float] | None:
+    """As `_greedy`, by the places that actions have in the named schedule; None if it wants its stages elsewhere."""
+    try:
+        orders = ORDERS[style.name](work, allowed)
+    except InputError:
+        return None
+    priority = [[0.0] * work.microbatches for _ in range(work.size)]
+    for order in orders:
+        head = [0] * work.size
+        for place, entry in enumerate(order):
+            lane = work.lane_of[entry]
+            for moved_on in (lane,) if entry == lane else (lane, lane + 1):
+                priority[moved_on][head[moved_on]] = place + 0.5 * (moved_on - lane)
+                head[moved_on] += 1
+    return hastened(work, Rule(priority, None, None, allowed, style.patience, style.fused), best)
+
+
+def climb(problem: Problem, trial: Trial, budget: Budget, effort: float = 1.0) -> Trial:
+    """Move one unit at a time to a neighbouring stage while that shortens the step under the trial's own rule, and
+    until the budget is spent.
+    """
     found = branches(problem)
     left = max(4, int(CLIMB * effort / (len(trial.work.lanes) * problem.microbatches)))
     better = True
     while better and left > 0:
         better = False
         for unit, source, target in list(moves(found, trial.stages)):
-            if left <= 0:
-                break
+            if left <= 0 or budget.spent:
+                return trial
             if source >= len(trial.stages) or unit not in trial.stages[source] or len(trial.stages[source]) == 1:
                 continue
             stages = moved(found, trial.stages, unit, target)
             if stages is None:
                 continue
             left -= 1
-            other = screen(problem, stages, trial.placement, (trial.style,), trial.seconds)
+            other = screen(problem, stages, trial.placement, (trial.style,), trial.seconds, budget)
             if other is not None and other.seconds < trial.seconds * (1 - 1e-6):
                 trial, better = other, True
     return trial
 
 
-def polish(problem: Problem, trial: Trial, enough: float, effort: float = 1.0) -> Trial:
-    """Local search on the order (csc.planning.schedules.search), until the makespan is `enough`."""
+def polish(problem: Problem, trial: Trial, enough: float, budget: Budget, effort: float = 1.0) -> Trial:
+    """Local search on the order (csc.planning.schedules.search), until the makespan is `enough`. Nothing for steps of
+    which only a few could be tried.
+    """
     allowed = room(trial.work, problem.memory)
-    trials = int(POLISH * effort / (len(trial.work.lanes) * problem.microbatches))
+    size = len(trial.work.lanes) * problem.microbatches
+    trials = 0 if budget.late else int(min(POLISH * effort, budget.left / POLISH_COST) / size)
+    if trials < LEAST:
+        return trial
+    budget.spend(POLISH_COST * trials * size)
     orders, seconds = improve(trial.work, trial.orders, allowed, trials, random.Random(0), enough)
     return Trial(trial.stages, trial.placement, seconds, trial.style, trial.work, orders)

@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks.pipeline import report, rows_file
 from benchmarks.pipeline.baselines import (
     EQUAL,
+    RIVALS,
     TEMPLATE,
     UNAWARE,
     Baseline,
@@ -50,12 +51,15 @@ FIELDS = (
     "makespan_over_bound_geomean",
     "makespan_over_bound_equal_memory_geomean",
     "worst_speedup_over_any_baseline",
+    "worst_speedup_over_any_baseline_own_bytes",
+    "speedup_over_best_rival_geomean",
     "speedup_over_unaware_heavy_encoder_geomean",
     "speedup_over_unaware_geomean",
     "paced_error_max",
     "real_error",
     "paced_speedup_over_torch",
     "plan_seconds_max",
+    "plan_seconds_64x256",
 )
 
 
@@ -250,7 +254,12 @@ def test_a_row_keeps_to_its_limits(row: Row) -> None:
         bound = row.bound if plan.chunks == 1 else row.shared_bound
         assert plan.over_bound == pytest.approx(plan.makespan / bound)
         assert plan.over_single == pytest.approx(plan.makespan / row.bound)
-    assert [pair.baseline.name for pair in row.pairs] == [EQUAL, UNAWARE, TEMPLATE, *TORCH]
+    names = [pair.baseline.name for pair in row.pairs]
+    assert names[: 3 + len(TORCH)] == [EQUAL, UNAWARE, TEMPLATE, *TORCH]
+    assert names[3 + len(TORCH) :] == [name for name, *_ in RIVALS if name in names]
+    assert {"rival 1F1B", "rival interleaved 1F1B, 3 chunks", "rival ZB-V"} <= set(names)
+    for pair in row.pairs:
+        assert pair.speedup is None or pair.baseline.wrong or pair.speedup >= 1 - 1e-9
     assert (row.pair(UNAWARE).speedup or 0) >= 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.planning.branches import branches, numbered
 from csc.planning.partition import candidates, describe, partition
-from csc.planning.partition_bound import lower_bound, stage_bound
+from csc.planning.partition_bound import NEARLY, lower_bound, stage_bound
 from csc.planning.problem import Problem, pipeline
 from csc.planning.unit_moves import depths, homes, message_bytes, moved, moves
 from tests.planning.graphs import (
@@ -207,7 +207,7 @@ def test_three_encoders_on_many_ranks() -> None:
     stages = partition(problem)
     check_valid(problem, stages)
     bound = lower_bound(problem)
-    assert max(stage_bound(problem, units) for units in stages) <= bound.seconds * (1 + 1e-9)
+    assert max(stage_bound(problem, units) for units in stages) <= bound.seconds * (1 + NEARLY)
     assert stages == partition(problem)
 
 

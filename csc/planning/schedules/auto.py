@@ -3,6 +3,7 @@
 Terms: see work.py and greedy.py.
 
     auto(pipeline, placement, microbatches, memory=None, budget=None, seed=0, in_turn=False) -> Schedule
+    searched_orders(work, memory=None, budget=None, seed=0, in_turn=False) -> Found      the same as orders
 
 In turn: the named schedules that fit; the greedy scheduler under a grid of targets; a local search on the best order.
 B and W are fused where the memory asks for it, and at the end where nothing is lost.
@@ -40,6 +41,15 @@ LAGS = ("depth", "none", "fused", "one", "twice", "all")  # W behind B
 PATIENCE = (1.0, 0.0)
 
 
+@dataclass(frozen=True, order=True)
+class Found:
+    """Orders and how long they take. The first of equals wins."""
+
+    seconds: float
+    work: WorkTables = field(compare=False)
+    orders: list[list[int]] = field(compare=False)
+
+
 def auto(
     pipeline: Pipeline,
     placement: Sequence[int],
@@ -58,6 +68,19 @@ def auto(
     InputError if the memory cannot hold one microbatch at a time: the least that would do, and what takes it.
     """
     work = WorkTables.of(pipeline, placement, microbatches)
+    best = searched_orders(work, memory, budget, seed, in_turn)
+    return finish("auto", best.work, spared(best.work, best.orders), memory)
+
+
+def searched_orders(
+    work: WorkTables,
+    memory: Sequence[float] | float | None = None,
+    budget: int | None = None,
+    seed: int = 0,
+    in_turn: bool = False,
+) -> Found:
+    """What `auto` makes its schedule of; its arguments."""
+    pipeline, placement, microbatches = work.pipeline, work.placement, work.microbatches
     allowed = room(work, memory)
     enough = lower_bound(work, allowed) * (1 + 1e-6)
     size = len(work.lanes) * microbatches
@@ -86,18 +109,9 @@ def auto(
             found.append(Found(seconds, other, orders))
     best = min(found)
     if best.seconds > enough and left > 0:
-        orders, _ = improve(best.work, best.orders, allowed, left // size, random.Random(seed), enough)
-        best = Found(best.seconds, best.work, orders)
-    return finish("auto", best.work, spared(best.work, best.orders), memory)
-
-
-@dataclass(frozen=True, order=True)
-class Found:
-    """Orders and how long they take. The first of equals wins."""
-
-    seconds: float
-    work: WorkTables = field(compare=False)
-    orders: list[list[int]] = field(compare=False)
+        orders, seconds = improve(best.work, best.orders, allowed, left // size, random.Random(seed), enough)
+        best = Found(seconds, best.work, orders)
+    return best
 
 
 def _least(found: Sequence[Found]) -> float:

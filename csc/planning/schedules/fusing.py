@@ -120,13 +120,20 @@ def spared(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[int]]
     """
     best = [list(order) for order in orders]
     least = makespan(work, best) * (1 + 1e-12)
-    for rank in range(len(best)):
-        starts = start_times(work, best)
-        assert starts is not None
-        tried = [*best[:rank], _spared(work, best[rank], starts), *best[rank + 1 :]]
-        if tried[rank] != best[rank] and makespan(work, tried) <= least:
-            best = tried
-    return best
+    return _spared_among(work, best, range(len(best)), least)
+
+
+def _spared_among(work: WorkTables, orders: list[list[int]], among: Sequence[int], least: float) -> list[list[int]]:
+    """All of these ranks at once; where their messages then get into each other's way, one half after the other."""
+    starts = start_times(work, orders)
+    assert starts is not None
+    tried = [_spared(work, order, starts) if rank in among else order for rank, order in enumerate(orders)]
+    if tried == orders or makespan(work, tried) <= least:
+        return tried
+    if len(among) == 1:
+        return orders
+    half = len(among) // 2
+    return _spared_among(work, _spared_among(work, orders, among[:half], least), among[half:], least)
 
 
 def _spared(work: WorkTables, order: Sequence[int], starts: Sequence[Sequence[float]]) -> list[int]:

@@ -1,0 +1,197 @@
+"""What is tried: where stages stand, and the partitions for each such placement.
+
+Terms: see csc.planning.problem and csc.planning.branches. A *placement* is the rank of each stage; *chunks* are the
+stages of a rank. Units are in order of execution.
+
+    checked(problem, home)                                         -> placement; InputError if a rank has no stage
+    placements(problem, schedule, chunks, stages, placement)       -> [placement], one stage on a rank first
+    partitions(problem, home, limits)                              -> [Stages] for one of them, good ones first
+    spread(problem, home)                                          -> [Stages] that even out the ranks, cheaply
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+from csc.errors import InputError
+from csc.planning.branches import Stages
+from csc.planning.contiguous import contiguous
+from csc.planning.paired import filled, paired
+from csc.planning.partition import MIDDLE, InFlight, balance, candidates
+from csc.planning.problem import Problem, Unit
+from csc.planning.schedules import placement as placed
+from csc.planning.schedules import stages_per_rank
+
+FUSED = (0.25, 0.5, 0.75, 1.0)  # shares of the ways there and back for partitions under memory limits
+CHUNKS = (3, 4, 5, 6, 7, 8, 10, 12, 16)  # stages on a rank that are tried besides one and two
+# Ranks times units up to which partitions are searched for thoroughly, and up to which they are searched for at all;
+# beyond that only evened out.
+THOROUGH, SEARCHED = 4_000, 40_000
+
+Placement = tuple[int, ...]
+
+
+def checked(problem: Problem, home: Sequence[int]) -> Placement:
+    """A placement that names every rank."""
+    if set(home) != set(range(problem.ranks)):
+        raise InputError(
+            f"the placement {list(home)} does not give each of {problem.ranks} ranks a stage",
+            "placement",
+            f"Name the ranks 0 to {problem.ranks - 1}, each at least once",
+        )
+    return tuple(home)
+
+
+def placements(
+    problem: Problem, schedule: str, chunks: int | None, stages: Stages | None, placement: Sequence[int] | None
+) -> list[Placement]:
+    """The placements to try. InputError for more stages than units."""
+    ranks, units = problem.ranks, len(problem.units)
+    wanted = stages_per_rank(schedule)  # also says if there is no such schedule
+    if placement is not None:
+        return [checked(problem, placement)]
+    if stages is not None:
+        if len(stages) % ranks:
+            raise InputError(
+                f"{len(stages)} stages do not spread evenly over {ranks} ranks", "stages", "Give a placement too"
+            )
+        chunks = len(stages) // ranks
+    elif chunks is not None and chunks * ranks > units:
+        raise InputError(
+            f"{units} regions cannot fill {chunks * ranks} stages, {chunks} on each of {ranks} ranks",
+            "chunks",
+            f"Ask for {units // ranks} on a rank at most",
+        )
+    ways = [placed(schedule, ranks, wanted if chunks is None else chunks)]
+    if schedule == "auto" and (chunks == 2 or (chunks is None and units >= 2 * ranks > 2)):
+        ways += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
+    if schedule == "auto" and chunks is None and ranks > 1:
+        ways += [placed("interleaved-1f1b", ranks, n) for n in CHUNKS if units >= n * ranks]
+    return list(dict.fromkeys(tuple(way) for way in ways))
+
+
+def partitions(
+    problem: Problem,
+    home: Sequence[int],
+    limits: Sequence[InFlight | None],
+    found_before: dict[int, list[Stages]] | None = None,
+) -> list[Stages]:
+    """Partitions into one stage for each entry of `home`. limits: what the stages of a depth hold, tried in turn.
+    found_before: what was searched for other placements of as many stages; it is added to.
+
+    Which are searched for depends on how large the problem is: there is always one. InputError if nothing fits.
+    """
+    known = {} if found_before is None else found_before
+    size = len(home) * len(problem.units)
+    if len(home) == problem.ranks:
+        found = _single(problem, limits, size)
+    elif len(home) == 2 * problem.ranks and size <= 2 * THOROUGH:
+        if len(home) not in known:
+            known[len(home)] = _searched(problem, len(home))
+        found = [*known[len(home)], *_even(problem, len(home)), *paired(problem, home)]
+    else:
+        found = [*(spread(problem, home) or _searched(problem, len(home))), *_even(problem, len(home))]
+    return list(dict.fromkeys(found))
+
+
+def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> list[Stages]:
+    """One stage on a rank."""
+    found: list[Stages] = []
+    thorough = size <= THOROUGH
+    cuts: list[Stages] = []
+    if problem.memory is not None or not thorough:
+        limited = problem if problem.memory is not None else replace(problem, memory=float("inf"))
+        cuts = [stages] if (stages := contiguous(limited)) is not None else []
+    if size > SEARCHED:
+        return cuts + _even(problem, problem.ranks)
+    for limit in limits:
+        whole = thorough and not found
+        try:
+            found += candidates(problem, limit) if whole else candidates(problem, limit, (MIDDLE,), layouts=False)
+        except InputError:
+            if limit is limits[-1] and not found:
+                raise
+        if problem.memory is None or (found and not thorough):
+            break
+    if problem.memory is not None and thorough:
+        with suppress(InputError):
+            found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
+    found += cuts
+    return found if thorough else found + _even(problem, problem.ranks)
+
+
+def _searched(problem: Problem, count: int) -> list[Stages]:
+    """More stages than ranks, as if each had a rank: by work, and by work and the ways there and back.
+
+    Memory is the rank's, not the stage's: the first look away from it and let the schedule say what fits.
+    """
+    every = replace(problem, ranks=count, memory=None)
+    found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
+    if problem.memory is not None:
+        with suppress(InputError):
+            share = replace(every, memory=problem.memory * problem.ranks / count)
+            found += candidates(share, one, (0.0,), layouts=False)
+    return found
+
+
+def spread(problem: Problem, home: Sequence[int]) -> list[Stages]:
+    """Stages in turns, n on each rank: the units are divided into n parts, each part among all ranks such that those
+    who have much of the parts before get less of it. Divided by work, by forward time, by number; filled from the first
+    part on, and from the last.
+    """
+    ranks, units = problem.ranks, problem.units
+    chunks = len(home) // ranks
+    if len(home) != chunks * ranks or list(home) != list(home[:ranks]) * chunks or len(home) > len(units):
+        return []
+    work = [unit.work for unit in units]
+    found: list[Stages] = []
+    for measure in (work, [unit.forward for unit in units], [1.0] * len(units)):
+        starts = _roomy(balance([round(1e9 * each) for each in measure], chunks), ranks, len(units))
+        parts = list(pairwise([*starts, len(units)]))
+        for turned in (False, True):
+            loads = [0.0] * ranks
+            ends: dict[int, list[int]] = {}
+            for a, b in reversed(parts) if turned else parts:
+                ends[a] = [a + end for end in filled(work[a:b], [loads[rank] for rank in home[:ranks]])]
+                for rank, start, end in zip(home, [a, *ends[a]], ends[a]):
+                    loads[rank] += sum(work[start:end])
+            bounds = [0, *(end for a in sorted(ends) for end in ends[a])]
+            found.append(tuple(tuple(range(a, b)) for a, b in pairwise(bounds)))
+    return list(dict.fromkeys(found))
+
+
+def _roomy(starts: Sequence[int], ranks: int, count: int) -> list[int]:
+    """Where parts begin, moved so that each has a unit for every rank."""
+    moved = [max(start, i * ranks) for i, start in enumerate(starts)]
+    for i in range(1, len(moved)):
+        moved[i] = max(moved[i], moved[i - 1] + ranks)
+    return [min(start, count - (len(moved) - i) * ranks) for i, start in enumerate(moved)]
+
+
+def _even(problem: Problem, count: int) -> list[Stages]:
+    """The units in their order in so many stages, of which the longest is as short as it can be: blind to what is
+    frozen, and by all work.
+    """
+    measures: tuple[Callable[[Unit], float], ...] = (lambda unit: unit.forward, lambda unit: unit.work)
+    found = []
+    for seconds in measures:
+        starts = balance([round(1e9 * seconds(unit)) for unit in problem.units], count)
+        found.append(tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(problem.units)])))
+    return found
+
+
+def _fused(problem: Problem) -> Problem:
+    """The problem in which gradients come back only after W, as they do where memory lets no W wait."""
+    units = (
+        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0)
+        for unit in problem.units
+    )
+    return replace(problem, units=tuple(units))
+
+
+def one(depth: int) -> float:
+    """In flight at the least: schedules that look at the memory slow down rather than hold more."""
+    return 1.0
