@@ -3,7 +3,8 @@
     attention(q, k, v, mask, scale, softcap) -> out                      what a model calls
     attention_with_lse(q, k, v, mask, scale, softcap) -> (out, lse)
     pack(mask, block_q, block_k), blocks(device, width, dtype)           see csc.kernels.packing
-    csc::attention, csc::attention_backward, csc::pack_mask, csc::group_ranges    registered when this is imported
+    csc::attention, csc::attention_backward, csc::pack_mask, csc::group_ranges, csc::seeing_ranges
+        registered when this is imported
 
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
@@ -19,6 +20,8 @@ import torch
 from csc.kernels import cpu, memory_layout, packing, token_groups
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
+
+from csc.errors import InputError
 
 CPU_BLOCKS = (256, 128)
 
@@ -82,6 +85,28 @@ def _(ranges: Any, admits: Any, kinds: Any, keys: int, block_q: int, block_k: in
     return ranges.new_empty((mask.batch, packing.words(form)), dtype=torch.int32)
 
 
+@torch.library.custom_op("csc::seeing_ranges", mutates_args=())
+def _seeing_ranges(
+    ranges: torch.Tensor, admits: torch.Tensor | None, kinds: torch.Tensor | None, keys: int
+) -> torch.Tensor:
+    """The ranges, if every query sees a key by them; InputError if not."""
+    hidden = Mask(ranges, admits, kinds, keys).hidden()
+    if bool(hidden.any()):
+        sample, query = (int(place) for place in hidden.nonzero()[0])
+        raise InputError(
+            f"token {query} of sample {sample} sees no key, and the model's mask hides keys by a finite number, with "
+            "which such a token attends to all of them; csc's attention under cp has no form for that",
+            "attention mask",
+            'pad on the right, build the model with attn_implementation="sdpa", or leave cp at 1',
+        )
+    return ranges.clone()
+
+
+@_seeing_ranges.register_fake
+def _(ranges: Any, admits: Any, kinds: Any, keys: int) -> torch.Tensor:
+    return torch.empty_like(ranges)
+
+
 @torch.library.custom_op("csc::group_ranges", mutates_args=())
 def _group_ranges(
     queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
@@ -108,7 +133,7 @@ def _attention(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    known, lists = (None, None) if mask is None or form is None else packing.unpack_once(mask, form)
     q, k, v = (memory_layout.dense(x) for x in (q, k, v))
     return _engine(q).forward(q, k, v, known, lists, scale, softcap)
 
@@ -138,7 +163,7 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    known, lists = (None, None) if mask is None or form is None else packing.unpack(mask, form)
+    known, lists = (None, None) if mask is None or form is None else packing.unpack_once(mask, form)
     d_out, q, k, v = (memory_layout.dense(x) for x in (d_out, q, k, v))
     return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
 

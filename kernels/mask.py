@@ -7,6 +7,7 @@ Terms
 
     Mask(ranges, admits, kinds, keys)          int32 [B, R, Tq, 2], int64 [B, R, Tq], int64 [B, Tk], Tk
     mask.dense() -> bool [B, Tq, Tk]           for references and pictures of small masks only
+    mask.hidden() -> bool [B, Tq]              queries that see nothing
     mask.union(other) -> Mask                  all rules of both
 
 All heads share a mask; B is the batch, or 1 for a mask that holds for the whole batch. 63 kinds can be told apart.
@@ -14,7 +15,8 @@ All heads share a mask; B is the batch, or 1 for a mask that holds for the whole
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +36,7 @@ class Mask:
     admits: torch.Tensor | None
     kinds: torch.Tensor | None
     keys: int
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what kernels have made of it
 
     def __post_init__(self) -> None:
         """ValueError for tensors that do not fit together (shapes and dtypes only; values are not looked at)."""
@@ -68,6 +71,19 @@ class Mask:
         if self.admits is not None and self.kinds is not None:
             seen &= (self.admits[..., None] & self.kinds[:, None, None, :]) != 0
         return seen.any(1)
+
+    def hidden(self) -> torch.Tensor:
+        """bool [B, Tq]: queries that see no key. Counts keys of each kind, so nothing of size Tq x Tk is made."""
+        low, high = self.ranges.long().clamp(0, self.keys).unbind(-1)
+        if self.kinds is None or self.admits is None:
+            return (low >= high).all(1)
+        seen = torch.zeros_like(low, dtype=torch.bool)
+        for bit in range(int(self.kinds.max()).bit_length()):
+            before = torch.nn.functional.pad((self.kinds >> bit & 1).cumsum(-1), (1, 0))[:, None].expand(
+                -1, self.rules, -1
+            )
+            seen |= (before.gather(2, high) > before.gather(2, low)) & (self.admits >> bit & 1).bool()
+        return ~seen.any(1)
 
     def union(self, other: Mask) -> Mask:
         """What either lets through. Kinds must mean the same in both. ValueError if the sizes differ."""

@@ -2,6 +2,7 @@
 
     pack(mask, block_q, block_k) -> int32 [B, words]
     unpack(packed, form) -> (Mask, Tiles)        views, nothing is copied or looked at
+    unpack_once(packed, form) -> (Mask, Tiles)   the same ones for each call with a tensor that nothing has written to
     words(form) -> int                           per sample
 
 A packed mask is a flat buffer of sections, each for the whole batch and dense: kinds, admits (int64, so they come
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import TileLists, Tiles, tiles
+
+UNPACKED = "_csc_unpacked"  # the name under which a tensor keeps it
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,17 @@ def unpack(packed: torch.Tensor, form: Form) -> tuple[Mask, Tiles]:
     ranges, q_index, q_counts, k_index, k_counts = parts
     lists = Tiles(form.block_q, form.block_k, TileLists(q_index, q_counts), TileLists(k_index, k_counts))
     return Mask(ranges, admits, kinds, form.keys), lists
+
+
+def unpack_once(packed: torch.Tensor, form: Form) -> tuple[Mask, Tiles]:
+    """As `unpack`, of a copy that stays with the tensor: layers that share a mask share what a kernel has made of it.
+    A copy, since views hold what they are views of: the tensor would hold itself.
+    """
+    if packed.is_inference():  # these do not count what is written to them
+        return unpack(packed, form)
+    kept = vars(packed).get(UNPACKED)
+    if kept is None or kept[0] != (form, packed._version):
+        kept = ((form, packed._version), unpack(packed.detach().clone(), form))
+        setattr(packed, UNPACKED, kept)
+    found: tuple[Mask, Tiles] = kept[1]
+    return found

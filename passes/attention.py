@@ -96,7 +96,7 @@ def _rewrite(node: fx.Node, given: dict[str, Any], writer: Writer, masks: Masks,
         raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     scale = given["scale"] if given["scale"] is not None else q.shape[3] ** -0.5
     with writer.graph.inserting_before(node):
-        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer, masks)
+        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer, masks, spread)
         name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
         pair = writer.named(
             name, node, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
@@ -129,16 +129,25 @@ def _heads(node: fx.Node) -> fx.Node:
 
 
 def _mask(
-    node: fx.Node, mask: fx.Node | None, causal: bool, q: torch.Tensor, k: torch.Tensor, writer: Writer, masks: Masks
+    node: fx.Node,
+    mask: fx.Node | None,
+    causal: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    writer: Writer,
+    masks: Masks,
+    spread: bool,
 ) -> _Packed:
-    """The packed mask of an SDPA, written before it or found among those that are there already."""
+    """The packed mask of an SDPA, written before it or found among those that are there already. spread: also of one
+    that holds only for batches in which every query sees a key, which each batch is then asked.
+    """
     sizes = (int(q.shape[2]), int(k.shape[2]))
     blocks = kernels.blocks(q.device, q.shape[3], q.dtype)
     key = (mask, causal, sizes, blocks)
     if key not in masks:
         if mask is not None and mask.meta["val"].dim() > 2 and mask.meta["val"].shape[-3] != 1:
             raise Unrecognised("another mask for every head")
-        found = visibility.EVERYTHING if mask is None else visibility.clauses(mask)
+        found, asked = (visibility.EVERYTHING, False) if mask is None else visibility.clauses(mask, spread)
         if causal:
             found = tuple(clause | {KeyBound(False, OWN_PLACE, 1)} for clause in found)
         if not found:
@@ -146,7 +155,7 @@ def _mask(
         if found == visibility.EVERYTHING:
             masks[key] = _Packed(None)
         else:
-            masks[key] = _Rules(writer, mask or node, *sizes).packed(found, *blocks)
+            masks[key] = _Rules(writer, mask or node, *sizes).packed(found, asked, *blocks)
     return masks[key]
 
 
@@ -163,7 +172,8 @@ class _Rules:
     def call(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         return self.writer.named(name, self.like, target, *arguments, **keywords)
 
-    def packed(self, clauses: Sequence[Clause], block_q: int, block_k: int) -> _Packed:
+    def packed(self, clauses: Sequence[Clause], asked: bool, block_q: int, block_k: int) -> _Packed:
+        """asked: whether each batch is refused in which a query sees no key."""
         kinds = self.kinds(clauses)
         rows = [self.range(clause) for clause in clauses]
         batch = max(n.meta["val"].shape[0] for n in (*rows, *([] if kinds is None else [kinds[1]])))
@@ -181,6 +191,8 @@ class _Rules:
                 for bit in bits
             ]
             admits = self.call("admits", aten.stack.default, listed, 1)
+        if asked:
+            ranges = self.call("seeing", torch.ops.csc.seeing_ranges.default, ranges, admits, told, self.keys)
         mask = self.call("mask", torch.ops.csc.pack_mask.default, ranges, admits, told, self.keys, block_q, block_k)
         mask.meta["hint"] = "visibility"
         return _Packed(mask, len(rows), kinds is not None, block_q, block_k)

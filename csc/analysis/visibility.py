@@ -6,7 +6,7 @@ Terms
   literal     a condition or its negation
   slot        the place of a key in K and V; a tensor of slots is `arange` plus a constant
 
-    clauses(node) -> tuple[Clause, ...]        Unrecognised, with the operation's name, if it cannot be said so
+    clauses(node, asked) -> tuple[Clause, ...], bool     Unrecognised, with the operation's name, if it has no such form
 
 A mask node is [.., Tq, Tk]. Operators inside it broadcast from the right, so a node whose last size is 1 speaks of
 queries alone, one whose last but one is 1 (or missing) of keys alone. A comparison of both sides is a bound if the side
@@ -94,21 +94,25 @@ _OPPOSITE = {"<=": ">", "<": ">=", ">=": "<", ">": "<=", "==": "!=", "!=": "=="}
 _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
 
-def clauses(node: fx.Node) -> tuple[Clause, ...]:
-    """The mask (bool, or floats that are 0 where a key is seen and very negative where not) as a union of clauses.
+def clauses(node: fx.Node, asked: bool = False) -> tuple[tuple[Clause, ...], bool]:
+    """The mask (bool, or floats that are 0 where a key is seen and very negative where not) as a union of clauses; and
+    whether it holds only for batches in which every query sees a key.
 
     A query that sees no key gets zeros; where all its scores are lowered by the same finite number it attends to every
-    key instead. A finite mask is therefore recognised only if each query sees something whatever the batch is.
+    key instead. A finite mask is therefore recognised only if each query sees something whatever the batch is, or if
+    every batch will be `asked`.
     """
     val = node.meta["val"]
     if val.dim() < 2:
         raise Unrecognised(f"a mask of {val.dim()} dimensions")
     if val.dtype.is_floating_point:
         found, low = _of_bias(node)
-        if low != -inf and not _each_sees(found, *_sizes(node)):
+        if low == -inf or _each_sees(found, *_sizes(node)):
+            return found, False
+        if not asked or not found:
             raise Unrecognised(f"{low:.4g} in place of -inf, with which a query that sees no key attends to all")
-        return found
-    return _simplified(_union(node, negated=False))
+        return found, True
+    return _simplified(_union(node, negated=False)), False
 
 
 def _each_sees(found: tuple[Clause, ...], queries: int, keys: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -181,3 +182,34 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     wrong = Mask(torch.zeros(2, 1, 8, 2, dtype=torch.int32), None, None, 8)
     with pytest.raises(ValueError, match="does not fit 3 samples"):
         attention(q, k, v, wrong)
+
+
+def test_a_causal_mask_is_the_kernel_s_own() -> None:
+    """Bit for bit what a model without padding calls."""
+    q, k, v, d_out = (torch.randn(2, 4, 300, 16, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    places = torch.arange(300, dtype=torch.int32)
+    mask = Mask(torch.stack([0 * places, places + 1], -1).expand(1, 1, -1, -1), None, None, 300)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, mask)
+    found = torch.autograd.grad(out, leaves, d_out)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    assert torch.equal(out, expected)
+    for own, other in zip(found, torch.autograd.grad(expected, leaves, d_out), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_what_is_kept_of_a_mask_is_not_used_once_it_changes() -> None:
+    places = torch.arange(20, dtype=torch.int32)
+    causal, everything = (
+        Mask(torch.stack([0 * places, behind], -1).expand(1, 1, -1, -1).contiguous(), None, None, 20)
+        for behind in (places + 1, 0 * places + 20)
+    )
+    packed, other = (packing.pack(mask, 256, 128) for mask in (causal, everything))
+    form = packing.Form(1, False, 20, 20, 256, 128)
+    first, _ = packing.unpack_once(packed, form)
+    assert packing.unpack_once(packed, form)[0] is first
+    packed.copy_(other)
+    assert torch.equal(packing.unpack_once(packed, form)[0].dense(), everything.dense())
+    gone = weakref.ref(packed)
+    del packed
+    assert gone() is None, "what it keeps does not keep it"

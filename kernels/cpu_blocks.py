@@ -1,0 +1,134 @@
+"""Which queries the CPU's attention runs against which keys, block after block.
+
+    blocks(q, mask, tiles, softcap) -> Block, Block, ...        q: [B, H, Tq, D]; mask and tiles both None: all see all
+
+A mask is looked at once for all layers that share it, forward and backward: what is made of it stays with it, if its
+biases take no more than KEPT bytes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from csc.kernels.mask import Mask
+from csc.kernels.tiles import Tiles
+
+SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
+ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
+KEPT = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `rows` of the samples `samples` against `keys` (a slice or slots).
+
+    bias: 0 or -inf, [b, 1, rows, keys], or None where all see all. blind: bool [b, 1, rows], queries that see nothing;
+    None: there are none. causal: query i sees the keys up to i, and there is no bias. whole: there is no other block.
+    """
+
+    samples: slice
+    rows: slice
+    keys: slice | torch.Tensor
+    bias: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
+    causal: bool = False
+    whole: bool = False
+
+
+def blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: float) -> Sequence[Block]:
+    """The blocks that every visible pair is in, each in one."""
+    batch, _, queries, _ = q.shape
+    if mask is None or tiles is None:
+        height = ROWS if softcap else max(queries, 1)
+        starts = range(0, queries, height)
+        return [
+            Block(slice(0, batch), slice(start, min(start + height, queries)), slice(None), whole=len(starts) == 1)
+            for start in starts
+        ]
+    known = mask.known.get((batch, q.dtype, bool(softcap)))
+    if known is None:
+        found = list(_of_mask(mask, tiles, batch, q.dtype, bool(softcap)))
+        known = [replace(found[0], whole=True)] if len(found) == 1 and _is_all(found[0], mask, batch) else found
+        if sum(block.bias.nbytes for block in found if block.bias is not None) <= KEPT:
+            mask.known[batch, q.dtype, bool(softcap)] = known
+    return known
+
+
+def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool) -> Iterator[Block]:
+    everyone = slice(0, batch)
+    if not written_out and _is_causal(mask):
+        yield Block(everyone, slice(0, mask.queries), slice(0, mask.keys), causal=True)
+        return
+    sequences = _sequences(mask)
+    if sequences is not None:
+        yield from sequences
+        return
+    index, counts = tiles.of_queries.index, tiles.of_queries.counts.tolist()
+    for i in range(index.shape[1]):
+        rows = slice(i * tiles.block_q, min((i + 1) * tiles.block_q, mask.queries))
+        visits = [sorted(index[one, i, : counts[one][i][1]].tolist()) for one in range(mask.batch)]
+        # Neighbouring samples that look at the same tiles go together: a short batch is one call.
+        for listed, alike in groupby(range(mask.batch), key=visits.__getitem__):
+            if not listed:
+                continue
+            run = list(alike)
+            samples = slice(run[0], run[-1] + 1) if mask.batch > 1 else slice(0, 1)
+            keys = _slots(listed, tiles.block_k, mask.keys)
+            bias = blind = None
+            if any(counts[one][i][0] < counts[one][i][1] for one in run):
+                seen = _seen(mask, samples, rows, keys)
+                bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -float("inf"))
+                sees = seen.any(-1)
+                blind = None if bool(sees.all()) else ~sees
+            yield Block(samples if mask.batch > 1 else everyone, rows, keys, bias, blind)
+
+
+def _is_all(block: Block, mask: Mask, batch: int) -> bool:
+    sides = ((block.samples, batch), (block.rows, mask.queries), (block.keys, mask.keys))
+    return all(isinstance(side, slice) and side.indices(size) == (0, size, 1) for side, size in sides)
+
+
+def _is_causal(mask: Mask) -> bool:
+    """Whether each query sees the keys up to its own place, in every sample."""
+    if mask.rules > 1 or mask.kinds is not None or mask.queries != mask.keys:
+        return False
+    first, behind = mask.ranges.unbind(-1)
+    places = torch.arange(1, mask.keys + 1, dtype=torch.int32)
+    return bool((first <= 0).all()) and bool((behind == places).all())
+
+
+def _sequences(mask: Mask) -> list[Block] | None:
+    """A block for each run of queries that see the same range of keys, if the mask is made of long ones: sequences in
+    one row, each as if it were alone, to the bit. None for any other mask.
+    """
+    if mask.rules > 1 or mask.batch > 1 or mask.kinds is not None or not mask.queries:
+        return None
+    ranges, lengths = torch.unique_consecutive(mask.ranges[0, 0], dim=0, return_counts=True)
+    if mask.queries < len(lengths) * SHORTEST:
+        return None
+    blocks, start = [], 0
+    for (low, high), length in zip(ranges.tolist(), lengths.tolist()):
+        if low < high:
+            blocks.append(Block(slice(None), slice(start, start + length), slice(low, high)))
+        start += length
+    return blocks
+
+
+def _slots(listed: list[int], block_k: int, keys: int) -> slice | torch.Tensor:
+    if listed[-1] - listed[0] == len(listed) - 1:
+        return slice(listed[0] * block_k, min((listed[-1] + 1) * block_k, keys))
+    slots = (torch.tensor(listed)[:, None] * block_k + torch.arange(block_k)).flatten()
+    return slots[slots < keys]
+
+
+def _seen(mask: Mask, samples: slice, rows: slice, keys: slice | torch.Tensor) -> torch.Tensor:
+    """bool [b, 1, rows, keys]: the mask of one block, written out."""
+    slot = torch.arange(mask.keys)[keys]
+    ranges = mask.ranges[samples, :, rows]
+    seen = (ranges[..., :1] <= slot) & (slot < ranges[..., 1:])
+    if mask.admits is not None and mask.kinds is not None:
+        seen &= (mask.admits[samples, :, rows, None] & mask.kinds[samples, None, None, keys]) != 0
+    return seen.any(1, keepdim=True)
