@@ -68,7 +68,7 @@ def install(files: Mapping[str, bytes], directory: Path, example: Mapping[str, t
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
-        save_file(plain({name: example[name] for name in inputs}), folder / EXAMPLE)
+        save_file(plain(with_values({name: example[name] for name in inputs})), folder / EXAMPLE)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -76,6 +76,11 @@ def contents(directory: Path) -> dict[str, bytes]:
     found = sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in SUFFIXES)
     named = {path.relative_to(directory).as_posix(): path for path in found}
     return {name: path.read_bytes() for name, path in named.items() if name not in (EXAMPLE, WEIGHTS)}
+
+
+def with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An example whose features another process has loaded: zeros, of the size that they have there."""
+    return {name: torch.zeros_like(one, device="cpu") if one.is_meta else one for name, one in tensors.items()}
 
 
 def plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

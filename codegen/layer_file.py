@@ -1,6 +1,6 @@
 """One file per variant of a template: its F, B and W as functions.
 
-Terms: saved: what F keeps for B; kept: what B keeps for W; w: the parameters of one region by their local names.
+Terms: saved: what F keeps for B; stashed: what B stashes for W; w: the parameters of one region by their local names.
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
 
 
 def _recomputation(variant: Variant) -> list[str]:
-    """What F keeps, and how much of it B runs again."""
+    """What F saves, and how much of F is rematerialised in B."""
     assert variant.forward is not None and variant.backward_input is not None
     _, saved = g.outputs(variant.forward)
     again = [node for node in g.calls(variant.backward_input) if node.meta.get("again")]
+    calls = g.calls(variant.forward)
     return [
-        *_listed("Keeps", ", ".join(node.name for node in saved) or "nothing"),
-        f"Again    {len(again)} of {len(g.calls(variant.forward))} calls of F run again in B, {variant.again:,} FLOPs",
+        *_listed("Saves", ", ".join(node.name for node in saved) or "nothing"),
+        f"Remat    {len(again)} of {len(calls)} calls of F are rematerialised in B, {variant.again:,} FLOPs",
     ]
 
 
@@ -164,7 +165,7 @@ def _backward_input(variant: Variant) -> str:
     graph = variant.backward_input
     assert graph is not None
     lines, names = _start("backward_input", ["saved"], graph)
-    gradients, kept = g.outputs(graph)
+    gradients, stashed = g.outputs(graph)
     what = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
     lines.append(f'    """{what}."""')
     lines += _types(graph, {"tangent"})
@@ -173,8 +174,8 @@ def _backward_input(variant: Variant) -> str:
     if variant.backward_weight is None:
         lines.append(f"    return {one_or_tuple(names[n] for n in gradients)}")
         return "\n".join(lines) + "\n"
-    lines += wrapped("kept = (", [names[n] for n in kept], ",)" if len(kept) == 1 else ")")
-    result = f"{one_or_tuple(names[n] for n in gradients)}, kept" if gradients else "kept"
+    lines += wrapped("stashed = (", [names[n] for n in stashed], ",)" if len(stashed) == 1 else ")")
+    result = f"{one_or_tuple(names[n] for n in gradients)}, stashed" if gradients else "stashed"
     lines.append(f"    return {result}")
     return "\n".join(lines) + "\n"
 
@@ -182,9 +183,9 @@ def _backward_input(variant: Variant) -> str:
 def _backward_weight(variant: Variant, template: Template) -> str:
     graph = variant.backward_weight
     assert graph is not None
-    lines, names = _start("backward_weight", ["kept"], graph)
+    lines, names = _start("backward_weight", ["stashed"], graph)
     lines.append('    """W: gradients of the parameters that train, by local name."""')
-    lines += _unpack(graph, "kept")
+    lines += _unpack(graph, "stashed")
     lines += body(graph, names)
     trained = [name for name, trains in zip(template.parameters, variant.dw) if trains]
     lines.append("    return {")

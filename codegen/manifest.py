@@ -27,20 +27,7 @@ def manifest(
 
     The fingerprint is a hash of all the rest: two ranks with the same one run the same program.
     """
-    holders: dict[str, list[int]] = {}
-    constant_holders: dict[str, list[int]] = {}
-    for stage in program.stages:
-        for name in stage.parameters:
-            holders.setdefault(name, []).append(stage.index)
-        for name in stage.constants:
-            constant_holders.setdefault(name, []).append(stage.index)
-    values = {
-        value: g.outputs(program.templates[region.template].graph)[i].meta["val"]
-        for region in program.regions
-        for i, value in enumerate(region.outputs)
-    }
-    gradients = _gradients(program)
-    computed = compute_dtypes(program)
+    fixed = program.guards.values if program.guards is not None else {}
     content: dict[str, Any] = {
         "format": FORMAT,
         "csc": csc.__version__,
@@ -53,31 +40,13 @@ def manifest(
             {
                 "name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype),
                 **({"whole": True} if item.name in program.combination.whole else {}),
+                **({"table": {"name": item.table[0], "rows": item.table[1]}} if item.table else {}),
             }
             for item in program.inputs
         ],
-        **({"fixed": {name: tensor.tolist() for name, tensor in program.fixed.items()}} if program.fixed else {}),
-        "parameters": [
-            {
-                "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
-                **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
-                "stages": holders[p.name], "weight": WHOLE.to_dict(),
-                **({"gradient": SUMMED.to_dict()} if p.trainable else {}),
-            }
-            for p in program.parameters if p.name in holders
-        ],
-        "unused": [p.name for p in program.parameters if p.name not in holders],
-        "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
-        "messages": [
-            {
-                "kind": message.kind, "source": message.source, "destination": message.destination,
-                "values": [
-                    {"name": v, **_layout(values[v] if message.kind == "F" else gradients[message.source, v])}
-                    for v in message.values
-                ],
-            }
-            for message in program.messages
-        ],
+        **({"fixed": {name: tensor.tolist() for name, tensor in fixed.items()}} if fixed else {}),
+        **_weights(program),
+        "messages": _messages(program),
         "stages": [
             {
                 "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
@@ -103,6 +72,51 @@ def manifest(
     }  # fmt: skip
     content["fingerprint"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return content
+
+
+def _weights(program: Program) -> dict[str, Any]:
+    """Parameters and constants, with the stages that read them."""
+    holders: dict[str, list[int]] = {}
+    constant_holders: dict[str, list[int]] = {}
+    for stage in program.stages:
+        for name in stage.parameters:
+            holders.setdefault(name, []).append(stage.index)
+        for name in stage.constants:
+            constant_holders.setdefault(name, []).append(stage.index)
+    computed = compute_dtypes(program)
+    return {
+        "parameters": [
+            {
+                "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
+                **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
+                "stages": holders[p.name], "weight": WHOLE.to_dict(),
+                **({"gradient": SUMMED.to_dict()} if p.trainable else {}),
+            }
+            for p in program.parameters if p.name in holders
+        ],
+        "unused": [p.name for p in program.parameters if p.name not in holders],
+        "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
+    }  # fmt: skip
+
+
+def _messages(program: Program) -> list[dict[str, Any]]:
+    """What stages send each other, with the layout of each value."""
+    values = {
+        value: g.outputs(program.templates[region.template].graph)[i].meta["val"]
+        for region in program.regions
+        for i, value in enumerate(region.outputs)
+    }
+    gradients = _gradients(program)
+    return [
+        {
+            "kind": message.kind, "source": message.source, "destination": message.destination,
+            "values": [
+                {"name": v, **_layout(values[v] if message.kind == "F" else gradients[message.source, v])}
+                for v in message.values
+            ],
+        }
+        for message in program.messages
+    ]  # fmt: skip
 
 
 def _context(program: Program) -> dict[str, Any]:
@@ -136,6 +150,7 @@ def _expected(program: Program) -> dict[str, Any]:
         "bound": plan.bound,
         "shared_bound": plan.shared_bound,
         "peak_memory": list(plan.peak_memory),
+        "peak_flops": plan.peak_flops,
     }
 
 

@@ -147,7 +147,7 @@ def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = (
     for node in g.calls(graph):
         if again != bool(node.meta.get("again")):
             again = not again
-            lines.append("    # F again, as far as B and W read it:" if again else "    # B:")
+            lines.append("    # F rematerialised, as far as B and W read it:" if again else "    # B:")
         names[node] = node.name
         note = f"{g.type_text(node.meta['val'])}  {node.meta.get('source') or ''}".rstrip()
         lines += _statement(node.name, call(node, names), ends.get(node, []), note)

@@ -143,8 +143,8 @@ class StageWriter:
         lines += self._backwards()
         lines += self._sent_by_b()
         if self.stage.has_w:
-            lines += _packed("kept", self.names.kept_names())
-            lines.append("    return sent, kept")
+            lines += _packed("stashed", self.names.stashed_names())
+            lines.append("    return sent, stashed")
         else:
             lines.append("    return sent, None")
         return "\n".join(lines) + "\n"
@@ -180,7 +180,7 @@ class StageWriter:
             by_label.setdefault(template.activations[i], f"d_{self.names.variable(region.activations[i])}")
         return [by_label[label] for label in signature(variant.backward_input).tangents]
 
-    def _backward_left(self, segment: Segment, kept: str, carried: str = "") -> str:
+    def _backward_left(self, segment: Segment, stashed: str, carried: str = "") -> str:
         region, variant = segment.first, self.names.variant(segment)
         gradients = [
             carried if carried and i == segment.carried else f"d_{self.names.variable(v)}"
@@ -189,7 +189,7 @@ class StageWriter:
         left = one_or_tuple(gradients)
         if variant.backward_weight is None:
             return left
-        return f"{left}, {kept}" if gradients else kept
+        return f"{left}, {stashed}" if gradients else stashed
 
     def _backwards(self, at_once: bool = False) -> list[str]:
         """B of all regions, last first. at_once: with W of each right after it."""
@@ -208,7 +208,7 @@ class StageWriter:
             *self._arguments(segment, variant.backward_input, self.names.weights_of(region)),
         ]
         arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, "kept" if at_once else self.names.kept_name(index))
+        left = self._backward_left(segment, "stashed" if at_once else self.names.stashed_name(index))
         return [
             *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
             f"    del {self.names.saved[index]}",
@@ -222,11 +222,11 @@ class StageWriter:
         arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
         arguments += self._tangents(segment, segment.last, carried=name)
         lines = [f"    {name} = d_{self.names.variable(segment.last.outputs[0])}"]
-        lines += [f"    {self.names.kept_name(index)} = []"] if keeping else []
+        lines += [f"    {self.names.stashed_name(index)} = []"] if keeping else []
         lines.append(f"    for layer in reversed({self.names.prefixes_name(index)}):")
-        left = self._backward_left(segment, "kept", carried=name)
+        left = self._backward_left(segment, "stashed", carried=name)
         lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
-        lines += [f"        {self.names.kept_name(index)}.append(kept)"] if keeping else []
+        lines += [f"        {self.names.stashed_name(index)}.append(stashed)"] if keeping else []
         lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
         if variant.dx[segment.carried]:
             lines.append(f"    d_{self.names.variable(segment.first.activations[segment.carried])} = {name}")
@@ -234,26 +234,28 @@ class StageWriter:
 
     def backward_weight(self) -> str:
         lines = [
-            f"def backward_weight{self.suffix}(kept, weights, constants):",
+            f"def backward_weight{self.suffix}(stashed, weights, constants):",
             f'    """W of stage {self.stage.index}: (parameter name, gradient) pairs, last region first."""',
         ]
-        names = self.names.kept_names()
-        lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = kept; del kept")
+        names = self.names.stashed_names()
+        lines += wrapped("(", names, f"{',' if len(names) == 1 else ''}) = stashed; del stashed")
         for index, segment in reversed(list(enumerate(self.segments))):
             variant = self.names.variant(segment)
             if variant.backward_weight is None:
                 continue
             tail = self._arguments(segment, variant.backward_weight, "w")
             if segment.loops:
-                layers, kept = self.names.prefixes_name(index), self.names.kept_name(index)
-                lines.append(f"    for layer, kept in zip(reversed({layers}), {kept}):")
+                layers, stashed = self.names.prefixes_name(index), self.names.stashed_name(index)
+                lines.append(f"    for layer, stashed in zip(reversed({layers}), {stashed}):")
                 lines.append("        w = under(weights, layer)")
-                lines += wrapped(f"gradients = layers.{variant.name}.backward_weight(", ["kept", *tail], ")", indent=8)
+                lines += wrapped(
+                    f"gradients = layers.{variant.name}.backward_weight(", ["stashed", *tail], ")", indent=8
+                )
                 lines.append("        yield from w.full_names(gradients)")
             else:
                 lines.append(f"    w = {self.names.weights_of(segment.first)}")
                 lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", [self.names.kept_name(index), *tail], ")"
+                    f"gradients = layers.{variant.name}.backward_weight(", [self.names.stashed_name(index), *tail], ")"
                 )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
@@ -272,8 +274,8 @@ class StageWriter:
         """W of the region whose B has just run."""
         variant, space = self.names.variant(segment), " " * indent
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
-        arguments = ["kept", *self._arguments(segment, variant.backward_weight, "w")]
-        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del kept"]
+        arguments = ["stashed", *self._arguments(segment, variant.backward_weight, "w")]
+        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del stashed"]
 
     def loss_tokens(self) -> str:
         name = self.index.functions[(self.program.loss_tokens,)]

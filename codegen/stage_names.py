@@ -71,8 +71,8 @@ class StageNames:
     def variant(self, segment: Segment) -> Variant:
         return self.program.variants[segment.first.variant]
 
-    def kept_name(self, index: int) -> str:
-        return self.saved[index].replace("saved_", "kept_", 1)
+    def stashed_name(self, index: int) -> str:
+        return self.saved[index].replace("saved_", "stashed_", 1)
 
     def prefixes_name(self, index: int) -> str:
         return self.loop_names[index].upper()
@@ -103,21 +103,21 @@ class StageNames:
         own = dict(zip(labels, segment.first.shared))
         return [self.table_variables[own[label]] for label in signature(part).tables]
 
-    def kept_names(self) -> list[str]:
-        """What the stage's B keeps: the tables that W reads, then what each segment kept."""
+    def stashed_names(self) -> list[str]:
+        """What the stage's B keeps: the tables that W reads, then what each segment stashed."""
         tables: list[str] = []
         keeping = []
         for index, segment in enumerate(self.segments):
             part = self.variant(segment).backward_weight
             if part is not None:
                 tables += self.tables_of(segment, part)
-                keeping.append(self.kept_name(index))
+                keeping.append(self.stashed_name(index))
         return [*dict.fromkeys(tables), *keeping]
 
 
 def _companions(name: str) -> set[str]:
     """A variable and those that are named after it: its gradient, what its F saves for B and its B keeps for W."""
-    return {name, f"d_{name}", f"saved_{name}", f"kept_{name}"}
+    return {name, f"d_{name}", f"saved_{name}", f"stashed_{name}"}
 
 
 def _short(value: str) -> str:

@@ -44,6 +44,7 @@ def compile(
     keep_fp32: Sequence[str] | None = None,
     recompute: str | Mapping[str, Any] | None = None,
     context: Mapping[str, int] | None = None,
+    fuse: bool | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
@@ -73,6 +74,8 @@ def compile(
     `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
     context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
     that are not named run whole on every rank; the language model is spread over all of cp.
+    fuse: compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
+    later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
     directory: where the program is written; None: a temporary directory, removed at exit.
     cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
     check: compare a program with eager PyTorch before its first step, on that step's batch (about two eager steps); a
@@ -102,6 +105,7 @@ def compile(
         keep_fp32=keep_fp32,
         recompute=recompute,
         context=context,
+        fuse=fuse,
         **misspelt,
     )
 

@@ -7,6 +7,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     at(device), use(device), synchronize(device)                                       working on it
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
+    watch_memory(device), peak_memory(device)                                          what was taken of it
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
     TYPES, SWITCHES, ASKED                                                             what code may say of devices
 """
@@ -14,6 +15,8 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import InputError
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of what getrusage says of memory
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,23 @@ def memory(device: torch.device) -> int:
     if one is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(one.module.get_device_properties(device).total_memory)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that tensors took since `watch_memory`; of a device that is no accelerator the most that this
+    process ever took.
+    """
+    one = _accelerator(device)
+    if one is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+    return int(one.module.max_memory_allocated(device))
+
+
+def watch_memory(device: torch.device) -> None:
+    """`peak_memory` starts anew."""
+    one = _accelerator(device)
+    if one is not None:
+        one.module.reset_peak_memory_stats(device)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

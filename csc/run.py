@@ -60,6 +60,7 @@ class Arguments:
     timeout: float
     timeline: Path | None = None
     paced: float | None = None
+    fuse: bool = False
 
 
 def command(
@@ -92,12 +93,13 @@ def command(
         float | None,
         typer.Option(min=0.0, help="Do not compute: wait as long as the plan expects, times this factor."),
     ] = None,
+    fuse: Annotated[bool, typer.Option(help="Compile the layers' functions with Inductor.")] = False,
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
     options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
-        timeline, paced,
+        timeline, paced, fuse,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
@@ -175,7 +177,8 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
         if first:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
     trace = options.timeline is not None
-    trainer = Trainer(program, weights, transport, device=launch.device if launch else None, trace=trace)
+    device = launch.device if launch else None
+    trainer = Trainer(program, weights, transport, device, trace, fused=options.fuse)
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make(parameters, lr=options.lr) if parameters else None  # a frozen stage has none

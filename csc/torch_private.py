@@ -50,6 +50,7 @@ __all__ = [
     "assumed_of_sizes",
     "backward_hooks",
     "backward_of",
+    "compiler_errors",
     "conditions_of_models",
     "each_computed",
     "fx_traceback",
@@ -63,6 +64,7 @@ __all__ = [
     "is_autocast_region",
     "is_no_grad_region",
     "is_of_torch",
+    "is_profiled",
     "is_reentrant_checkpoint",
     "is_taken_apart",
     "lists_from",
@@ -408,3 +410,15 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
 def address_of_storage(tensor: torch.Tensor) -> int:
     """Of the memory that a tensor and its views share, in a trace too; another one's once nobody has them any more."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises for what it cannot compile, before any of it has run."""
+    from torch._dynamo import exc  # takes a second to import
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is on, emit_nvtx included."""
+    return bool(torch.autograd._profiler_enabled())

@@ -16,10 +16,13 @@ def freeze(program: Program, options: Options) -> Program:
     """Mark the parameters that `options.freeze` names as frozen.
 
     Requires  a captured Program. Runs after `differentiate`: nothing before depends on what is frozen.
-    Ensures   every parameter says whether it trains; at least one does; every pattern matched at least one.
+    Ensures   every parameter says whether it trains; at least one does, with `options.forward_only` none; every pattern
+              matched at least one.
     Before    freeze=("vision_tower",)
     After     model.vision_tower.*: frozen; every other parameter: as its requires_grad says
     """
+    if options.forward_only:
+        return replace(program, parameters=tuple(replace(p, trainable=False) for p in program.parameters))
     frozen: set[str] = set()
     for pattern in options.freeze or ():
         matched = {p.name for p in program.parameters if matches(pattern, p, program.modules)}

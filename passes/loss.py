@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.reductions import LABELS
 from csc.analysis.samples.combining import combination
-from csc.analysis.samples.loss_rules import LABELS, MEAN
+from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Combination, Options, Program

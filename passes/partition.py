@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from csc.passes import pipeline_problem as numbers
 from csc.passes.schedule_file import given_schedule
 
 from csc.analysis.costs import basis
+from csc.analysis.hardware import Hardware
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
@@ -56,8 +58,20 @@ def partition(program: Program, options: Options) -> Program:
         bound=decided.bound,
         shared_bound=decided.shared_bound,
         peak_memory=tuple(decided.peak_memory),
+        peak_flops=_peak(program, profile),
     )
     return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)
+
+
+def _peak(program: Program, profile: Hardware) -> float:
+    """FLOP/s of a device in the dtype that most numbers of the model are computed in; 0: the profile does not say."""
+    sizes: dict[str, int] = {}
+    dtypes = compute_dtypes(program)
+    for one in program.parameters:
+        name = str(dtypes.get(one.name, one.dtype)).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + math.prod(one.shape)
+    most = max(sizes, key=lambda name: sizes[name], default="")
+    return float(profile.peak.get(most, 0.0))
 
 
 def decide(program: Program, problem: Problem, options: Options, effort: float = 1.0) -> Decided:

@@ -22,8 +22,10 @@ import torch
 from csc.kernels.context import ATTENTION, GATHER
 from torch import fx
 
-from csc.analysis.links import RESHAPES as LAID_OUT
-from csc.analysis.links import reshaped
+from csc.analysis.operators.made import NEW
+from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
+from csc.analysis.operators.pointwise import is_pointwise
+from csc.analysis.operators.relation import reshaped
 from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
@@ -31,12 +33,9 @@ from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, ContextMask, Program
-from csc.torch_private import OpOverload
 
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
-RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand"}
-FILLED = {"aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full"}  # each place alike
 Place = tuple[int, int]
 
 
@@ -169,11 +168,11 @@ class Spreading:
         if name == "csc::dropout":
             self._dropout(node, place)
             return
-        if name in RESHAPES and node.args[0] not in self.fixed:
+        if name in SIZED_VIEWS and node.args[0] not in self.fixed:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
             self.places[node] = place
             return
-        if name in FILLED and node.args[0] not in self.fixed:
+        if name in NEW and node.args[0] not in self.fixed:
             self.mapping[node] = self._call(
                 node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
                 **node.kwargs,
@@ -211,7 +210,7 @@ class Spreading:
             raise self._mixed(node, found)
         self._in_order(node, place, found)
         self.places[node] = place
-        if g.op_name(node) in RESHAPES:
+        if g.op_name(node) in SIZED_VIEWS:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
             return
         numbers = positions(node)
@@ -253,8 +252,7 @@ class Spreading:
 
         Its operands from elsewhere have that length in the dimension of tokens, or broadcast over it.
         """
-        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
-        if torch.Tag.pointwise not in tags and g.op_name(node) not in ("aten::clone", "aten::_to_copy"):
+        if not is_pointwise(node) and g.op_name(node) not in COPIES:
             raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
         dims = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
         if len(dims) > 1:
@@ -317,7 +315,7 @@ class Spreading:
         (dim,), shape, length = self.dims(node), node.meta["val"].shape, place[1] - place[0]
         made: Any = node.args[0] if node.target is operator.getitem else node
         operands = [used for used in made.all_input_nodes if self.dims(used)]
-        if g.op_name(node) in LAID_OUT and len(operands) == 1 and len(self.dims(operands[0])) == 1:
+        if g.op_name(node) in RESHAPES and len(operands) == 1 and len(self.dims(operands[0])) == 1:
             before = self._step(operands[0], place)
             if before is None:
                 return None
@@ -440,9 +438,9 @@ class Spreading:
         dims = self.dims(node) if dim is None else (dim,)
         if len(dims) != 1 or node.meta["val"].shape[dims[0]] != length:
             moved = node.args[0] if node.op == "call_function" and node.args else None
-            if g.op_name(node) in RESHAPES | {"aten::clone", "aten::_to_copy"} and isinstance(moved, fx.Node):
+            if g.op_name(node) in SIZED_VIEWS | COPIES and isinstance(moved, fx.Node):
                 operand = self._dispatch(moved, place)
-                if g.op_name(node) in RESHAPES:
+                if g.op_name(node) in SIZED_VIEWS:
                     return self._reshaped(node, operand, place)
                 return self._call(node, node.target, operand, *node.args[1:], **node.kwargs)
             raise InputError(
@@ -511,7 +509,6 @@ def _what_moves(node: fx.Node | None) -> set[fx.Node]:
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
-        copies = RESHAPES | {"aten::clone", "aten::_to_copy"}
-        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in copies)
+        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in SIZED_VIEWS | COPIES)
         node = node.args[0] if moves else None  # type: ignore[assignment]
     return found

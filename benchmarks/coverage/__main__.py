@@ -9,6 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 
+ROWS = Path("docs/coverage_all.jsonl")
+
 
 def main() -> None:
     from benchmarks.coverage.check import check
@@ -22,9 +24,11 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=CASES | MORE, help="only this model; may be repeated")
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
     parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
-    parser.add_argument("--rows", type=Path, default=Path("build/zoo.jsonl"), help="with --all: where rows are kept")
-    parser.add_argument("--seconds", type=float, default=240, help="with --all: processor time of an architecture")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="with --all: where rows are kept")
+    parser.add_argument("--seconds", type=float, default=60, help="with --all: processor time of an architecture")
     parser.add_argument("--gigabytes", type=float, default=12, help="with --all: what its process may hold")
+    parser.add_argument("--again", default="", help="with --all: eager,refused,slow,...: try those rows anew")
+    parser.add_argument("--show", action="store_true", help="with --all: try nothing, say what the rows say")
     parser.add_argument("--only", default="", help="with --all: parts of names, with commas between")
     arguments = parser.parse_args()
     if arguments.all:
@@ -52,7 +56,9 @@ def zoo(arguments: argparse.Namespace) -> None:
 
     parts = [part for part in arguments.only.split(",") if part]
     names = [name for name in architectures() if not parts or any(part in name for part in parts)]
-    run(arguments.rows, names, arguments.seconds, arguments.gigabytes)
+    if not arguments.show:
+        again = [kind for kind in arguments.again.split(",") if kind]
+        run(arguments.rows, names, arguments.seconds, arguments.gigabytes, again)
     rows = read(arguments.rows)
     print(summary(rows))
     if arguments.markdown:

@@ -87,8 +87,8 @@ def compare(name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Row,
         regions=len(program.regions),
         templates=len(program.templates),
         seconds=round(seconds, 1),
-        fixed=tuple(sorted(program.fixed)),
-        host=tuple(call.name for call in compiled.compiler.learned.host.calls),
+        fixed=tuple(sorted(program.guards.values)),
+        host=tuple(call.name for call in compiled.compiler.guards.host.calls),
         ways=ways,
     )
     return row, compiled

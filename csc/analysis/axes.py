@@ -3,7 +3,7 @@
 Terms
   axis   (dim, inner): index i of dimension `dim` belongs to token i // inner % tokens. inner is 1 unless a reshape has
          joined the tokens with what stood behind them; the dimension is longer than `tokens` where it joined any
-  link   see csc.analysis.links
+  link   see csc.analysis.operators.relation
 
     axes(calls, attentions, tokens) -> {node: Axis}        of the calls and of what enters them
     apart(node, found, tokens) -> bool                     whether a call makes every token's result from that token
@@ -20,7 +20,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from csc.analysis.links import ATTENTION, RESHAPES, Axis, Link, links, reshaped, shape_of
+from csc.analysis.operators.moves import RESHAPES
+from csc.analysis.operators.products import ATTENTION
+from csc.analysis.operators.relation import Axis, Link, reshaped, shape_of
+from csc.analysis.operators.table import links
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 

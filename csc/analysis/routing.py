@@ -22,14 +22,13 @@ from typing import Literal
 import torch
 from torch import fx
 
-from csc.analysis.links import RESHAPES
+from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 
 Dims = Callable[[fx.Node], tuple[int, ...]]
 GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
            "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
-COPIES = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::contiguous", "aten::detach"}
 ROOMY = (torch.int32, torch.int64, torch.float32, torch.float64)
 UNWRITTEN = {"aten::empty_like", "aten::zeros_like"}
 
@@ -186,7 +185,7 @@ def _along(node: fx.Node, known: Known, dims: Dims) -> Moved | str:
         return "combines rows sorted by expert with rows that are not"
     if any(one.kind not in ("rows", "keys") for one in found):
         return "counts rows of all tokens, or makes something of their places"
-    if g.op_name(node) in (*RESHAPES, "aten::expand"):
+    if g.op_name(node) in SIZED_VIEWS:
         same = dims(node) == dims(with_rows[0]) == (0,) and _rows(node) == _rows(with_rows[0])
         why = None if same else "joins or cuts rows that are sorted by expert"
     else:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 HELPING = ("transformers",)  # puts methods of its own into nn.Module when it makes its first model
+OF_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_", "__builtins_dict__")  # put into modules that it compiles
+MAKING = ("__init__", "__setstate__")  # of modules, where Dynamo puts its own once it has compiled anything
 BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 PLAIN = (bool, int, float, str)
 OF_CLASSES = {  # what Python and dataclasses put into every class
@@ -95,8 +97,10 @@ class Classes:
             if not is_source(file):
                 raise Opaque(f"{where} is in no file")
             if not is_own(file):
-                if not (path.startswith(torch_folder()) and distribution(file) in HELPING):
-                    yield [name, _signature(function)]
+                made_by_torch = name in MAKING and file.startswith(torch_folder())
+                if path.startswith(torch_folder()) and (made_by_torch or distribution(file) in HELPING):
+                    continue
+                yield [name, _signature(function)]
             else:
                 yield [name, self._describer.function(function, where)]
                 self.methods.append((kind, name, function))
@@ -122,6 +126,8 @@ class Classes:
         described: list[Any] = []
         self._modules[module.__name__] = described
         for name, value in list(vars(module).items()):
+            if name.startswith(OF_DYNAMO):
+                continue
             registered = isinstance(value, Mapping) and not isinstance(value, dict)
             for key, one in list(value.items()) if registered else [("", value)]:
                 where = f"{module.__name__}.{name}"

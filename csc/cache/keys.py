@@ -1,7 +1,7 @@
 """Keys: hashes of all that decides what csc makes of a model, and of nothing else.
 
 model_key(model, extra) -> hex                    Opaque if something in it cannot be described
-trace_key(model, batch, options) -> hex           the model's key, a microbatch's signature: its traced templates
+trace_key(model, batch, options) -> hex           the model's key, that of a match: its traced templates
 program_key(trace, options, trainable) -> hex     and the frozen set, the mesh, ...: its program directory
 """
 
@@ -32,7 +32,7 @@ from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.groups import Group
 from csc.ir.program import Options
 
-FORMAT = 2
+FORMAT = 3
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and the mesh within layers
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
@@ -54,14 +54,14 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
 
 
 def trace_key(model: str, batch: Any, options: Options) -> str:
-    """model: its key; batch: the signature of a completed microbatch (csc.driver.compiler.signature)."""
+    """model: its key; batch: the key of a match (csc.capture.guards)."""
     chosen = [getattr(options, name) for name in OF_TRACES]
     return _hash(["trace", model, repr(batch), options.mesh.sizes(Group.LAYER), repr(chosen)])
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
     """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
-    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
+    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options) if one.name != "fuse"}
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 

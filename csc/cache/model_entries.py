@@ -1,16 +1,18 @@
 """What the cache has of one model. Nothing here is an error: what cannot be found or kept is made, and not kept.
 
-kept = Kept(model, store)
-kept.program(microbatch, options, learned) -> Packed | None        kept.keep_program(packed, microbatch, options)
-kept.checked(microbatch, options, learned) -> str                  kept.keep_checked(text, microbatch, options, learned)
-kept.trace(microbatch, options, learned) -> Traced | None          kept.keep_trace(traced, microbatch, options)
-kept.captures(microbatch, learned) -> iterator of Captured         kept.keep_capture(captured, microbatch)
+kept = ModelEntries(model, store)
+kept.guards(microbatch, known) -> iterator of Guards               those that extend what is known
+kept.program(match, options) -> Packed | None                      kept.keep_program(packed, match, options)
+kept.checked(match, options) -> str                                kept.keep_checked(text, match, options)
+kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
+kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
+
+A match (csc.capture.guards) is by a capture: its key is what entries are found by.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
-from csc.cache import learning
+from csc.cache import stored_guards
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
 from csc.cache.packed import (
     Captured,
@@ -28,23 +30,24 @@ from csc.cache.packed import (
     TracedProgram,
     captured_bytes,
     captured_from,
+    guards_from,
     packed_bytes,
     packed_from,
+    text_of,
     traced_bytes,
     traced_from,
 )
 from csc.cache.store import Store
 from csc.capture.batch import split_batch
-from csc.capture.capture import Learned
-from csc.errors import CscError
+from csc.capture.guards import Guards, Match
 from csc.ir.program import Options
-from csc.ir.stored import Unstorable
+from csc.ir.unstorable import Unstorable
 
 log = logging.getLogger("csc")
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, SafetensorError)
 CHECKED = "checked.txt"
-Found = TypeVar("Found", Packed, TracedProgram, str)
+Found = TypeVar("Found")
 
 
 class ModelEntries:
@@ -56,79 +59,79 @@ class ModelEntries:
         self._left: dict[str, set[str]] = {}  # what captures left of it: keys of the same model
         self._said = False
 
-    def program(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> Packed | None:
-        """The program of a microbatch, as it comes from the user."""
-        trainable = self._trainable()
-        return self._find(
-            "program", microbatch, options, learned, packed_from, lambda key: program_key(key, options, trainable)
-        )
+    def guards(self, microbatch: Mapping[str, Any], known: Guards) -> Iterator[Guards]:
+        """What others knew of the model, with this microbatch's plain entries, beside all that is known here."""
+        model = self._model_key(microbatch)
+        if model is None or self._store is None:
+            return
+        for key in self._store.keys("guards", model):
+            files = self._store.read("guards", key)
+            found = self._read("guards", key, files, guards_from)
+            if found is not None and found.extend(known):
+                yield found
 
-    def trace(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> TracedProgram | None:
+    def program(self, match: Match, options: Options) -> Packed | None:
+        """The program of a microbatch."""
+        trainable = self._trainable()
+        return self._find("program", match, options, packed_from, lambda key: program_key(key, options, trainable))
+
+    def trace(self, match: Match, options: Options) -> TracedProgram | None:
         """The traced templates for a microbatch, whatever the frozen set, the mesh and the schedule are."""
-        return self._find("trace", microbatch, options, learned, traced_from, lambda key: key)
+        return self._find("trace", match, options, traced_from, lambda key: key)
 
-    def keep_program(self, packed: Packed, microbatch: Mapping[str, Any], options: Options) -> None:
-        """Keep what was just compiled."""
-        trainable = self._trainable()
-        freeze = list(options.freeze) if options.freeze is not None else None
-        self._keep(
-            "program", packed.learned, microbatch, options, lambda: packed_bytes(packed, self._model),
-            lambda key: program_key(key, options, trainable), {"mesh": options.mesh.to_dict(), "freeze": freeze},
-        )  # fmt: skip
-
-    def checked(self, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> str:
+    def checked(self, match: Match, options: Options) -> str:
         """What the comparison of a microbatch's program with eager PyTorch gave; "" if none is known."""
         trainable = self._trainable()
         found = self._find(
-            "checked", microbatch, options, learned, lambda files, _: files[CHECKED].decode(),
+            "checked", match, options, lambda files, _: files[CHECKED].decode(),
             lambda key: program_key(key, options, trainable),
         )  # fmt: skip
         return found or ""
 
-    def keep_checked(self, text: str, microbatch: Mapping[str, Any], options: Options, learned: Learned) -> None:
+    def keep_program(self, packed: Packed, match: Match, options: Options) -> None:
+        """Keep what was just compiled."""
+        trainable = self._trainable()
+        freeze = list(options.freeze) if options.freeze is not None else None
+        self._keep(
+            "program", packed.guards, match, options, lambda: packed_bytes(packed, self._model),
+            lambda key: program_key(key, options, trainable), {"mesh": options.mesh.to_dict(), "freeze": freeze},
+        )  # fmt: skip
+
+    def keep_checked(self, text: str, match: Match, options: Options) -> None:
         """Keep that a program was found to train what eager PyTorch does."""
         trainable = self._trainable()
         self._keep(
-            "checked", learned, microbatch, options, lambda: {CHECKED: text.encode()},
+            "checked", None, match, options, lambda: {CHECKED: text.encode()},
             lambda key: program_key(key, options, trainable), {},
         )  # fmt: skip
 
-    def keep_trace(self, traced: TracedProgram, microbatch: Mapping[str, Any], options: Options) -> None:
+    def keep_trace(self, traced: TracedProgram, match: Match, options: Options) -> None:
         """Keep what was just traced."""
         self._keep(
-            "trace", traced.learned, microbatch, options, lambda: traced_bytes(traced, self._model), lambda key: key, {}
+            "trace", traced.guards, match, options, lambda: traced_bytes(traced, self._model), lambda key: key, {}
         )
 
-    def captures(self, microbatch: Mapping[str, Any], learned: Learned) -> Iterator[Captured]:
-        """What was captured of the model with the plain entries of this microbatch, for whatever sizes."""
-        model = self._model_key(microbatch)
-        if model is None or self._store is None:
-            return
-        for key in self._store.keys("capture", model):
-            files = self._store.read("capture", key)
-            if files is None:
-                continue
-            try:
-                found = captured_from(files, self._model)
-            except DAMAGE as error:
-                self._store.discard("capture", key, f"{type(error).__name__}: {error}")
-                continue
-            if learning.extends(found.learned, learned):
-                yield found
+    def capture(self, match: Match) -> Captured | None:
+        """What was captured of the model, for whatever sizes."""
+        model = self._model_key(match.given)
+        if model is None or self._store is None or match.capture is None:
+            return None
+        key = f"{model}-{match.capture.name}"
+        return self._read("capture", key, self._store.read("capture", key), captured_from)
 
-    def keep_capture(self, captured: Captured, microbatch: Mapping[str, Any]) -> None:
+    def keep_capture(self, captured: Captured, match: Match) -> None:
         """Keep what was just captured."""
-        model = self._model_key(microbatch)
-        if model is None or self._store is None:
+        model = self._model_key(match.given)
+        if model is None or self._store is None or match.capture is None:
             return
         try:
             files = captured_bytes(captured, self._model)
         except (Unstorable, RuntimeError, SafetensorError) as reason:
             log.info("cache: what was traced of %s is not cached for other sizes: it holds %s", self._name, reason)
             return
-        shapes = {one.name: list(one.shape) for one in captured.program.inputs}
-        digest = hashlib.sha256(files["capture.json"] + files["learned.json"]).hexdigest()
-        self._store.write("capture", f"{model}-{digest}", files, {"name": self._name, "shapes": shapes})
+        about = {"name": self._name, "shapes": {one.name: list(one.shape) for one in captured.program.inputs}}
+        if self._store.write("capture", f"{model}-{match.capture.name}", files, about):
+            self._keep_guards(model, files["guards.json"], about)
 
     @property
     def _name(self) -> str:
@@ -137,85 +140,56 @@ class ModelEntries:
     def _find(
         self,
         kind: str,
-        microbatch: Mapping[str, Any],
+        match: Match,
         options: Options,
-        learned: Learned,
         read: Callable[[Files, nn.Module], Found],
         further: Callable[[str], str],
     ) -> Found | None:
-        model = self._model_key(microbatch)
+        model = self._model_key(match.given)
         if model is None or self._store is None:
             return None
-        for candidate in self._candidates(model, learned):
-            key = self._key(model, candidate, microbatch, options, further)
-            files = self._store.read(kind, key) if key is not None else None
-            if files is not None and key is not None:
-                try:
-                    return read(files, self._model)
-                except DAMAGE as error:
-                    self._store.discard(kind, key, f"{type(error).__name__}: {error}")
-        return None
+        key = further(trace_key(model, match.key, options))
+        return self._read(kind, key, self._store.read(kind, key), read)
+
+    def _read(
+        self, kind: str, key: str, files: Files | None, read: Callable[[Files, nn.Module], Found]
+    ) -> Found | None:
+        """What an entry holds; one that is damaged is removed."""
+        if files is None or self._store is None:
+            return None
+        try:
+            return read(files, self._model)
+        except DAMAGE as error:
+            self._store.discard(kind, key, f"{type(error).__name__}: {error}")
+            return None
 
     def _keep(
         self,
         kind: str,
-        learned: Learned,
-        microbatch: Mapping[str, Any],
+        guards: Guards | None,
+        match: Match,
         options: Options,
         content: Callable[[], Files],
         further: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
-        model = self._model_key(microbatch)
+        model = self._model_key(match.given)
         if model is None or self._store is None:
             return
-        key = self._key(model, learned, microbatch, options, further)
         try:
-            form, files = learning.to_tree(learned, self._model), content()
+            known = text_of(stored_guards.to_tree(guards, self._model)) if guards is not None else None
+            files = content()
         except (Unstorable, RuntimeError, SafetensorError) as reason:
             self._say(f"it holds {reason}")
             return
-        tensors, _ = split_batch(microbatch)
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in split_batch(match.given)[0].items()}
         about = {"name": self._name, "shapes": shapes, **about}
-        if (
-            key is not None
-            and self._store.write(kind, key, files, about)
-            and form["calls"] + form["consulted"] + form["guards"]
-        ):
-            text = json.dumps(form, sort_keys=True).encode()
-            self._store.write("learned", f"{model}-{hashlib.sha256(text).hexdigest()}", {"learned.json": text}, about)
+        if self._store.write(kind, further(trace_key(model, match.key, options)), files, about) and known is not None:
+            self._keep_guards(model, known, about)
 
-    def _key(
-        self,
-        model: str,
-        learned: Learned,
-        microbatch: Mapping[str, Any],
-        options: Options,
-        further: Callable[[str], str],
-    ) -> str | None:
-        """None if functions of the model that should run on the batch refuse it: somebody else will say so."""
-        try:
-            completed = learned.completed(self._model, microbatch)
-            return further(trace_key(model, learning.signature(learned, completed), options))
-        except CscError:
-            return None
-
-    def _candidates(self, model: str, learned: Learned) -> Iterator[Learned]:
-        """What is known of batches in this process, and what others knew beyond it."""
-        yield learned
+    def _keep_guards(self, model: str, text: bytes, about: Mapping[str, Any]) -> None:
         assert self._store is not None
-        for key in self._store.keys("learned", model):
-            files = self._store.read("learned", key)
-            if files is None:
-                continue
-            try:
-                other = learning.from_tree(json.loads(files["learned.json"]), self._model)
-            except DAMAGE as error:
-                self._store.discard("learned", key, f"{type(error).__name__}: {error}")
-                continue
-            if learning.extends(other, learned):
-                yield other
+        self._store.write("guards", f"{model}-{hashlib.sha256(text).hexdigest()}", {"guards.json": text}, about)
 
     @contextmanager
     def capturing(self, microbatch: Mapping[str, Any]) -> Iterator[None]:

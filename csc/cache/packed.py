@@ -4,7 +4,7 @@ Terms
   Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
   Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
   Captured   a Program as it was traced, for all sizes that its trace allows; it can be lowered, not shown
-  learned    all carry what the traces have shown about batches: which of their values decide what a program is
+  guards     all carry what the captures of the model assumed (csc.capture.guards)
 
     packed_bytes(packed, model) -> {name: bytes}          packed_from(files, model) -> Packed
     traced_bytes(traced, model) -> {name: bytes}          traced_from(files, model) -> Traced
@@ -25,11 +25,11 @@ from torch import nn
 
 from csc.analysis import token_counts
 from csc.analysis.token_counts import Places
-from csc.cache import learning
-from csc.capture.capture import Learned
+from csc.cache import stored_guards
+from csc.capture.guards import Guards
 from csc.ir import stored
 from csc.ir.program import Program
-from csc.ir.stored import Unstorable
+from csc.ir.unstorable import Unstorable
 
 PREFIX = "program/"
 Files = Mapping[str, bytes]
@@ -44,7 +44,7 @@ class Packed:
 
     files: Files
     places: Places
-    learned: Learned
+    guards: Guards
     bound: str = ""
 
 
@@ -54,16 +54,16 @@ class TracedProgram:
 
     program: Program
     places: Places
-    learned: Learned
+    guards: Guards
     history: tuple[Program, ...] = ()
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A capture, and what it has shown."""
+    """A capture, and what it and those before it assumed."""
 
     program: Program
-    learned: Learned
+    guards: Guards
 
 
 def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
@@ -71,7 +71,7 @@ def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
     if packed.bound:
         raise Unstorable(packed.bound)
     files = {PREFIX + name: content for name, content in packed.files.items()}
-    return files | _common(packed.places, packed.learned, model)
+    return files | _common(packed.places, packed.guards, model)
 
 
 def packed_from(files: Files, model: nn.Module) -> Packed:
@@ -83,8 +83,8 @@ def packed_from(files: Files, model: nn.Module) -> Packed:
 def traced_bytes(traced: TracedProgram, model: nn.Module) -> dict[str, bytes]:
     """Unstorable if something in it has no form in text. The history is left out."""
     tree, tensors = stored.to_tree(traced.program)
-    files = {"trace.json": _text(tree), "trace.safetensors": _saved(tensors)}
-    return files | _common(traced.places, traced.learned, model)
+    files = {"trace.json": text_of(tree), "trace.safetensors": _saved(tensors)}
+    return files | _common(traced.places, traced.guards, model)
 
 
 def traced_from(files: Files, model: nn.Module) -> TracedProgram:
@@ -100,9 +100,9 @@ def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
         raise Unstorable(reason)
     tree, tensors = stored.to_tree(captured.program, captured=True)
     return {
-        "capture.json": _text(tree),
+        "capture.json": text_of(tree),
         "capture.safetensors": _saved(tensors),
-        "learned.json": _text(learning.to_tree(captured.learned, model)),
+        "guards.json": text_of(stored_guards.to_tree(captured.guards, model)),
     }
 
 
@@ -110,26 +110,31 @@ def captured_from(files: Files, model: nn.Module) -> Captured:
     """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["capture.json"]), load_tensors(files["capture.safetensors"]))
     history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
-    learned = learning.from_tree(json.loads(files["learned.json"]), model)
-    return Captured(replace(program, history=history), learned)
+    return Captured(replace(program, history=history), guards_from(files, model))
 
 
-def _common(places: Places, learned: Learned, model: nn.Module) -> dict[str, bytes]:
+def guards_from(files: Files, model: nn.Module) -> Guards:
+    """An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
+    return stored_guards.from_tree(json.loads(files["guards.json"]), model)
+
+
+def _common(places: Places, guards: Guards, model: nn.Module) -> dict[str, bytes]:
     tree, constants = token_counts.to_tree(places)
     return {
-        "places.json": _text(tree),
+        "places.json": text_of(tree),
         "places.safetensors": _saved(constants),
-        "learned.json": _text(learning.to_tree(learned, model)),
+        "guards.json": text_of(stored_guards.to_tree(guards, model)),
     }
 
 
-def _common_from(files: Files, model: nn.Module) -> tuple[Places, Learned]:
+def _common_from(files: Files, model: nn.Module) -> tuple[Places, Guards]:
     constants = load_tensors(files["places.safetensors"])
     places = token_counts.from_tree(json.loads(files["places.json"]), constants)
-    return places, learning.from_tree(json.loads(files["learned.json"]), model)
+    return places, guards_from(files, model)
 
 
-def _text(tree: Any) -> bytes:
+def text_of(tree: Any) -> bytes:
+    """JSON."""
     return json.dumps(tree, separators=(",", ":")).encode()
 
 

@@ -36,7 +36,8 @@ from csc.runtime.reading import checked_file, read_json, within
 log = logging.getLogger("csc")
 
 FORMAT = 1
-KINDS = ("capture", "trace", "program", "learned")
+SHOWN = ("capture", "trace", "program")  # what users know of
+KINDS = (*SHOWN, "guards", "checked")
 LIMIT = 2 * 10**9  # bytes
 LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
 KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")
@@ -215,9 +216,9 @@ class Store:
             return Entry(kind, key, 0.0, 0, size, {"name": "(damaged)"}) if place.exists() else None
 
     def clear(self, prefix: str = "") -> int:
-        """Remove the entries whose keys begin so; all of them without a prefix. How many were removed."""
+        """Remove the entries whose keys begin so; all of them without a prefix. How many of SHOWN were removed."""
         chosen = [(kind, key) for kind in KINDS for key in self.keys(kind, prefix)]
-        return sum(self._remove(self._place(kind, key)) for kind, key in chosen)
+        return sum([self._remove(self._place(kind, key)) and kind in SHOWN for kind, key in chosen])
 
     def _place(self, kind: str, key: str) -> Path:
         return self.folder / f"{kind}-{key}"

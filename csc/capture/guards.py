@@ -1,61 +1,175 @@
-"""What a capture was made for, beside sizes and values: the decisions that the model took by its batch.
+"""What the captures of a model assumed: one set, asked before every step whether it holds.
 
 Terms
-  guard    of one capture: the sizes that it allows, the values that it holds for, and its decisions with their answers
-  decided  the answers of a capture as texts; in a completed microbatch, which has them too, they are a plain entry
+  match      of a microbatch: the capture that is for it, and the microbatch as that takes it
+  key        of a match: the capture's name, and dtypes and sizes; microbatches of one key have the same program
+  miss       what a capture assumed that does not hold (csc.ir.miss)
 
-A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
-questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the
-host, on the batch as it comes, before the step.
+    guards.match(model, microbatch) -> Match           milliseconds only where the model's code is run without data
+    guards.changed() -> Changed                        what of the model is not as assumed (csc.capture.model_guards)
+    guards.add(capture_guards)                         guards.joined(others) -> Guards that know what both know
+
+What a match needs beside the assumptions of each capture belongs to the model: functions of its code that run on the
+host, and whether its code can be run without data to see what it calls for other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from csc.ir.asked import Decision
-from csc.ir.sizes import SizeGuards
+from csc.capture.batch import split_batch
+from csc.capture.model_guards import Changed, ModelGuards
+from csc.capture.trace.export import Host
+from csc.capture.trace.mutations import Slot
+from csc.capture.trace.replay import Replay, Runs
+from csc.ir.capture_guards import CaptureGuards
+from csc.ir.miss import Miss
 
-DECIDED = "what the batch decides"  # of a completed microbatch; no name of an argument
-UNDECIDED = ("nobody knows yet",)
+Key = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]  # the capture, and name, dtype and sizes of each entry
 
 
 @dataclass(frozen=True)
-class Guard:
-    """fixed: values of batch entries by name."""
+class Match:
+    """given: the microbatch; batch: as its programs take it: with what the host makes of it, and the capture's values
+    where the model does the same for both. capture: the guards that hold, None: none do; misses: then why, of each.
+    """
 
-    sizes: SizeGuards
-    fixed: Mapping[str, torch.Tensor]
-    decisions: tuple[Decision, ...]
+    given: Mapping[str, Any]
+    batch: Mapping[str, Any]
+    capture: CaptureGuards | None
+    misses: tuple[Miss, ...] = ()
+    key: Key | None = None  # None where no capture is for it
 
     @property
-    def decided(self) -> tuple[str, ...]:
-        """The answers as texts."""
-        return tuple(decision.text() for decision in self.decisions)
+    def answers(self) -> tuple[str, ...]:
+        """What the microbatch decides."""
+        return self.capture.answers if self.capture is not None else ()
 
-    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a completed microbatch is one that the capture was made for. Each question may rest on the answers
-        before it, so the first other answer ends it.
+    @property
+    def entries(self) -> frozenset[str]:
+        """The names of its tensors."""
+        return frozenset(name for name, value in self.batch.items() if isinstance(value, torch.Tensor))
+
+    @property
+    def why(self) -> str:
+        """A sentence on what is missing."""
+        if not self.misses:
+            return "nothing was captured before"
+        return "; ".join(dict.fromkeys(map(str, self.misses[-3:])))
+
+
+@dataclass
+class Guards:
+    """It only grows.
+
+    host: functions of the model that run on the host, for every batch. deciding: batch entries whose values decide what
+    the graph is. captures: what each assumed, those that hold for most first met. replayed: whether the model's code
+    runs without data, which shows what it does for other values; None if nobody has tried. moves: whether it moves rows
+    of tensors by numbers. decides: whether it takes decisions by its batch alone. written: attributes and buffers that
+    its forward writes, and does not compute with. model: the model as it was. runs: of its code, the latest ones.
+    """
+
+    host: Host = field(default_factory=Host)
+    deciding: set[str] = field(default_factory=set)
+    captures: tuple[CaptureGuards, ...] = ()
+    replayed: bool | None = None
+    moves: bool = False
+    decides: bool = False
+    written: set[Slot] = field(default_factory=set)
+    model: ModelGuards | None = None
+    runs: Runs = field(default_factory=Runs, compare=False)
+
+    def match(self, model: nn.Module, microbatch: Mapping[str, Any]) -> Match:
+        """The first capture that is for a microbatch; an earlier answer stays when others are added."""
+        tensors, extra, run = self.with_rows(model, microbatch)
+        plain, calls = plain_texts(extra), run.calls if run is not None else None
+        made = self.host.made(tensors) - microbatch.keys()
+        misses = []
+        for one in self.captures:
+            unknown = made - one.sizes.entries.keys()  # of a function that captures of other batches run
+            known = {name: tensors[name] for name in tensors if name not in unknown} if unknown else tensors
+            found = one.match(known, plain, calls)
+            if not isinstance(found, Miss):
+                shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(found.items()))
+                return Match(microbatch, {**found, **extra}, one, (), (one.name, shapes))
+            misses.append(found)
+        self._refuse_what_the_host_does(model, microbatch)
+        return Match(microbatch, {**tensors, **extra}, None, tuple(misses))
+
+    def changed(self) -> Changed:
+        """What of the model is not as it was assumed to be; nothing where a value was replaced by an equal one."""
+        return Changed() if self.model is None or self.model.holds() else self.model.changed()
+
+    @property
+    def replays(self) -> bool:
+        """Whether batches are matched by running the model's code without data."""
+        return bool(self.replayed and self.deciding)
+
+    def with_rows(
+        self, model: nn.Module, microbatch: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Replay | None]:
+        """(tensors, with what the host makes of them and the numbers of the rows that the model moves; other values;
+        what the model's code does, if that matters).
         """
-        if not self.sizes.allow(tensors) or not equal(self.fixed, tensors):
-            return False
-        return all(decision.holds(tensors) for decision in self.decisions)
+        tensors, extra = split_batch(microbatch)
+        tensors |= self.host.entries(model, tensors)[0]
+        if not self.replays:
+            return tensors, extra, None
+        run = self.runs.of(model, tensors, extra, self.host, self.moves, self.decides)
+        return {**tensors, **(run.rows if run is not None else {})}, extra, run
+
+    def _refuse_what_the_host_does(self, model: nn.Module, microbatch: Mapping[str, Any]) -> None:
+        """InputError if a function refuses the batch that captures of batches with the same entries run. One that
+        others alone run says nothing against it: with sound a function is called with more than without.
+        """
+        given, _ = split_batch(microbatch)
+        for call, error in self.host.entries(model, given)[1]:
+            for one in self.captures:
+                names = one.sizes.entries.keys()
+                if names - self.host.made(names) == given.keys() and f"{call.prefix}_0" in names:
+                    raise error
+
+    def of(self, name: str) -> Guards:
+        """These, as if one capture were the only one."""
+        return replace(self, captures=tuple(one for one in self.captures if one.name == name))
+
+    def add(self, new: CaptureGuards, instead: str = "") -> None:
+        """Know of a capture; instead: of the one of this name, at its place."""
+        name = instead or new.name
+        if all(one.name != name for one in self.captures):
+            self.captures = (*self.captures, new)
+        else:
+            others = [one for one in self.captures if one.name == name or one.name != new.name]
+            self.captures = tuple(new if one.name == name else one for one in others)
+
+    def copy(self) -> Guards:
+        """As they are now, for keeping: without what belongs to this process."""
+        return replace(self, deciding=set(self.deciding), written=set(self.written), model=None)
+
+    def extend(self, less: Guards) -> bool:
+        """Whether all that `less` knows of the host and of deciding entries is known here."""
+        return self.host.calls[: len(less.host.calls)] == less.host.calls and self.deciding >= less.deciding
+
+    def joined(self, more: Guards) -> Guards:
+        """What both know. What the model's code does is as `more` says if that extends these."""
+        own = {one.name for one in self.captures}
+        base = more if more.extend(self) else self
+        return replace(
+            base,
+            deciding=self.deciding | more.deciding,
+            captures=(*self.captures, *(one for one in more.captures if one.name not in own)),
+            decides=self.decides or more.decides,
+            written=self.written | more.written,
+            model=self.model,
+            runs=self.runs,
+        )
 
 
-def equal(fixed: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether entries have these values."""
-    return all(torch.equal(values, tensors[name].to(values.device)) for name, values in fixed.items())
-
-
-def decided_by(guards: Iterable[Guard], tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """What a microbatch decides; UNDECIDED if no guard holds for it."""
-    return next((guard.decided for guard in guards if guard.holds(tensors)), UNDECIDED)
-
-
-def decided(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a completed microbatch decides, of its entries that are no tensors."""
-    return tuple(extra.get(DECIDED, ()))
+def plain_texts(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Entries that are no tensors, as text."""
+    return {name: repr(value) for name, value in sorted(extra.items())}

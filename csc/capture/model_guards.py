@@ -7,9 +7,9 @@ Terms
   structure  slots as they were: attributes, submodules, buffers with the versions of their values, hooks, modes
   parameters the parameters' identities, and which of them train
 
-    state = State(model, ignored, world)
-    state.holds() -> bool                    microseconds: identities and version counters
-    state.changed() -> Changed               what differs, in words; nothing where a value was replaced by an equal one
+    guards = ModelGuards(model, ignored, world)
+    guards.holds() -> bool                   microseconds: identities and version counters
+    guards.changed() -> Changed              what differs, in words; nothing where a value was replaced by an equal one
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 
 from csc import devices
 from csc.capture.reached import Reached
+from csc.torch_private import gradient_hooks
 
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
@@ -60,7 +61,7 @@ def _some(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-class State:
+class ModelGuards:
     """A model as it is now. `ignored`: slots that the model's own forward writes; `world`: tells switches of torch's,
     as [name, state].
     """
@@ -117,6 +118,7 @@ class State:
             list(map(len, self._all)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and [parameter.requires_grad for parameter in self._parameters] == self._trainable
+            and not any(map(gradient_hooks, self._parameters))  # as when it was compiled: csc refuses them
             and [buffer._version for buffer in self._buffers] == self._versions
             and all(tensor._version == version for tensor, version in self._written)
             and all(_same(value, before) for value, before in self._held)
@@ -152,6 +154,8 @@ class State:
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
+        hooked = (name for name, parameter in self._model.named_parameters() if gradient_hooks(parameter))
+        structure += [f"a hook on the gradient of {name}" for name in hooked]
         structure += self._modes()
         structure += self._rest.changed()
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
@@ -163,7 +167,9 @@ class State:
 
     def _is_ignored(self, path: str, name: str) -> bool:
         module, _, kind = path.rpartition(".")
-        return (path, name) in self._ignored or ("_hooks" in kind and (module, kind) in self._ignored)
+        if (path, name) in self._ignored or (BESIDE, _place(path, name)) in self._ignored:
+            return True
+        return "_hooks" in kind and (module, kind) in self._ignored
 
     def _kinds_changed(self) -> list[str]:
         """Parameters of another dtype or device, modules of another class."""

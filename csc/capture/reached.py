@@ -10,13 +10,15 @@ Terms
     reached.holds() -> bool         microseconds: identities, versions of tensors, bytes of arrays
     reached.changed() -> [text]     what differs, in words; nothing where a value was replaced by an equal one
 
-The walk takes nothing twice, goes DEEPEST values deep and MOST far, and leaves out arrays beyond LARGEST bytes.
+The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import os
+import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -33,8 +35,8 @@ from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.free_variables import LIBRARIES
 
 DEEPEST, MOST = 12, 20_000
-LARGEST = 1 << 20  # bytes of an array that are compared before every step
 ABSENT = object()
+CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__"})
 NAMELESS = (nn.Module, nn.Parameter, ModuleType)  # watched elsewhere, or for what they are alone
 Read = Callable[[], list[Any]]
@@ -86,7 +88,7 @@ class Reached:
     def _ignore(self, ignored: Set[str]) -> None:
         """Leave out what `changed` would tell in one of these texts."""
         self._watches = [
-            _without(watch, {place for place, name in enumerate(watch[1]) if f"{watch[0]}.{name}" in ignored})
+            _without(watch, {text.removeprefix(f"{watch[0]}.") for text in ignored if text.startswith(f"{watch[0]}.")})
             for watch in self._watches
             if _contents_of(watch[0]) not in ignored
         ]
@@ -111,7 +113,7 @@ class Reached:
         for path, names, read, before in self._watches:
             now = read()
             if len(now) != len(before) and isinstance(read, functools.partial) and read.func is _values:
-                found += self._members_changed(path, dict(zip(names, before)), read.args[0])
+                found += self._members_changed(path, dict(zip(names, before)), *read.args)
                 continue
             if len(now) != len(before):
                 found.append(_contents_of(path))
@@ -128,9 +130,16 @@ class Reached:
         found += [path for path, array, before in self._arrays if array.tobytes() != before]
         return list(dict.fromkeys(found))
 
-    def _members_changed(self, path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-        """Of a class that has more or fewer members: libraries note things there that no forward looks up."""
-        names = [name for name in dict.fromkeys((*before, *now)) if name in self._reached]
+    def _members_changed(
+        self, path: str, before: Mapping[str, Any], members: Mapping[Any, Any], left_out: Set[str] = frozenset()
+    ) -> list[str]:
+        """Of a mapping that has more or fewer names; of a class those that a forward looks up: libraries note things
+        there that none does.
+        """
+        now = {str(name): value for name, value in _items(members) if str(name) not in left_out}
+        names = dict.fromkeys((*before, *now))
+        if path.startswith("class "):
+            names = dict.fromkeys(name for name in names if name in self._reached)
         return [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
 
     # --- the walk ------------------------------------------------------------------------------------------------
@@ -158,14 +167,14 @@ class Reached:
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
-            elif value.nbytes <= LARGEST:
+            else:
                 self._arrays.append((path, value, value.tobytes()))
-        elif isinstance(value, dict):  # as a dict: the values of its class may be made on demand
+        elif isinstance(value, dict):
             names = tuple(map(str, dict.keys(value)))
             if id(value) in self._known:
                 self._on(path, zip(names, list(dict.values(value))), depth)
             else:
-                self._watch(path, names, lambda: list(dict.values(value)), depth)
+                self._watch(path, names, functools.partial(_values, value), depth)
         elif isinstance(value, (list, set, deque)):
             if id(value) in self._known:
                 self._on(path, [("", one) for one in value], depth)
@@ -177,6 +186,8 @@ class Reached:
             self._walk_function(path, value, depth)
         elif isinstance(value, MethodType):
             self._on(path, [("", value.__func__), ("", value.__self__)], depth)
+        elif isinstance(value, CACHED):
+            self._on(path, [("", value.__wrapped__)], depth)
         elif isinstance(value, functools.partial):
             self._on(path, [("func", value.func), ("args", value.args), ("keywords", value.keywords)], depth)
         elif isinstance(value, (staticmethod, classmethod)):
@@ -225,9 +236,17 @@ class Reached:
                 self._cells.append((f"{path}.{name}", cell))
                 self._on(path, [(name, _of_cell(("", cell)))], depth)
         read = _names_read(function.__code__)
+        asked = _texts(function.__code__) if read & {"environ", "getenv"} else ()
+        if asked:
+            self._watch("environment variable", asked, functools.partial(_environment, asked), depth)
         self._reach(read)
         loaded = read & _globals_read(function.__code__)
         self._walk_names(f"global {function.__module__}", function.__globals__, loaded, read, depth)
+        package = function.__globals__.get("__package__") or ""
+        for name in _imported(function.__code__):
+            module = sys.modules.get(f"{package}.{name}") or sys.modules.get(name)
+            if isinstance(module, ModuleType) and _is_own(module.__name__):
+                self._walk_names(f"global {module.__name__}", vars(module), read, read, depth)
 
     def _walk_names(self, path: str, space: dict[str, Any], names: Set[str], inner: Set[str], depth: int) -> None:
         """Those of the names that a namespace has; in Python modules among them, those of `inner`."""
@@ -251,20 +270,34 @@ def _code_of(path: str) -> str:
     return f"the code or the defaults of {path}"
 
 
-def _without(watch: Watch, places: Set[int]) -> Watch:
-    """The same of all its values but those at these places."""
-    if not places:
+def _without(watch: Watch, left_out: Set[str]) -> Watch:
+    """The same of all its values but those of these names, which a mapping may get only later."""
+    if not left_out:
         return watch
-    path, names, read, before = watch
+    path, names, read, _ = watch
+    kept = tuple(name for name in names if name not in left_out)
+    if isinstance(read, functools.partial) and read.func is _values:
+        others: Read = functools.partial(_values, read.args[0], frozenset(left_out))
+    else:
+        places = [place for place, name in enumerate(names) if name not in left_out]
+        others = functools.partial(_at, read, places)
+    return path, kept, others, others()
 
-    def others(values: Iterable[Any]) -> list[Any]:
-        return [value for place, value in enumerate(values) if place not in places]
 
-    return path, tuple(others(names)), lambda: others(read()), others(before)
+def _at(read: Read, places: list[int]) -> list[Any]:
+    values = read()
+    return [values[place] for place in places]
 
 
-def _values(members: Mapping[str, Any]) -> list[Any]:
-    return list(members.values())
+def _values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list[Any]:
+    """As a dict, if it is one: the values of its class may be made on demand."""
+    if left_out:
+        return [value for name, value in _items(members) if str(name) not in left_out]
+    return list(dict.values(members) if isinstance(members, dict) else members.values())
+
+
+def _items(members: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(dict.items(members) if isinstance(members, dict) else members.items())
 
 
 def _looked_up(space: dict[str, Any], names: list[str]) -> list[Any]:
@@ -307,6 +340,16 @@ def _slots(kind: type) -> Names:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def _texts(code: CodeType) -> tuple[str, ...]:
+    """The texts in code and in functions in it: some may be names of environment variables."""
+    return tuple(dict.fromkeys(one for part in _codes(code) for one in part.co_consts if isinstance(one, str)))
+
+
+def _environment(names: tuple[str, ...]) -> list[Any]:
+    """Environment variables, equal ones as the same object each time."""
+    return [sys.intern(os.environ[name]) if name in os.environ else ABSENT for name in names]
+
+
 def _names_read(code: CodeType) -> frozenset[str]:
     """The names that code and functions in it look up, but for globals that it writes itself."""
     codes = list(_codes(code))
@@ -314,10 +357,18 @@ def _names_read(code: CodeType) -> frozenset[str]:
     return frozenset(name for one in codes for name in one.co_names) - written
 
 
+@functools.cache  # the functions of a library are met in every walk
 def _globals_read(code: CodeType) -> frozenset[str]:
     """Of these names those that are looked up as globals, not as attributes."""
     steps = (step for one in _codes(code) for step in dis.get_instructions(one))
     return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+@functools.cache
+def _imported(code: CodeType) -> frozenset[str]:
+    """The modules that it imports while it runs."""
+    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
+    return frozenset(step.argval for step in steps if step.opname == "IMPORT_NAME" and step.argval)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

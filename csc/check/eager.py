@@ -48,7 +48,8 @@ class Step:
 def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> Step:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
-    trainable: names of the parameters that train. rule: how the losses of listed microbatches combine: "mean", "sum",
+    trainable: names of the parameters that train; of none, the loss alone. rule: how the losses of listed microbatches
+    combine: "mean", "sum",
     "tokens" (counted targets of the loss), or "auto", as in one batch of all of them.
     """
     with torch.enable_grad(), undisturbed(model), training(model), without_kv_cache(model):
@@ -59,7 +60,8 @@ def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[
         torch.manual_seed(0)
         with mode:
             loss, sure = _loss(model, batch, rule)
-            loss.backward()
+            if trainable:
+                loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(loss.detach()), gradients, mode.unknown, sure)
 

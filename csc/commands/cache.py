@@ -29,11 +29,12 @@ def list_command(
     debug: DebugOption = False,
 ) -> None:
     """Programs and traced graphs: of which model, for which mesh and sizes, how large, when used last, how often."""
+    from csc.cache.store import SHOWN as KINDS
     from csc.cache.store import store
     from csc.simulation.look import bytes_text
 
     found = store()
-    entries = [entry for entry in (found.entries() if found is not None else []) if entry.kind != "learned"]
+    entries = [entry for entry in (found.entries() if found is not None else []) if entry.kind in KINDS]
     folder = str(found.folder) if found is not None else None
     if json_output:
         total = sum(entry.size for entry in entries)

@@ -4,7 +4,7 @@ Terms
   due        a program that nobody has compared yet, in this process or, as the cache knows, in another
   different  a program that does not train what eager PyTorch trains: nothing is handed out any more
 
-    checking.made(name, program)                         a new program, by the signature of its microbatches
+    checking.made(name, program)                         a new program, by the key of its microbatches
     checking.compare(names, batch, ready, options, ...)  DifferenceError, and from then on of `refuse_different`
 """
 
@@ -20,9 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from csc.cache.learning import snapshot
 from csc.cache.packed import Packed
-from csc.capture.guards import decided
+from csc.capture.guards import Match
 from csc.check.first import Checked, check, too_much
 from csc.check.layers import check_by_layer
 from csc.codegen.directory import install
@@ -39,15 +38,14 @@ from csc.runtime.words import NOTHING, Said
 log = logging.getLogger("csc")
 
 CHECK = "check against eager PyTorch"
-Name = Any  # of a program: the signature of its microbatches
+Name = Any  # of a program: the key of its microbatches
 
 
 @dataclass(frozen=True)
 class NewProgram:
-    """A program for microbatches like this one. packed: of all ranks, complete: the microbatch as it takes it."""
+    """A program for microbatches like the one matched. packed: of all ranks."""
 
-    microbatch: Mapping[str, Any]
-    complete: Mapping[str, Any]
+    match: Match
     options: Options
     packed: Packed
 
@@ -138,11 +136,11 @@ class Checking:
         weights = dict(self._compiler.model.named_parameters())
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
-            answers = decided(self._made[count][name].complete)
-            alike = [made for made in self._made[count].values() if decided(made.complete) == answers]
+            answers = self._made[count][name].match.answers
+            alike = [made for made in self._made[count].values() if made.match.answers == answers]
             for number, made in enumerate(alike):
                 directory = Path(folder) / str(number)
-                install(made.packed.files, directory, made.complete)
+                install(made.packed.files, directory, made.match.batch)
                 programs.append(load(directory))
             found = Trainer(programs[0], weights, InProcess(programs[0]))
             for program in programs[1:]:
@@ -151,9 +149,8 @@ class Checking:
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""
-        return bool(self._compiler.kept.checked(made.microbatch, made.options, self._compiler.learned))
+        return bool(self._compiler.kept.checked(made.match, made.options))
 
     def _keep(self, programs: Sequence[NewProgram]) -> None:
-        learned = snapshot(self._compiler.learned)
         for made in programs:
-            self._compiler.kept.keep_checked(str(self.latest), made.microbatch, made.options, learned)
+            self._compiler.kept.keep_checked(str(self.latest), made.match, made.options)

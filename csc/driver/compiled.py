@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,26 +18,30 @@ from torch import nn
 
 from csc.cache.store import store
 from csc.capture.batch import split_batch
-from csc.capture.model_guards import State, autocasts
+from csc.capture.guards import Match
+from csc.capture.model_guards import ModelGuards, autocasts
 from csc.check.eager import Step
 from csc.check.first import Checked
 from csc.check.stepping import step_of
 from csc.check.when import checks
 from csc.codegen.write import checked_ranks
+from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.dividing import Divide, Dividing
 from csc.driver.entries import check_entries, fullest
+from csc.driver.evaluation import evaluated, options_for
 from csc.driver.instead import INSTEAD, instead
 from csc.driver.options import changed
-from csc.driver.program_set import Serving
+from csc.driver.program_set import ProgramSet
+from csc.driver.share import Share, place
 from csc.errors import InputError
 from csc.ir.program import Options, Program
-from csc.runtime.batches import sizes
-from csc.runtime.meeting import FIRST_STEP
+from csc.runtime.batches import Pieces
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP
 from csc.runtime.prefetch import ahead
 from csc.runtime.timelines import gathered, timeline
-from csc.runtime.trainer import Pieces, Trainer
+from csc.runtime.trainer import Trainer
 from csc.runtime.weights import Format
 from csc.runtime.words import NOTHING, Said
 from csc.simulation.timeline import Timeline
@@ -50,7 +53,12 @@ Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class CompiledModel:
-    """A model as per-rank programs. Holds one program per batch signature; all of them share the parameters."""
+    """A model as per-rank programs. Holds one program for all batches of a kind; all of them share the parameters.
+
+    metrics: of the last `train_step`: loss, tokens, samples, seconds, tokens_per_second, samples_per_second,
+    peak_memory (bytes), mfu where the hardware profile says what a device can do, and grad_norm once it was clipped or
+    asked for. Seconds, rates and memory are this process'; the others are the same on every rank.
+    """
 
     def __init__(
         self,
@@ -74,10 +82,13 @@ class CompiledModel:
         self._timeout = timeout
         self._dividing = Dividing(divide)
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
-        self._state: State | None = None  # of the model when the compiler captured it, for other options
-        self._made: Serving | None = None
+        self._was: ModelGuards | None = None  # the model when the compiler captured it, for other options
+        self._made: ProgramSet | None = None
+        self._training: ProgramSet | None = None  # of what this evaluates
+        self._evaluating: CompiledModel | None = None
         self._nothing = nn.Parameter(torch.empty(0))
         self.options = options
+        self.metrics: dict[str, float] = {}
         self.progress: Progress = quiet
 
     # --- what it is made of --------------------------------------------------------------------------------------
@@ -102,9 +113,13 @@ class CompiledModel:
         return self._compiler
 
     @property
-    def _serving(self) -> Serving:
+    def _programs(self) -> ProgramSet:
         if self._made is None:
-            self._made = Serving(self.compiler, self._directory, self._before, self.checks, self._state, self._timeout)
+            met = self._training.met if self._training is not None else None
+            self._made = ProgramSet(
+                self.compiler, self._directory, self._before, self.checks, self._was, self._timeout, met,
+                self._training,
+            )  # fmt: skip
         return self._made
 
     @property
@@ -142,8 +157,8 @@ class CompiledModel:
         )
         other.progress = self.progress
         other._dividing = self._dividing
-        other._before = self._serving.trained
-        other._state = self._serving.state
+        other._before = self._programs.trained
+        other._was = self._programs.guards.model
         return other
 
     def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
@@ -186,20 +201,22 @@ class CompiledModel:
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
         programs = self._current_programs()
-        decided = programs.finished(self.microbatch, self.options, self.progress).decided
-        if decided:
+        guards = programs.finished(self.microbatch, self.options, self.progress).guards
+        if guards is not None and guards.decisions:
             raise InputError(
-                f"the model decides by its batch, and a directory is for one answer: {'; '.join(decided)}",
+                f"the model decides by its batch, and a directory is for one answer: {'; '.join(guards.answers)}",
                 str(directory),
                 "train with compiled.train_step, which asks every batch; or pass the answer in as a plain value",
             )
         return programs.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
-    def _ready(self, batch: Any, options: Options) -> list[dict[str, Any]]:
-        """The microbatches of a global batch, replica after replica; a list of them as it is."""
+    def _ready(self, batch: Any, options: Options, parts: int | None = None) -> list[dict[str, Any]]:
+        """The microbatches of a global batch, replica after replica; a list of them as it is. parts: how many, where it
+        is not a global one.
+        """
         if isinstance(batch, (list, tuple)):
             return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
-        return self.cut(batch, options.microbatches * options.mesh.dp)
+        return self.cut(batch, options.microbatches * options.mesh.dp if parts is None else parts)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
         """A batch as `parts` microbatches of as many samples each, with what belongs to these. InputError for an entry
@@ -258,7 +275,7 @@ class CompiledModel:
             ready = self._ready(self.example, self.options)
             return str(self._current_programs().check_by_layer(ready, self.options, self.progress))
         self.trainer()
-        return str(self._serving.checking.latest or Checked(skipped="that was done before, as the cache knows"))
+        return str(self._programs.checking.latest or Checked(skipped="that was done before, as the cache knows"))
 
     def step_without_chance(self, batch: Any) -> Step:
         """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
@@ -271,125 +288,196 @@ class CompiledModel:
         """What a step divides a batch into, replica after replica."""
         return self._ready(batch, self.options)
 
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the samples this process loads for `train_step(batch, local=True)`, of `dp_size`: that of its
+        replica under torchrun. Processes of one replica load the same.
+        """
+        return place(self.options.mesh)[0]
+
+    @property
+    def dp_size(self) -> int:
+        """How many shares there are: under torchrun the mesh's dp; one process alone loads all samples."""
+        return place(self.options.mesh)[1]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The entries of a batch that have to be loaded in this process; the others, features that only other ranks
+        read, may be left out of a local batch. All ranks call it: the example's program is made if there is none.
+        """
+        read = self._current().needs | self._programs.on_the_host
+        tensors, _ = split_batch(fullest(self.example) if isinstance(self.example, (list, tuple)) else self.example)
+        return frozenset(name for name, one in tensors.items() if name in read or not one.is_floating_point())
+
     def complete(self, batch: Any) -> list[dict[str, Any]]:
         """The microbatches of a batch as the runtime takes them. InputError if one does not fit its program."""
-        return self._complete(self._ready(batch, self.options), self.trainer(batch, check=False))
+        trainer = self.trainer(batch, check=False)
+        return self._complete(self._programs.match(self._ready(batch, self.options)), trainer)
 
     def gather(self) -> nn.Module:
         """Bring what any rank has trained or loaded into `model`, in every process; returns it. All ranks call it.
 
         For what needs the whole model: evaluation, `generate`, `save_pretrained` (PEFT's writes adapters alone).
         """
-        trained = self._serving.trained
+        trained = self._programs.trained
         if trained is not None:
             trained.collect(dict(self.model.named_parameters()))
         return self.model
 
-    def train_step(self, batch: Any, microbatches: int | None = None) -> torch.Tensor:
+    def train_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
 
         batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica), which may
         differ in length. Another length is compiled once, from the same trace; other keys or dtypes than the example's
         are an InputError.
+        local: the batch has the samples of this process' replica alone (share `dp_rank` of `dp_size`), as many as that
+        has and of any size; loss and gradients are those of all of them together. Features that the process does not
+        need (`needs`) may be left out, or on the meta device. In one process, which runs all replicas, it is the global
+        batch.
         If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
         it depends on values of the batch, is decided there, by raising.
         Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
         raise, no gradient is touched on any of them, and the next step is in order.
         """
-        options = self._options(microbatches)
-        serving = self._serving
-        meeting = serving.meeting(options)
+        return self._step(STEP, batch, self._options(microbatches), local)
 
-        def prepare() -> tuple[Said, tuple[list[dict[str, Any]], Trainer | None, Pieces]]:
+    def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
+        programs = self._programs
+        meeting = programs.meeting(options)
+        share = Share(options.mesh, options.microbatches, meeting, local)
+
+        def ready_from(given: Any) -> list[dict[str, Any]]:
             self._refuse_eval_mode()
-            self._refuse_modes()
-            self._check_batch(batch)
-            ready = self._ready(batch, options)
-            if self._has_changed():
-                return Said((*sizes(ready), "the model has changed")), (ready, None, [])
-            with serving.compiling:
-                trainer = serving.handed_out(ready, options)
+            self._refuse_modes(operation)
+            return self._ready(given, options, share.parts)
+
+        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Pieces] | None]:
+            self._check_batch(ready if share.own else batch, share.own)
+            changed = self._has_changed()
+            with programs.compiling:
+                matches = [] if changed else programs.match(ready)
+                trainer = None if changed else programs.handed_out(matches, options)
                 if trainer is None:
-                    return Said((*sizes(ready), "no program yet")), (ready, None, [])
-                self._check_cut(batch, options, trainer)
-                said, pieces = trainer.ready(self._complete(ready, trainer))
-                return replace(said, signature=sizes(ready)), (ready, trainer, pieces)
+                    if not changed:
+                        log.info("no program for this batch yet: %s", programs.missing(matches, options))
+                    return share.waits(ready, changed), None
+                return known(ready, matches, trainer, share.known)
 
-        def prepare_new(made: Trainer) -> tuple[Said, Pieces]:
-            self._check_cut(batch, options, made)
-            return made.ready(self._complete(ready, made))
+        def known(
+            ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
+        ) -> tuple[Said, tuple[Trainer, Pieces]]:
+            self._check_cut(batch, made, share.parts)
+            said, pieces = made.ready(self._complete(matches, made), local=share.own)
+            return say(ready, said, programs.decides(matches, options)), (made, pieces)
 
-        with meeting.turn("train_step"):
-            ready, trainer, pieces = meeting.hold("train_step", prepare)
-            if trainer is None:
-                serving = self._current_programs()
-                ready = self._ready(batch, options)
-                trainer = serving.trainer(ready, options, self.progress, batch, self._full(ready))
-                pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
-            elif self._check is not True and self._check and self._steps % self._check == 0:
-                self.gather()
-                serving.check(ready, options, batch, self.progress)
-                pieces = meeting.hold(FIRST_STEP, partial(prepare_new, trainer))
+        with meeting.turn(operation):
+            ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
+            served = share.served(heard) and found is not None
+            due = served and self._check is not True and self._check and self._steps % self._check == 0
+            if due or not served:
+                meeting.began()  # what is made now has meetings of its own
+                programs = self._current_programs()
+                everyone = share.of_all(ready)
+                if share.own and self._example is None:
+                    self._example = everyone
+                whole = everyone if share.own else batch
+                made = programs.trainer(everyone, options, self.progress, whole, self._full(everyone))
+                if due:
+                    self.gather()
+                    programs.check(programs.match(everyone), options, whole, self.progress)
+                found, heard = meeting.heard(
+                    FIRST_STEP, lambda: known(ready, self._programs.match(ready), made, share.first)
+                )
+            assert found is not None
+            trainer, pieces = found
             self._steps += 1
-            serving.use(trainer)
-            return trainer.run(pieces)
+            programs.use(trainer)
+            loss = trainer.run(pieces, share.uneven(heard))
+            self.metrics = dict(trainer.metrics)
+            return loss
+
+    def eval_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
+        """The loss of a batch as the model in eval mode computes it (no dropout), without gradients.
+
+        Forward-only programs, cut as those that train, run pipelined: no rank has the whole model, nothing is saved,
+        `.grad` stays as it is. The model is captured once more for it, in eval mode, at the first call. Arguments,
+        result and errors are those of `train_step`; all ranks call it. The model's own mode is as before afterwards.
+        """
+        own = self._evaluation
+        with evaluated(self.model):
+            return own._step(EVALUATION, batch, own._options(microbatches or self.options.microbatches), local)
+
+    @property
+    def _evaluation(self) -> CompiledModel:
+        """What evaluates, for the training programs of now. All ranks call it."""
+        self._current()
+        training = self._programs
+        if self._evaluating is None or self._evaluating._training is not training:
+            options = options_for(self.options)
+            compiler = Compiler(self.model, store() if self._cache else None)
+            made = CompiledModel(
+                self._model, options, self._example, None, compiler, self._cache, self._check, self._timeout
+            )
+            made.progress, made._dividing, made._training = self.progress, self._dividing, training
+            self._evaluating = made
+        return self._evaluating
 
     def _has_changed(self) -> bool:
         """Whether programs are for the model as it was."""
-        state = self._serving.state
-        return state is not None and not state.holds() and bool(state.changed())
+        return bool(self._programs.guards.changed())
 
-    def _current_programs(self) -> Serving:
+    def _current_programs(self) -> ProgramSet:
         """The programs of the model as it is: compiled anew where it has changed since, without tracing where only
         what trains has.
         """
-        serving = self._serving
-        if serving.state is None or serving.state.holds():
-            return serving
-        changed = serving.state.changed()
+        programs = self._programs
+        was = programs.guards.model
+        if was is None or was.holds():
+            return programs
+        changed = was.changed()
         if changed:
             log.info("%s has changed since it was compiled: %s", type(self.model).__name__, changed)
             if changed.structure:
                 self._compiler = Compiler(self.model, store() if self._cache else None)
-            self._before = None if changed.parameters else serving.trained
-            self._state = None
-            self._made = Serving(
-                self.compiler, self._directory, self._before, self.checks, None, self._timeout, serving.met
-            )
+            self._before = None if changed.parameters else programs.trained
+            self._was = None
+            self._made = ProgramSet(
+                self.compiler, self._directory, self._before, self.checks, None, self._timeout, programs.met,
+                self._training,
+            )  # fmt: skip
         else:
-            serving.look()
-        return self._serving
+            programs.look()
+        return self._programs
 
     def _refuse_eval_mode(self) -> None:
-        state = self._serving.state
-        if state is not None and state.was_training and not self.model.training:
+        was = self._programs.guards.model
+        if was is not None and was.was_training and not self.model.training:
             raise InputError(
                 "the model has been put in eval mode since it was compiled", "train_step",
                 "call compiled.train() before a training step",
             )  # fmt: skip
 
-    def _refuse_modes(self) -> None:
+    def _refuse_modes(self, operation: str) -> None:
         if torch.is_inference_mode_enabled():
             raise InputError(
-                "torch.inference_mode is on: what is made in it trains nothing", "train_step",
-                "call train_step outside of it; torch.no_grad does no harm",
+                "torch.inference_mode is on: what is made in it trains nothing", operation,
+                f"call {operation} outside of it; torch.no_grad does no harm",
             )  # fmt: skip
-        state = self._serving.state
-        if state is not None and not state.was_autocast and autocasts():
+        was = self._programs.guards.model
+        if was is not None and not was.was_autocast and autocasts():
             raise InputError(
-                "autocast is on, and was not when the model was compiled", "train_step",
-                'compile with precision="bf16" and call train_step outside of torch.autocast',
+                "autocast is on, and was not when the model was compiled", operation,
+                f'compile with precision="bf16" and call {operation} outside of torch.autocast',
             )  # fmt: skip
 
-    def _check_cut(self, batch: Any, options: Options, trainer: Trainer) -> None:
-        parts = options.microbatches * options.mesh.dp
+    def _check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:
         if parts > 1 and not isinstance(batch, (list, tuple)):
             whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
             self._dividing.check(batch, parts, self.compiler, whole)
 
-    def _complete(self, ready: Sequence[Mapping[str, Any]], trainer: Trainer) -> list[dict[str, Any]]:
+    def _complete(self, matches: Sequence[Match], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
-        return [trainer.reads(one) for one in self._serving.checked_places(ready)]
+        return [trainer.reads(one) for one in self._programs.checked_places(matches)]
 
     def ahead(self, batches: Iterable[Any], depth: int = 1) -> Iterator[Any]:
         """The batches, in order, each with its context-parallel plans made while the batch before is trained on:
@@ -408,14 +496,15 @@ class CompiledModel:
             self.trainer()  # what batches are planned for
 
         def prepare(batch: Any) -> None:
-            if self._serving.replays:  # which change the model for a while
+            if self._programs.replays:  # which change the model for a while
                 return
             ready = self._ready(batch, self.options)
-            with self._serving.compiling:
-                trainer = self._serving.serves(ready, self.options)
+            with self._programs.compiling:
+                matches = self._programs.match(ready)
+                trainer = self._programs.serves(matches, self.options)
                 if trainer is None:
                     return
-                complete = self._complete(ready, trainer)
+                complete = self._complete(matches, trainer)
             trainer.prepare(complete, depth)
 
         return ahead(batches, prepare, depth)
@@ -434,13 +523,16 @@ class CompiledModel:
             trainer.trace = before
         return timeline(gathered(trainer.timeline), trainer.program.manifest)
 
-    def _check_batch(self, batch: Any) -> None:
+    def _check_batch(self, batch: Any, own: bool = False) -> None:
+        """own: there is no example in it for other ranks."""
+        if self._example is None and own:
+            return
         if self._example is None:
             self._example = batch
         check_entries(self.example, batch, self.model)
 
     def _current(self) -> Trainer:
-        return self._serving.last or self.trainer()
+        return self._programs.last or self.trainer()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what trains on this process' ranks, under the model's own names."""
@@ -460,13 +552,15 @@ class CompiledModel:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients, over all ranks, to at most this 2-norm. Returns the norm before."""
-        return self._current().clip_grad_norm_(max_norm)
+        norm = self._current().clip_grad_norm_(max_norm)
+        self.metrics["grad_norm"] = float(norm)
+        return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters by name."""
         return self._current().state_dict()
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, loader: Any = None) -> None:
         """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.
 
         Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
@@ -475,20 +569,32 @@ class CompiledModel:
 
         A model on the meta device stays there, and each rank makes its own parameters only. What the step does not use
         is then kept by the rank that saves it.
+
+        loader: put where it was when `save(directory, loader=...)` wrote `path`.
         """
         trainer = self._current()
         form = self._format(trainer)
 
+        positions: list[Any] = []
+
         def rest() -> tuple[Said, dict[str, torch.Tensor]]:
+            if loader is not None:
+                loader_state.check(loader)
+                positions.append(loader_state.read(path, place(self.options.mesh)))
             return NOTHING, read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
 
         found = trainer.transport.meeting.hold("load", rest)
         trainer.load(path, form)
         put_rest(self.model, form, found)
-        self._serving.look()  # what the step does not use may have got values for the first time
+        for position in positions:
+            loader.load_state_dict(position)
+        self._programs.look()  # what the step does not use may have got values for the first time
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, loader: Any = None) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.
+
+        loader: whose position is written too, of each share of the samples by one rank; anything with state_dict() and
+        load_state_dict(), such as torchdata's StatefulDataLoader.
 
         Parameters that the step does not use are written as they are: the directory holds the whole model. Of a
         transformers model it is one that `from_pretrained` reads; else names are the model's own.
@@ -498,15 +604,19 @@ class CompiledModel:
         def config() -> tuple[Said, None]:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 write_config(self.model, directory)
+            if loader is not None and trainer.speaks:
+                loader_state.write(loader, directory, place(self.options.mesh))
             return NOTHING, None
 
+        if loader is not None:
+            loader_state.check(loader)
         trainer.save(directory, self._format(trainer))
         trainer.transport.meeting.hold("the configuration of what is saved", config)
 
     def _format(self, trainer: Trainer) -> Format:
         trainers = [trainer]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            trainers += self._serving.trainers  # what those use is trained on another rank, not in this copy
+            trainers += self._programs.trainers  # what those use is trained on another rank, not in this copy
         return format_of(self.model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
 
     def save_adapter(self, directory: str | Path) -> None:

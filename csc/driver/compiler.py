@@ -1,7 +1,7 @@
 """The way through, for one model: capture, passes, emission; what was done once is not done again.
 
 Terms
-  signature   names, shapes and dtypes of one microbatch, and the values of those entries that the model decides by
+  match       of a microbatch: the capture that is for it, and its key (csc.capture.guards)
   capture     the traced model; serves every sequence length
   traced      a Program after the passes that trace; any frozen set, mesh and schedule is planned from it
 """
@@ -9,6 +9,7 @@ Terms
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,21 +20,23 @@ from torch import nn
 
 from csc.analysis.samples.combining import combination
 from csc.analysis.token_counts import places_for_features
-from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.model_entries import ModelEntries
 from csc.cache.packed import Captured, TracedProgram
 from csc.cache.store import Store
 from csc.capture.batch import doubtful, split_batch
-from csc.capture.capture import Learned, capture, serves, with_sizes_of
+from csc.capture.capture import capture, name_of, with_sizes_of
+from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd_functions import refuse_hooks
 from csc.codegen.write import write
-from csc.errors import CscError
+from csc.errors import CscError, InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
 from csc.passes.loss import check_combination
 from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
+
+log = logging.getLogger("csc")
 
 Progress = Callable[[str], None]
 CACHED = "traced graphs, from the cache"
@@ -46,19 +49,19 @@ def quiet(_: str) -> None:
 
 @dataclass
 class Compiler:
-    """Compiles one model for many signatures and frozen sets.
+    """Compiles one model for many batches and frozen sets.
 
-    Captured graphs are kept, and serve every microbatch that fits them; the traced templates of a signature are kept
+    Captured graphs are kept, and serve every microbatch that their guards match; the traced templates of a key are kept
     too, on disk if there is a store, so a change of the frozen set, the mesh or the schedule compiles again without
     tracing.
     """
 
     model: nn.Module
     store: Store | None = None
-    captures: dict[Any, list[Program]] = field(default_factory=dict)
-    restored: dict[Any, list[Program]] = field(default_factory=dict)  # captures from the cache
+    captures: dict[str, Program] = field(default_factory=dict)  # by the names of their guards
+    restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
-    learned: Learned = field(default_factory=Learned)
+    guards: Guards = field(default_factory=Guards)
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
@@ -69,15 +72,24 @@ class Compiler:
         """The compiler of another model, which keeps nothing."""
         return Compiler(model)
 
-    def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """The microbatch with what functions of the model that run on the host make of it (see
-        csc.capture.values.hoist).
-        """
-        return self.learned.completed(self.model, microbatch)
+    def match(self, microbatch: Mapping[str, Any]) -> Match:
+        """By what captures of this process assumed, else by what the cache knows of others, which is known then."""
+        match = self.guards.match(self.model, microbatch)
+        if match.capture is not None:
+            return match
+        for guards in self.kept.guards(microbatch, self.guards):
+            try:
+                found = guards.match(self.model, microbatch)
+            except CscError:  # a function on the host refuses the batch: a new capture says why
+                continue
+            if found.capture is not None:
+                self.adopt(guards)
+                return self.guards.match(self.model, microbatch)
+        return match
 
-    def signature(self, microbatch: Mapping[str, Any]) -> Any:
-        """What decides which program a completed microbatch needs. It may say more once more has been captured."""
-        return signature(self.learned, microbatch)
+    def complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        """A microbatch as its programs take it."""
+        return dict(self.match(microbatch).batch)
 
     def compile(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> list[Program]:
         """The Program after capture and after each pass. microbatch: one, as a mapping of keyword arguments.
@@ -85,80 +97,83 @@ class Compiler:
         The cache has no Programs between passes: the model is traced unless this process did so before.
         """
         with uncollected():
-            traced = self.trace(microbatch, options, progress, whole=True)
-            return self._planned(list(traced.history), options, progress)
+            _, traced = self.trace(microbatch, options, progress, whole=True)
+            return self.planned(traced, options, progress)
 
     def finished(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> Program:
         """The Program after the last pass, planned from the graphs in the cache if it has them."""
         with uncollected():
-            traced = self.trace(microbatch, options, progress)
-            return self._planned([traced.program], options, progress)[-1]
+            _, traced = self.trace(microbatch, options, progress)
+            return self.planned(traced, options, progress)[-1]
 
-    def _planned(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
+    def planned(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> list[Program]:
+        """The Program after each pass: those that traced it too, if they are known."""
+        history = traced.history or (traced.program,)
         check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
 
     def trace(
         self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet, whole: bool = False
-    ) -> TracedProgram:
-        """The traced graphs for a microbatch: of this process, else from the cache, else made. whole: with history."""
-        key = self._key(microbatch, options)
-        if key in self.traced and (self.traced[key].history or not whole):
-            return self.traced[key]
-        found = None if whole else self.kept.trace(microbatch, options, self.learned)
-        if found is not None:
-            progress(CACHED)
-            self.adopt(found.learned)
-        else:
-            captured = self._captured(microbatch, progress, whole)
-            tensors, _ = split_batch(self.complete(microbatch))
-            alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
-            history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
-            places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
-            from_cache = any(captured is one for several in self.restored.values() for one in several)
-            shown = () if from_cache else tuple(history)
-            found = TracedProgram(history[-1], places, snapshot(self.learned), shown)
-            self.kept.keep_trace(found, microbatch, options)
-        self.traced[self._key(microbatch, options)] = found  # a trace may have shown what else decides
-        return found
+    ) -> tuple[Match, TracedProgram]:
+        """The capture that is for a microbatch, and its traced graphs: of this process, else from the cache, else made.
+        whole: with history.
+        """
+        match = self.match(microbatch)
+        if match.capture is not None:
+            known = self.traced.get(_key(match, options))
+            if known is None and not whole:
+                known = self.kept.trace(match, options)
+                if known is not None:
+                    progress(CACHED)
+                    self.adopt(known.guards)
+                    self.traced[_key(match, options)] = known
+            if known is not None and (known.history or not whole):
+                return match, known
+        match, captured = self._captured(microbatch, progress, whole)
+        tensors, _ = split_batch(match.batch)
+        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
+        history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
+        places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
+        from_cache = any(captured is one for one in self.restored.values())
+        made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
+        self.kept.keep_trace(made, match, options)
+        self.traced[_key(match, options)] = made
+        return match, made
 
-    def adopt(self, learned: Learned) -> None:
-        """Know of batches what another process has learned, if it is more."""
-        if extends(learned, self.learned):
-            self.learned = together(learned, self.learned)
+    def adopt(self, guards: Guards) -> None:
+        """Know what another process knows, if it is more."""
+        if guards.extend(self.guards):
+            self.guards = self.guards.joined(guards)
 
-    def _key(self, microbatch: Mapping[str, Any], options: Options) -> Any:
-        return (
-            self.signature(self.complete(microbatch)), options.loss_weight, options.mesh.sizes(Group.LAYER),
-            options.context, options.precision, options.keep_fp32,
-        )  # fmt: skip
-
-    def _captured(self, microbatch: Mapping[str, Any], progress: Progress, whole: bool) -> Program:
-        """A capture that serves the microbatch: an earlier one, else one from the cache, else a new one. whole: one
+    def _captured(self, microbatch: Mapping[str, Any], progress: Progress, whole: bool) -> tuple[Match, Program]:
+        """The capture that is for a microbatch: an earlier one, else one from the cache, else a new one. whole: one
         that can be shown, as those from the cache cannot.
         """
-        completed = self.complete(microbatch)
-        plain = _plain(microbatch)
-        known = self.captures.setdefault(plain, [])
-        restored = self.restored.setdefault(plain, [])
-        for program in (*known, *(() if whole else restored)):
-            if serves(program, completed):
-                return program
-        for captured in () if whole else self.kept.captures(microbatch, self.learned):
-            try:
-                completed = captured.learned.completed(self.model, microbatch)
-            except CscError:  # a function on the host refuses the batch: a new capture says why
-                continue
-            if serves(captured.program, completed):
-                progress(CACHED_CAPTURE)
-                self.adopt(captured.learned)
-                restored.append(captured.program)
-                return captured.program
+        match = self.match(microbatch)
+        name = match.capture.name if match.capture is not None else ""
+        known = self.captures.get(name) or (None if whole else self.restored.get(name))
+        if known is not None:
+            return match, known
+        found = None if whole else self.kept.capture(match)
+        if found is not None:
+            progress(CACHED_CAPTURE)
+            self.restored[name] = found.program
+            return match, found.program
+        if self.captures and match.capture is None:
+            log.info("%s is captured again: %s", type(self.model).__name__, match.why)
         progress(CAPTURE)
         with self.kept.capturing(microbatch):
-            known.append(capture(self.model, microbatch, self.learned))
-        self.kept.keep_capture(Captured(known[-1], snapshot(self.learned)), microbatch)
-        return known[-1]
+            made = capture(self.model, microbatch, self.guards)
+        own = self.guards.of(name_of(made)).match(self.model, microbatch)
+        if own.capture is None:
+            raise InputError(
+                f"what the model makes of a batch on the host is not the same twice: {own.why}", "model",
+                "let functions of lists and numbers depend on the batch alone, or call them in the data loader",
+            )  # fmt: skip
+        self.guards.add(own.capture, instead=name)
+        self.captures[own.capture.name] = made
+        self.kept.keep_capture(Captured(made, self.guards.copy()), own)
+        return own, made
 
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""
@@ -174,7 +189,8 @@ class Compiler:
         key = frozenset(tensors), among
         if among and key not in self.whole:
             try:
-                captured = with_sizes_of(self._captured(batch, quiet, False), split_batch(self.complete(batch))[0])
+                match, found = self._captured(batch, quiet, False)
+                captured = with_sizes_of(found, split_batch(match.batch)[0])
                 self.whole[key] = frozenset(combination(captured, captured.graph).whole)
             except CscError:  # its microbatches say why, or can be traced
                 self.whole[key] = frozenset()
@@ -196,9 +212,12 @@ class Compiler:
             return write(program, options, directory, tensors, weights, ranks)
 
 
-def _plain(microbatch: Mapping[str, Any]) -> str:
-    """Its entries that are no tensors, as text."""
-    return repr(sorted(split_batch(microbatch)[1].items(), key=lambda item: item[0]))
+def _key(match: Match, options: Options) -> Any:
+    """Of traced graphs."""
+    return (
+        match.key, options.loss_weight, options.mesh.sizes(Group.LAYER), options.context, options.precision,
+        options.keep_fp32,
+    )  # fmt: skip
 
 
 @contextmanager

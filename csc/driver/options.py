@@ -117,6 +117,12 @@ def _context(option: str, given: Mapping[str, int]) -> tuple[tuple[str, int], ..
     return tuple((*_names(option, name), _positive(f"{option} of {name}", ranks)) for name, ranks in given.items())  # type: ignore[misc]
 
 
+def _switch(option: str, given: bool) -> bool:
+    if not isinstance(given, bool):
+        raise InputError(f"{option} is {given!r}", "compile", "pass True or False")
+    return given
+
+
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "mesh": lambda _, mesh: Mesh.of(mesh),
     "freeze": _names,
@@ -133,4 +139,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "keep_fp32": _names,
     "recompute": _recompute,
     "context": _context,
+    "fuse": _switch,
 }

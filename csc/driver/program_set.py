@@ -1,101 +1,62 @@
 """Programs for microbatches: found in the cache or compiled, written, handed to the other ranks, loaded.
 
 Terms
-  served     a signature that the trainer has a program for
-  decided    how the first program is cut and placed, and in which order it runs; all later ones of the model follow it
-  settled    the options of one program, with what was decided before it
+  match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
+  served     a key that the trainer has a program for
 
-    serving = Serving(compiler, directory)
-    serving.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
-    serving.history(microbatch, options, progress) -> [Program]          serving.finished(...) -> Program
+    programs = ProgramSet(compiler, directory)
+    programs.match(microbatches) -> [Match]                               before every step
+    programs.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
+    programs.history(microbatch, options, progress) -> [Program]          programs.finished(...) -> Program
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
-from csc.cache.learning import extends, signature, snapshot, together
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.cache.switches import tracing_switches
-from csc.capture.batch import device_of
-from csc.capture.capture import Learned
-from csc.capture.guards import decided
-from csc.capture.model_guards import State
+from csc.capture.batch import device_of, split_batch
+from csc.capture.guards import Guards, Match
+from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.layers import check_by_layer
-from csc.codegen.directory import MANIFEST, contents, install
+from csc.codegen.directory import contents, install
 from csc.codegen.write import of_ranks
 from csc.driver.checking import CHECK, Checking, NewProgram
+from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
+from csc.driver.evaluation import check_held
 from csc.errors import InputError
 from csc.ir.program import Options, Program
-from csc.ir.schedule import Schedule, parse
-from csc.ir.stored import Unstorable, bound
+from csc.ir.unstorable import Unstorable
 from csc.runtime.broadcast import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
+from csc.torch_private import is_profiled
 
 log = logging.getLogger("csc")
 
-Made_ = TypeVar("Made_")
-CACHED = "program, from the cache"
 Microbatch = Mapping[str, Any]
-Answers = tuple[str, ...]  # what a microbatch decides (csc.capture.guards)
-Key = tuple[Any, int, Answers]  # signature, number of microbatches
+Answers = tuple[str, ...]  # what a microbatch decides
 Family = tuple[int, Answers]  # number of microbatches
 
 
-@dataclass
-class Decided:
-    """stages: the regions of each; placement: the rank of each; entries: of the microbatch that it was decided for;
-    schedules: by number of microbatches.
-    """
-
-    stages: tuple[tuple[str, ...], ...]
-    placement: tuple[int, ...]
-    entries: frozenset[str]
-    schedules: dict[int, Schedule | None] = field(default_factory=dict)
-
-    def settled(self, options: Options, entries: Set[str]) -> Options:
-        """The options for another program, of microbatches with these entries."""
-        schedule = self.schedules.get(options.microbatches) or options.schedule
-        part = isinstance(schedule, Schedule) and not entries >= self.entries
-        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule, part=part)
-
-    def settled_anew(self, options: Options, regions: Sequence[str]) -> Options:
-        """The options for a program of other regions: each where it was, a new one with the next one that was there;
-        csc decides again if that leaves a stage without any.
-        """
-        known = {name: stage for stage, names in enumerate(self.stages) for name in names}
-        home = [known.get(name) for name in regions]
-        for place in reversed(range(len(regions))):
-            if home[place] is None:
-                home[place] = home[place + 1] if place + 1 < len(regions) else len(self.stages) - 1
-        stages = tuple(
-            tuple(name for name, at in zip(regions, home) if at == stage) for stage in range(len(self.stages))
-        )
-        if not all(stages):
-            return options
-        return replace(options, cuts=None, stages=stages, placement=self.placement)
-
-
-class Serving:
+class ProgramSet:
     """The programs of one model with one set of options but for the number of microbatches."""
 
     def __init__(
@@ -104,33 +65,32 @@ class Serving:
         directory: Path | None,
         before: Trainer | None = None,
         checks: bool = True,
-        state: State | None = None,
+        model: ModelGuards | None = None,
         timeout: float = 600.0,
         meeting: Meeting | None = None,
+        training: ProgramSet | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
-        programs are compared with eager PyTorch before they run; state: of the model when the compiler captured it;
-        timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one.
+        programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
+        timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
+        training: the programs that train what these evaluate.
         """
+        self._training = training
         self._timeout = timeout
         self._meeting = meeting
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
-        self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
-        self._settled: dict[Key, Options] = {}
-        self._histories: dict[Key, list[Program]] = {}
-        self._finished: dict[Key, Program] = {}
-        self._packed: dict[Key, Packed] = {}
+        alike = training._made if training is not None else None
+        self._made: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
         self._trainers: dict[Family, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
-        self._known = Learned()  # what the programs brought along: the same on every rank
+        self.guards = Guards(model=model)  # what the programs assumed: the same on every rank
         self._group: dist.ProcessGroup | None = None
         self._before = before
         self._checks = checks
         self.checking = Checking(compiler)
-        self.state = state  # the model as the programs know it
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 
@@ -138,107 +98,15 @@ class Serving:
 
     def prepare(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         """Find the program of a microbatch in the cache, or compile it."""
-        key = self._key(microbatch, options)
-        if key in self._histories or key in self._finished or key in self._packed:
-            return
-        settled = self._options(key, options)
-        packed = self._compiler.kept.program(microbatch, settled, self._compiler.learned)
-        if packed is None:
-            self.finished(microbatch, options, progress)
-            return
-        progress(CACHED)
-        self._take(packed, microbatch, options, settled)
-
-    def _take(self, packed: Packed, microbatch: Microbatch, options: Options, settled: Options) -> None:
-        """Go on with a program that was made elsewhere."""
-        self._compiler.adopt(packed.learned)
-        key = self._key(microbatch, options)
-        self._packed[key] = packed
-        stages = json.loads(packed.files[MANIFEST])["stages"]
-        self._settle(
-            key,
-            settled,
-            tuple(tuple(stage["regions"]) for stage in stages),
-            tuple(stage["rank"] for stage in stages),
-            parse(packed.files["schedule.txt"].decode()),
-        )
+        self._made.prepare(microbatch, options, progress)
 
     def history(self, microbatch: Microbatch, options: Options, progress: Progress) -> list[Program]:
         """The Program after capture and each pass; traced for it if it came from the cache."""
-        key = self._key(microbatch, options)
-        if key not in self._histories:
-            settled = self._options(key, options)
-            settled, history = self._planned(microbatch, options, settled, self._compiler.compile, progress)
-            key = self._key(microbatch, options)  # the capture may have shown what else decides
-            self._histories[key] = history
-            self._settle_as(key, settled, history[-1])
-        return self._histories[key]
+        return self._made.history(microbatch, options, progress)
 
     def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
         """The Program after the last pass."""
-        key = self._key(microbatch, options)
-        if key in self._histories:
-            return self._histories[key][-1]
-        if key not in self._finished:
-            settled = self._options(key, options)
-            settled, program = self._planned(microbatch, options, settled, self._compiler.finished, progress)
-            key = self._key(microbatch, options)
-            self._finished[key] = program
-            self._settle_as(key, settled, program)
-        return self._finished[key]
-
-    def _planned(
-        self, microbatch: Microbatch, options: Options, settled: Options,
-        make: Callable[[Microbatch, Options, Progress], Made_], progress: Progress,
-    ) -> tuple[Options, Made_]:  # fmt: skip
-        """(options, what is made with them). Where a microbatch decides what none before it did, its program may have
-        other regions than the first: then each stays in its stage as far as that goes.
-        """
-        answers = decided(self._compiler.complete(microbatch))
-        if not self._decided or answers in self._decided:
-            return settled, make(microbatch, settled, progress)
-        traced = self._compiler.trace(microbatch, options, progress).program
-        if decided(self._compiler.complete(microbatch)) in self._decided:  # as the trace has shown
-            settled = self._options(self._key(microbatch, options), options)
-            return settled, make(microbatch, settled, progress)
-        first = next(iter(self._decided.values()))
-        settled = first.settled_anew(options, [region.name for region in traced.regions])
-        try:
-            return settled, make(microbatch, settled, progress)
-        except InputError as reason:
-            if settled is options:
-                raise
-            log.info("stages are planned anew for what this batch decides: %s", reason)
-            return options, make(microbatch, options, progress)
-
-    def _key(self, microbatch: Microbatch, options: Options) -> Key:
-        complete = self._compiler.complete(microbatch)
-        return self._compiler.signature(complete), options.microbatches, decided(complete)
-
-    def _options(self, key: Key, options: Options) -> Options:
-        if key in self._settled:
-            return self._settled[key]
-        known = self._decided.get(key[2]) or next(iter(self._decided.values()), None)
-        return known.settled(options, _entries(key)) if known is not None else options
-
-    def _settle_as(self, key: Key, settled: Options, program: Program) -> None:
-        stages = tuple(stage.regions for stage in program.stages)
-        self._settle(key, settled, stages, tuple(stage.rank for stage in program.stages), program.schedule)
-
-    def _settle(
-        self,
-        key: Key,
-        settled: Options,
-        stages: tuple[tuple[str, ...], ...],
-        placement: tuple[int, ...],
-        schedule: Schedule | None,
-    ) -> None:
-        if self.state is None:
-            self.look()
-        self._settled.setdefault(key, settled)
-        own = self._decided.setdefault(key[2], Decided(stages, placement, _entries(key)))
-        if not settled.part:
-            own.schedules.setdefault(settled.microbatches, schedule)
+        return self._made.finished(microbatch, options, progress)
 
     def write(
         self,
@@ -252,21 +120,7 @@ class Serving:
         """Write the program directory of a microbatch, of these ranks alone if any are named. InputError if something
         else is there.
         """
-        program = self.finished(microbatch, options, progress)
-        key = self._key(microbatch, options)
-        complete = self._compiler.complete(microbatch)
-        written = self._compiler.emit(program, self._settled[key], directory, complete, with_weights, ranks)
-        if key not in self._packed and ranks is None:
-            self._packed[key] = self._pack(microbatch, key, written)
-        return written
-
-    def _pack(self, microbatch: Microbatch, key: Key, directory: Path) -> Packed:
-        """What was just written to a directory, kept."""
-        traced = self._compiler.trace(microbatch, self._settled[key])
-        learned = snapshot(self._compiler.learned)
-        packed = Packed(contents(directory), traced.places, learned, bound(traced.program))
-        self._compiler.kept.keep_program(packed, microbatch, self._settled[key])
-        return packed
+        return self._made.write(microbatch, options, directory, progress, with_weights, ranks)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -290,79 +144,100 @@ class Serving:
             new = False
             first = [full] if full is not None and options.microbatches not in self._trainers else []
             for microbatch in [*first, *fullest_first(ready)]:
-                if not self._serves(microbatch, options):
+                if not self._serves(self._match(microbatch), options):
                     self.meeting(options)
                     self._gather_weights()
                     self._add(microbatch, options, progress)
                     new = True
+            matches = self.match(ready)
             if self._checks and batch is not None:
-                self.check(ready, options, batch, progress, again=False)
+                self.check(matches, options, batch, progress, again=False)
             if new:
                 self.look()
-            return self.use(self._trainers[self._family(ready, options)])
+            return self.use(self._trainers[self._family(matches, options)])
+
+    def _look_first(self) -> None:
+        if self.guards.model is None:
+            self.look()
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
-        self.state = State(self._compiler.model, self._known.written | self._compiler.learned.written, tracing_switches)
+        written = self.guards.written | self._compiler.guards.written
+        self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches)
 
     def check(
-        self, ready: Sequence[Microbatch], options: Options, batch: Any, progress: Progress, again: bool = True
+        self, matches: Sequence[Match], options: Options, batch: Any, progress: Progress, again: bool = True
     ) -> None:
         """Compare what these microbatches train with eager PyTorch. All ranks call it. again: also if that was done.
 
         DifferenceError, on every rank, then and from then on.
         """
-        if again or self._are_due(ready, options):
-            complete = self.checked_places(ready)
-            names = [self._signature(microbatch) for microbatch in complete]
-            trainer = self._trainers[self._family(ready, options)]
+        if again or self._are_due(matches, options):
+            trainer = self._trainers[self._family(matches, options)]
+            trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
+            keys, given = [match.key for match in matches], [match.given for match in matches]
             self.checking.compare(
-                trainer, names, ready, batch, options, self.meeting(options), self._group, progress, again
+                trainer, keys, given, batch, options, self.meeting(options), self._group, progress, again
             )
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of
         each kind. DifferenceError. The cache remembers it.
         """
-        first, kept, learned = ready[0], self._compiler.kept, self._compiler.learned
-        key = self._key(first, options)
-        if kept.checked(first, self._options(key, options), learned):
+        first, kept = ready[0], self._compiler.kept
+        match = self._compiler.match(first)
+        if match.capture is not None and kept.checked(match, self._made.options(match, options)):
             return Checked(skipped="that was done before, as the cache knows")
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             written = self.write(first, options, Path(folder) / "program", progress, ranks=[0])
             progress(CHECK)
             found = check_by_layer(self._compiler, ready, options, contents(written))
         if not found.skipped:
-            settled = self._settled[self._key(first, options)]
-            kept.keep_checked(str(found), first, settled, snapshot(self._compiler.learned))
+            match = self._compiler.match(first)
+            kept.keep_checked(str(found), match, self._made.options(match, options))
         return found
 
-    def _are_due(self, ready: Sequence[Microbatch], options: Options) -> bool:
+    def match(self, ready: Sequence[Microbatch]) -> list[Match]:
+        """Which programs microbatches need, asked once for a step."""
+        return list(map(self._match, ready))
+
+    def _match(self, microbatch: Microbatch) -> Match:
+        return self.guards.match(self._compiler.model, microbatch)
+
+    def _are_due(self, matches: Sequence[Match], options: Options) -> bool:
         """Whether a program of one of these has not been compared."""
         due = self.checking.due(options.microbatches)
-        return bool(due) and any(self._signature(self.complete(microbatch)) in due for microbatch in ready)
+        return any(match.key in due for match in matches)
 
-    def handed_out(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
+    def handed_out(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these, compared if that is wanted. DifferenceError if one was
         found to be wrong.
         """
         self.checking.refuse_different()
-        trainer = self.serves(ready, options)
-        return None if self._checks and self._are_due(ready, options) else trainer
+        trainer = self.serves(matches, options)
+        return None if self._checks and self._are_due(matches, options) else trainer
 
-    def serves(self, ready: Sequence[Microbatch], options: Options) -> Trainer | None:
+    def serves(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
-        served = all(self._serves(microbatch, options) for microbatch in ready)
-        return self._trainers.get(self._family(ready, options)) if served else None
+        served = all(self._serves(match, options) for match in matches)
+        return self._trainers.get(self._family(matches, options)) if served else None
+
+    def missing(self, matches: Sequence[Match], options: Options) -> str:
+        """Why there is no program for the first of these that has none."""
+        match = next((match for match in matches if not self._serves(match, options)), None)
+        if match is None:
+            return "its programs are due to be compared with eager PyTorch"
+        sizes = ", ".join(f"{name} {list(t.shape)}" for name, t in split_batch(match.given)[0].items())
+        return match.why if match.capture is None else f"none was compiled for {sizes}"
 
     def use(self, trainer: Trainer) -> Trainer:
         """What trains a batch. Whoever asks for parameters is given those of all programs."""
         self.last = next(one for one in self._trainers.values() if one.microbatches == trainer.microbatches)
         return trainer
 
-    def _family(self, ready: Sequence[Microbatch], options: Options) -> Family:
+    def _family(self, matches: Sequence[Match], options: Options) -> Family:
         """InputError if the microbatches of a step decide differently."""
-        answers = list(dict.fromkeys(decided(self.complete(microbatch)) for microbatch in ready))
+        answers = list(dict.fromkeys(match.answers for match in matches))
         if len(answers) > 1:
             differing = [text for one in answers[:2] for text in one if text not in set(answers[0]) & set(answers[1])]
             raise InputError(
@@ -372,32 +247,30 @@ class Serving:
             )  # fmt: skip
         return options.microbatches, answers[0]
 
-    def _serves(self, microbatch: Microbatch, options: Options) -> bool:
-        return self._signature(self.complete(microbatch)) in self._served.get(options.microbatches, ())
+    def decides(self, matches: Sequence[Match], options: Options) -> Answers:
+        """What microbatches that are served decide. InputError if they decide differently."""
+        return self._family(matches, options)[1]
+
+    def _serves(self, match: Match, options: Options) -> bool:
+        return match.key in self._served.get(options.microbatches, ())
 
     @property
     def replays(self) -> bool:
         """Whether completing a microbatch may run the model's own code."""
-        return self._known.replays
+        return self.guards.replays
 
-    def complete(self, microbatch: Microbatch) -> dict[str, Any]:
-        """The microbatch with what functions of the model that run on the host make of it."""
-        return self._known.completed(self._compiler.model, microbatch)
+    @property
+    def on_the_host(self) -> frozenset[str]:
+        """The batch entries that functions of the model which run on the host take."""
+        return frozenset(entry for call in self.guards.host.calls for _, entry in call.arguments)
 
-    def checked_places(self, ready: Sequence[Microbatch]) -> list[dict[str, Any]]:
-        """Microbatches that are served, completed. InputError if one's placeholders do not fit its features."""
-        complete = [self.complete(microbatch) for microbatch in ready]
-        for number, microbatch in enumerate(complete):
-            name = f"microbatch {number}" if len(complete) > 1 else "the batch"
-            self.places(microbatch).check(microbatch, name)
-        return complete
-
-    def places(self, complete: Microbatch) -> Places:
-        """What to ask a completed microbatch that is served."""
-        return self._places[self._signature(complete)]
-
-    def _signature(self, complete: Microbatch) -> Any:
-        return signature(self._known, complete)
+    def checked_places(self, matches: Sequence[Match]) -> list[Microbatch]:
+        """Microbatches that are served, as programs take them. InputError if one's placeholders do not fit its
+        features.
+        """
+        for number, match in enumerate(matches):
+            self._places[match.key].check(match.batch, f"microbatch {number}" if len(matches) > 1 else "the batch")
+        return [match.batch for match in matches]
 
     def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
@@ -410,38 +283,47 @@ class Serving:
             return NOTHING, (packed, how, load(directory, _own_rank()))
 
         packed, how, loaded = meeting.hold("compile", make)
-        if extends(packed.learned, self._known):
-            self._known = together(packed.learned, self._known)
-        complete = self.complete(microbatch)
-        family, name = (count, decided(complete)), self._signature(complete)
+        self.guards = self.guards.joined(packed.guards)
+        match = self._match(microbatch)
+        if match.capture is None:
+            raise InputError(
+                f"the program that was compiled for this batch is not for it: {match.why}", "batch",
+                "let what the model makes of a batch on the host depend on the batch alone",
+            )  # fmt: skip
+        family = (count, match.answers)
         if family in self._trainers:
             self._trainers[family].add(loaded)
         else:
-            own = dict(self._compiler.model.named_parameters())
-            made = Trainer(loaded, weights=own, timeout=self._timeout, meeting=meeting)
+            own: dict[str, torch.Tensor] = dict(self._compiler.model.named_parameters())
+            if self._training is not None and self._training.last is not None:
+                check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
+                own |= self._training.last.held
+            made = Trainer(
+                loaded, weights=own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled
+            )
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
                 first.know(made)
             self._trainers[family] = made
-        self._served.setdefault(count, set()).add(name)
-        self._places[name] = packed.places
+        self._served.setdefault(count, set()).add(match.key)
+        self._places[match.key] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
-        complete, settled = self._compiler.complete(microbatch), self._settled[self._key(microbatch, options)]
-        self.checking.made(name, NewProgram(microbatch, complete, settled, packed))
+        compiled = self._compiler.match(microbatch)
+        self.checking.made(match.key, NewProgram(compiled, self._made.options(compiled, options), packed))
 
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
     ) -> tuple[Packed, str]:
         """The program, written to the directory, and how it came about. Of several ranks the first one makes it."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._made(microbatch, options, directory, progress)
+            return self._written(microbatch, options, directory, progress)
         if self._group is None:
             self._group = handing_group()
         made: list[tuple[Packed, str]] = []
 
         def make() -> Files | None:
-            made.append(self._made(microbatch, options, directory, progress))
+            made.append(self._written(microbatch, options, directory, progress))
             try:
                 return packed_bytes(made[0][0], self._compiler.model)
             except Unstorable as reason:
@@ -452,31 +334,24 @@ class Serving:
         if made:
             return made[0]
         if files is None:
-            return self._made(microbatch, options, directory, progress)
+            return self._written(microbatch, options, directory, progress)
         packed = packed_from(files, self._compiler.model)
-        self._take(packed, microbatch, options, self._options(self._key(microbatch, options), options))
-        return self._made(microbatch, options, directory, progress)[0], "from rank 0"
+        self._made.take(packed, microbatch, options)
+        return self._written(microbatch, options, directory, progress)[0], "from rank 0"
 
-    def _made(
+    def _written(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
     ) -> tuple[Packed, str]:
-        self.prepare(microbatch, options, progress)
-        key = self._key(microbatch, options)
-        complete = self._compiler.complete(microbatch)
-        packed, how = self._packed.pop(key, None), "from the cache"
         own = _own_rank()
-        if packed is None:
-            program = self.finished(microbatch, options, progress)
-            self._compiler.emit(program, self._settled[key], directory, complete)
-            packed, how = self._pack(microbatch, key, directory), "made"
-            if own is None:
-                return packed, how
+        match, packed, how = self._made.packed(microbatch, options, directory, progress)
+        if own is None and how == MADE:
+            return packed, how
         files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
-        install(files, directory, complete)
+        install(files, directory, match.batch)
         return packed, how
 
     def _program_directory(self, index: int) -> Path:
-        """Where the program of the index-th signature goes; every process of a group writes its own."""
+        """Where the index-th program goes; every process of a group writes its own."""
         if self._directory is None and self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
         home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
@@ -527,11 +402,6 @@ class Serving:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
         self._before = None
-
-
-def _entries(key: Key) -> frozenset[str]:
-    """The names of a microbatch's tensors."""
-    return frozenset(name for name, *_ in key[0][0])
 
 
 def _own_rank() -> list[int] | None:

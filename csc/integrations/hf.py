@@ -24,6 +24,7 @@ from csc.errors import InputError
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.
 REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
+METRICS = ("seconds", "tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that logs carry
 
 
 class CompiledTrainer(Trainer):
@@ -31,7 +32,8 @@ class CompiledTrainer(Trainer):
 
     per_device_train_batch_size is the global batch that `train_step` divides. Evaluation runs the eager model, which
     has the same parameters. Checkpoints are those of `compiled.save` (PEFT models: of `compiled.save_adapter`). Under
-    torchrun every process runs one rank, gets the same batches, and keeps the optimizer state of its own parameters.
+    torchrun every process runs one rank, loads its replica's share of each global batch, and keeps the optimizer state
+    of its own parameters. Logs carry the rates of `compiled.metrics` beside the loss.
     InputError for arguments that contradict the compiled program.
     """
 
@@ -64,19 +66,29 @@ class CompiledTrainer(Trainer):
         batches, self._waiting = self._waiting, []
         model.train()  # evaluation may have been between
         self.compiled.zero_grad()
-        options = self.compiled.options
+        options, local = self.compiled.options, self.compiled.dp_size > 1
         if len(batches) == 1:
-            loss = self.compiled.train_step(batches[0])
+            loss = self.compiled.train_step(batches[0], local=local)
         else:
-            ready = _microbatches(self.compiled.cut, batches, options.mesh.dp, options.microbatches)
-            loss = self.compiled.train_step(ready, microbatches=options.microbatches * len(batches))
+            replicas = 1 if local else options.mesh.dp
+            ready = _microbatches(self.compiled.cut, batches, replicas, options.microbatches)
+            loss = self.compiled.train_step(ready, options.microbatches * len(batches), local)
         return loss.to(self.args.device)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The Trainer's, with the rates of the last step beside the loss."""
+        if "loss" in logs:
+            found = self.compiled.metrics
+            logs.update({f"step_{name}": found[name] for name in METRICS if name in found})
+        super().log(logs, start_time)
+
     def get_train_dataloader(self) -> Any:
-        """The loader of one process, in every process: all ranks take part in each batch."""
+        """Of the sampler's order, which is the same in every process, each one's share: that of its replica."""
         if self.args.world_size == 1:
             return super().get_train_dataloader()
         dataset: Any = self.train_dataset
+        place, shares = self.compiled.dp_rank, self.compiled.dp_size
+        self._check_shares(dataset, shares)
         loader = DataLoader(
             dataset,
             batch_size=self._train_batch_size,
@@ -87,9 +99,24 @@ class CompiledTrainer(Trainer):
         )
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return prepare_data_loader(
-            loader, self.args.device, num_processes=1, process_index=0, put_on_device=True, use_seedable_sampler=True,
-            data_seed=seed,
+            loader, self.args.device, num_processes=shares, process_index=place, split_batches=shares > 1,
+            even_batches=False, put_on_device=True, dispatch_batches=False, use_seedable_sampler=True, data_seed=seed,
         )  # fmt: skip
+
+    def _check_shares(self, dataset: Any, shares: int) -> None:
+        """InputError if a batch leaves a replica without samples: then its data would end before the others'."""
+        size = self._train_batch_size
+        if size % shares:
+            raise InputError(
+                f"per_device_train_batch_size is {size}, the global batch, and the mesh has dp={shares}",
+                "CompiledTrainer", f"make it a multiple of {shares}",
+            )  # fmt: skip
+        left = len(dataset) % size if hasattr(dataset, "__len__") else 0
+        if left and not self.args.dataloader_drop_last and left <= size - size // shares:
+            raise InputError(
+                f"the last batch of an epoch has {left} of {size} samples, none for the last of {shares} replicas",
+                "CompiledTrainer", "set dataloader_drop_last=True, or make the data a multiple of the batch",
+            )  # fmt: skip
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """The Trainer's, but for wrapping the model: it is parallel already."""

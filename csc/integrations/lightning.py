@@ -26,13 +26,16 @@ from torch import nn
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 
+METRICS = ("tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that are logged
+
 
 class CompiledModule(LightningModule):
     """A compiled model that Lightning trains.
 
     optimizer: makes it from the parameters. scheduler: makes it from the optimizer; steps once a batch. max_norm: the
-    2-norm that gradients are clipped to; None: as they are. Logs `train_loss` (and `grad_norm`). Lightning's
-    checkpoints hold the model's weights; `compiled.save` writes a directory for `from_pretrained`.
+    2-norm that gradients are clipped to; None: as they are. local: the loader has the samples of this process' replica
+    alone. Logs `train_loss` (and `grad_norm`), and the rates of `compiled.metrics`. Lightning's checkpoints hold the
+    model's weights; `compiled.save` writes a directory for `from_pretrained`.
     InputError where Lightning would give its processes different batches.
     """
 
@@ -42,12 +45,13 @@ class CompiledModule(LightningModule):
         optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         max_norm: float | None = None,
+        local: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.compiled = compiled
         self.model = compiled.model
-        self.max_norm = max_norm
+        self.max_norm, self.local = max_norm, local
         self._optimizer = optimizer
         self._scheduler = scheduler
 
@@ -63,7 +67,7 @@ class CompiledModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """One `train_step` and one step of the optimizer and the scheduler."""
-        loss = self.compiled.train_step(batch)
+        loss = self.compiled.train_step(batch, local=self.local)
         if self.max_norm is not None:
             self.log("grad_norm", self.compiled.clip_grad_norm_(self.max_norm))
         optimizer: Any = self.optimizers()
@@ -73,6 +77,8 @@ class CompiledModule(LightningModule):
         if scheduler is not None:
             scheduler.step()
         self.log("train_loss", loss, prog_bar=True)
+        found = self.compiled.metrics
+        self.log_dict({name: found[name] for name in METRICS if name in found})
         return loss
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from csc.ir.miss import Miss
 from csc.ir.sizes import evaluated, expression_from_tree
 from csc.torch_private import outside_tracing, pytree
 
@@ -88,11 +89,16 @@ class Decision:
     answer: Any
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a batch has the same answer. One that the question does not fit has another."""
+        """Whether a batch has the same answer."""
+        return self.miss(tensors) is None
+
+    def miss(self, tensors: Mapping[str, torch.Tensor]) -> Miss | None:
+        """The other answer that a batch has, if it has one. A batch that the question does not fit has another."""
         try:
-            return repr(self.expression.of(tensors)) == repr(self.answer)
-        except Exception:
-            return False
+            found = repr(self.expression.of(tensors))
+        except Exception as error:
+            found = f"no answer ({type(error).__name__})"
+        return Miss(self.expression.text(), repr(self.answer), found) if found != repr(self.answer) else None
 
     def text(self) -> str:
         """Such as `any(eq(input_ids, 99)) is True`."""

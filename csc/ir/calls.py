@@ -6,7 +6,7 @@ Terms
             symbols of csc.ir.sizes
 
     alike(traced, others, values) -> bool       whether two runs made the same calls
-    to_tree(calls) -> JSON                      Unknown as of csc.ir.sizes
+    to_tree(calls) -> JSON                      Unstorable as of csc.ir.sizes
     from_tree(JSON) -> calls                    ValueError, KeyError or TypeError for a tree that is none
 """
 

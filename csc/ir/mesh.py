@@ -97,6 +97,15 @@ class Mesh:
         others = product(*(range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES))
         return tuple(self.group(what, self.rank_of(*one), positions) for one in others)
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of the samples of a step each of these has its share."""
+        return tuple(range(self.dp))
+
+    def replica(self, rank: int) -> int:
+        """Whose samples a rank is given. IndexError outside the mesh."""
+        return self.coordinates(rank).dp
+
     def sizes(self, what: Group) -> tuple[int, ...]:
         """Of the axes along which groups of this kind run."""
         return tuple(getattr(self, axis) for axis in what.along)

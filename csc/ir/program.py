@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.ir.capture_guards import CaptureGuards
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
-from csc.ir.sizes import SizeGuards
 
 LOSS = "loss"
 Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, full or auto, or these values
@@ -32,12 +32,15 @@ Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, ful
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. `dynamic`: dimensions captured symbolically."""
+    """One tensor of the batch. `dynamic`: dimensions captured symbolically; `table`: the parameter whose rows its
+    numbers are, and how many there are.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     dynamic: tuple[int, ...] = ()
+    table: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ class Plan:
 
     costs: where the seconds come from. layout: how components share ranks. pipeline: what the simulator needs, in the
     JSON form of csc.simulation. bound: no plan of one stage a rank takes less; None where several share a rank.
-    shared_bound: no plan whatever takes less.
+    shared_bound: no plan whatever takes less. peak_flops: FLOP/s that a device can do in the dtype that is computed in,
+    0 if the hardware profile does not say.
     """
 
     schedule: Schedule
@@ -202,6 +206,7 @@ class Plan:
     bound: float | None
     shared_bound: float
     peak_memory: tuple[float, ...]
+    peak_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -229,8 +234,10 @@ class Options:
     keep_fp32: modules that compute in float32 with precision="bf16".
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
+    fuse: the templates' functions are compiled by Inductor where they run; of the program itself it changes nothing.
     part: the stages and the schedule are those of a program that does more, beside which this one runs: regions that
     it lacks are left out, and so are their B, W and messages.
+    forward_only: no parameter trains: the program has F alone, and saves nothing.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -248,7 +255,9 @@ class Options:
     keep_fp32: tuple[str, ...] = ()
     recompute: tuple[tuple[str, Choice], ...] = ()
     context: tuple[tuple[str, int], ...] = ()
+    fuse: bool = False
     part: bool = False
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -316,10 +325,8 @@ class Program:
     device: str
     graph: fx.Graph
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # batch entries that it holds for these values of
-    decided: tuple[str, ...] = ()  # the decisions by its batch that it was captured for, as texts
+    guards: CaptureGuards | None = None  # what the capture assumed of its batch, without its calls
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
-    sizes: SizeGuards | None = None  # that the graph as captured is for
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.ir import capture_guards
 from csc.ir import graph as g
-from csc.ir import sizes
 from csc.ir.program import (
     Checkpoint,
     Combination,
@@ -37,45 +37,34 @@ from csc.ir.program import (
     Region,
     Template,
 )
+from csc.ir.unstorable import Unstorable
 from csc.torch_private import FakeTensorMode, OpOverload
 
-FORMAT = 1
+FORMAT = 2
 _KEPT = (Checkpoint, Combination, Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)
 CLASSES = {one.__name__: one for one in _KEPT}
 META = (*g.KEPT_META, "names")
-APART = ("constants", "fixed")  # mappings to tensors
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
-LEFT_OUT = (*APART, "fake_mode", "sizes", "symbolic")
+LEFT_OUT = ("constants", "fake_mode", "guards", "symbolic")
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 Tree = Any
 
 
-class Unstorable(ValueError):
-    """The Program holds something that has no form in text."""
-
-
 def to_tree(program: Program, captured: bool = False) -> tuple[Tree, dict[str, torch.Tensor]]:
-    """The Program, and its tensors by `constants/NAME` and `fixed/NAME`. Before any pass of planning: later fields must
-    be empty.
-    """
+    """The Program, and its constants. Before any pass of planning: later fields must be empty."""
     writer = _Writer(captured=captured)
     fields = {
         one.name: writer.tree(getattr(program, one.name))
         for one in dataclasses.fields(Program)
         if one.name not in LEFT_OUT
     }
-    kept = {name: list(getattr(program, name)) for name in APART}
-    tensors = {f"{part}/{name}": getattr(program, part)[name] for part in APART for name in kept[part]}
-    strides = {name: list(tensor.stride()) for name, tensor in tensors.items()}
-    tree = {"format": FORMAT, "graphs": writer.graphs, "fields": fields, **kept, "strides": strides}
-    if captured:
-        assert program.sizes is not None
-        try:
-            tree["sizes"] = sizes.to_tree(program.sizes)
-        except sizes.Unknown as reason:
-            raise Unstorable(str(reason)) from reason
-    return tree, tensors
+    constants = dict(program.constants)
+    strides = {name: list(tensor.stride()) for name, tensor in constants.items()}
+    assumed = capture_guards.to_tree(program.guards) if program.guards is not None else None
+    return {
+        "format": FORMAT, "graphs": writer.graphs, "fields": fields, "strides": strides, "guards": assumed,
+    }, constants  # fmt: skip
 
 
 def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
@@ -86,13 +75,10 @@ def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
         raise ValueError(f"a Program of format {tree['format']}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reader = _Reader([graph_from_tree(one, mode) for one in tree["graphs"]])
-    parts: dict[str, Any] = {
-        part: {name: _laid(tensors[f"{part}/{name}"], tree["strides"][f"{part}/{name}"]) for name in tree[part]}
-        for part in APART
-    }
+    constants = {name: _laid(tensors[name], stride) for name, stride in tree["strides"].items()}
     fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
-    assumed = sizes.from_tree(tree["sizes"]) if "sizes" in tree else None
-    return Program(**fields, **parts, fake_mode=mode, sizes=assumed)
+    assumed = capture_guards.from_tree(tree["guards"]) if tree["guards"] is not None else None
+    return Program(**fields, constants=constants, fake_mode=mode, guards=assumed)
 
 
 def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from csc.capture.batch import split_batch
-from csc.capture.capture import Learned, capture, serves, with_sizes_of
+from csc.capture.capture import capture, name_of, with_sizes_of
+from csc.capture.guards import Guards
 from csc.driver.compiled import CompiledModel
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -62,7 +63,7 @@ class Sampler:
     options: Options
     progress: Callable[[str], None] = lambda name: None
     captures: dict[Any, Program] = field(default_factory=dict)
-    learned: Learned = field(default_factory=Learned)
+    guards: Guards = field(default_factory=Guards)
     programs: dict[Any, Program] = field(default_factory=dict)
 
     def program(self, copies: int = 1, sizes: Mapping[Length, int] | None = None) -> Program:
@@ -104,12 +105,12 @@ class Sampler:
 
     def _captured(self, microbatch: Mapping[str, Any]) -> Program:
         """An earlier capture that serves the microbatch, or a new one."""
-        completed = self.learned.completed(self.model, microbatch)
+        match = self.guards.match(self.model, microbatch)
         for program in self.captures.values():
-            if serves(program, completed):
-                return with_sizes_of(program, split_batch(completed)[0])
+            if match.capture is not None and match.capture.name == name_of(program):
+                return with_sizes_of(program, split_batch(match.batch)[0])
         self.progress(CAPTURE)
-        return capture(self.model, microbatch, self.learned)
+        return capture(self.model, microbatch, self.guards)
 
 
 def sampler(compiled: CompiledModel) -> Sampler:

@@ -3,10 +3,12 @@
 Terms: the *global batch* is the same on every rank. Along dim 0 it is split over dp replicas first, then over
 microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb + 1) * b) of m microbatches of
 b rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count
-samples, as with packed image patches, and when microbatches differ in length).
+samples, as with packed image patches, and when microbatches differ in length). A *local* batch has the samples of one
+replica alone, and is split in the same way.
 
-    split(manifests, batch) -> [replica][microbatch] -> Piece           InputError before anything happens
-    said(pieces, replica) -> Said                                       what ranks compare of a batch before its step
+    split(manifests, batch, replicas) -> Pieces                         InputError before anything happens
+    said(manifest, pieces, replica) -> Said                             what ranks compare of a batch before its step
+    check_present(manifest, microbatch, names, rank)                    InputError for an entry without values
     sizes(microbatches) -> lines of text                                what of them must be the same on all ranks
     from_file(program, file) -> global batch                            None: the program's example, repeated
 """
@@ -24,6 +26,7 @@ import torch
 
 from csc.errors import InputError
 from csc.runtime.program import LoadedProgram, read_tensors
+from csc.runtime.saving import digest as tensor_digest
 from csc.runtime.specs import InputSpec, Manifest
 from csc.runtime.words import Said
 
@@ -39,28 +42,42 @@ class Microbatch:
     program: int
 
 
-def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Microbatch]]:
-    """Microbatches of every replica. InputError names the key, what was expected, what was found and the
-    remedy.
+@dataclass(frozen=True)
+class Pieces:
+    """The microbatches of replicas, in order. whole: these are all replicas."""
+
+    of: Mapping[int, Sequence[Microbatch]]
+    whole: bool
+
+    @property
+    def all(self) -> list[Microbatch]:
+        """Replica after replica."""
+        return [piece for own in self.of.values() for piece in own]
+
+
+def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[int] | None = None) -> Pieces:
+    """Microbatches of these replicas, whose samples the batch has; None: of every replica. InputError names the key,
+    what was expected, what was found and the remedy.
 
     manifests: of the programs of one model for several sizes; microbatches may be of any of them. Entries that are None
     count as absent. Other values than tensors are refused: they were fixed when the model was compiled.
     """
     first = manifests[0]
-    replicas, count = first.mesh.dp, first.microbatches
-    pieces = replicas * count
+    every = first.mesh.replicas
+    of, count = list(every if replicas is None else replicas), first.microbatches
+    pieces = len(of) * count
     if isinstance(batch, Sequence):
         if len(batch) != pieces:
             raise InputError(
                 f"the batch is a list of {len(batch)} microbatches, the program takes {count} microbatches "
-                f"on each of {replicas} replicas = {pieces}",
+                f"on each of {len(of)} replicas = {pieces}",
                 "batch",
                 f"Give {pieces}, or compile for another number",
             )
         ready = [_tensors(_for(manifests, mb), mb, f"batch[{i}]") for i, mb in enumerate(batch)]
     elif hasattr(batch, "items"):  # a dict, or an HF BatchEncoding, which is a UserDict
         tensors = _tensors(_for(manifests, batch), batch, "batch")
-        parts = {name: _pieces(first, name, tensor, pieces) for name, tensor in tensors.items()}
+        parts = {name: _pieces(first, name, tensor, pieces, len(of)) for name, tensor in tensors.items()}
         ready = [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
     else:
         raise InputError(
@@ -70,7 +87,8 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch) -> list[list[Microb
         )
     _check_whole(first, ready)
     placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
-    return [placed[d * count : (d + 1) * count] for d in range(replicas)]
+    rows = {replica: placed[d * count : (d + 1) * count] for d, replica in enumerate(of)}
+    return Pieces(rows, len(of) == len(every))
 
 
 def read(manifests: Sequence[Manifest], microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,19 +111,41 @@ def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def said(pieces: Sequence[Sequence[Microbatch]], replica: int) -> Said:
-    """The sizes of all microbatches, and a digest of the whole numbers (tokens, labels, masks) of this replica's share.
+def said(manifest: Manifest, pieces: Pieces, replica: int) -> Said:
+    """The sizes of all microbatches, or where they are one replica's alone how many, and a digest of the whole numbers
+    (tokens, labels, masks) of this replica's share.
 
     Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for piece in pieces[replica]:
+    for piece in pieces.of[replica]:
         for _, tensor in sorted(piece.tensors.items()):
             if tensor.device.type == "cpu" and not tensor.is_floating_point() and not tensor.is_complex():
                 flat = tensor.detach().reshape(-1)
                 digest.update(flat[:: 1 + flat.numel() // SAMPLED].contiguous().numpy().tobytes())
     content = int.from_bytes(digest.digest(), "little", signed=True)
-    return Said(sizes(piece.tensors for row in pieces for piece in row), replica, content)
+    lines = sizes(piece.tensors for piece in pieces.all)
+    if pieces.whole:
+        return Said(lines, replica, content)
+    first = pieces.of[replica][0].tensors
+    whole = tuple(f"{name} is {tensor_digest(first[name])}" for name in shared(manifest) if name in first)
+    return Said(whole, replica, content, shared=lines)
+
+
+def shared(manifest: Manifest) -> list[str]:
+    """The inputs that all samples of a step share."""
+    return [spec.name for spec in manifest.inputs if spec.whole or not spec.shape]
+
+
+def check_present(manifest: Manifest, microbatch: Mapping[str, torch.Tensor], names: Iterable[str], rank: int) -> None:
+    """InputError if one of these entries, which a rank reads, is on the meta device: it has a size and no values."""
+    for name in names:
+        if microbatch[name].is_meta and manifest.device != "meta":
+            raise InputError(
+                f"key {name!r} has no values on rank {rank}, whose stages read it",
+                "batch",
+                "Load it there: compiled.needs names the entries that a process has to load",
+            )
 
 
 def _placed(
@@ -178,10 +218,12 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
     return found | {name: given[name] for name in manifest.fixed if isinstance(given.get(name), torch.Tensor)}
 
 
-def _pieces(manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
+def _pieces(
+    manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int, replicas: int
+) -> tuple[torch.Tensor, ...]:
     if any(spec.name == name and (spec.whole or not spec.shape) for spec in manifest.inputs):
         return (tensor,) * pieces
-    how = f"{manifest.microbatches} microbatches on {manifest.mesh.dp} replicas"
+    how = f"{manifest.microbatches} microbatches on {replicas} replicas"
     if tensor.dim() == 0:
         raise InputError(
             f"key {name!r} has no dimension to split over {how}", "batch", "Give a list of ready microbatches"
@@ -200,6 +242,7 @@ def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]
     for spec in manifest.inputs:
         if spec.whole or not spec.shape:
             given = [one[spec.name] for one in ready if spec.name in one]
+            given = [one for one in given if not one.is_meta]
             if any(one is not given[0] and not torch.equal(one, given[0]) for one in given[1:]):
                 raise InputError(
                     f"key {spec.name!r} has no sample dimension, and microbatches differ in it",
@@ -222,6 +265,22 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> No
             where,
             f"The program has this size in each of {pieces} microbatches: pad, crop, or compile again",
         )
+    if spec.table is not None and tensor.device.type == "cpu" and tensor.numel():
+        least, most = torch.aminmax(tensor)
+        if least < 0 or most >= spec.table[1]:
+            raise _no_row(spec.name, tensor, *spec.table, where)
+
+
+def _no_row(name: str, ids: torch.Tensor, table: str, rows: int, where: str) -> InputError:
+    """What to say of an id that the embedding has no row for."""
+    first = ((ids < 0) | (ids >= rows)).nonzero()[0].tolist()
+    place = f"in sample {first[0]}" + (f" at {first[1:]}" if first[1:] else "") if first else "alone"
+    return InputError(
+        f"key {name!r}: the id {int(ids[tuple(first)])} {place} is no row of {table!r}, which has {rows}",
+        where,
+        "Use the tokenizer of this model, put a token of the vocabulary in place of padding, or resize the embedding "
+        "before compiling",
+    )
 
 
 def _check_fixed(name: str, values: list, tensor: torch.Tensor | None, where: str) -> None:

@@ -35,7 +35,7 @@ from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec
 from csc.runtime.spread import Recent
-from csc.runtime.texts import first_line
+from csc.runtime.texts import first_line, is_silence
 from csc.runtime.transport import in_layout, laid_out, summed
 
 UNDER_WAY = 2  # exchanges whose sends need not be done yet
@@ -94,8 +94,8 @@ class Distributed:
         self._device = device
         self._wire = devices.wire(device, str(dist.get_backend_config()))
         self._pollable = self._wire.type != "cpu"
-        self.compare_programs(program)
         self.meeting = meeting or Meeting.of_all(timeout)
+        self.compare_programs(program)
         self._groups = ProcessGroups(manifest, self.rank, timeout)
         self.meeting.closing(self._close)
         self._pipeline = manifest.mesh.group(Group.PIPELINE, self.rank)
@@ -129,6 +129,9 @@ class Distributed:
         """Free those who wait for this rank."""
         self.begin_step()
         self._groups.close()
+
+    def at(self, place: Action | str) -> None:
+        self.meeting.positions.moved(place)
 
     # messages
 
@@ -169,12 +172,13 @@ class Distributed:
             self.post(message, microbatch)
         peer = self._peer(message.source)
         what = str(Action.recv(message.channel, microbatch))
+        waits = ", ".join(spec.name for spec in message.values)
         values = {}
         for spec, (work, data, tensor) in zip(
             message.values, self._posted.pop((message.channel, microbatch)), strict=True
         ):
             if work is not None:
-                self._guard(work.wait, what, peer)
+                self._guard(work.wait, what, peer, f"the gradient of {waits}" if message.kind == "B" else waits)
                 if data.device != tensor.device:
                     _bytes(tensor).copy_(data)
             values[spec.name] = in_layout(spec, tensor)
@@ -288,20 +292,26 @@ class Distributed:
     def _peer(self, stage: int) -> int:
         return self._pipeline[self._manifest.stages[stage].rank]
 
-    def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None) -> Any:
-        """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost."""
+    def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None, waits: str = "") -> Any:
+        """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost. waits: what for, in words;
+        "": for `what`.
+        """
+        positions = self.meeting.positions
+        positions.waits = (waits or what, peer)
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
             lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
             reason = first_line(error)
-            silent = "timed out" in reason.lower() or "timeout" in reason.lower()
+            silent = is_silence(reason)
             happened = "did not answer in time (or waits itself)" if silent else "went away"
             raise RankLost(
-                f"{lost} {happened} while this rank was at '{what}' ({reason})",
+                f"{lost} {happened} while this rank was at '{what}' ({reason}){positions.told() if silent else ''}",
                 f"rank {self.rank} {self._place(self.rank)}",
                 "Look at that rank's own output for the cause, then start again from saved weights",
             ) from error
+        positions.waits = None
+        return result
 
     def _place(self, rank: int) -> str:
         at = self._manifest.mesh.coordinates(rank)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,10 @@ import torch
 from csc.errors import CscError
 from csc.ir.schedule import Action, Kind, Message, doable
 from csc.runtime import context, loss_terms, seeds
+from csc.runtime.counts import Counts
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
+from csc.runtime.ranges import Ranges
 from csc.runtime.rank import Rank
 from csc.runtime.specs import MessageSpec
 from csc.runtime.transport import laid_out
@@ -87,13 +90,20 @@ class _Step:
     """The state of one rank within one step; everything is dropped as soon as its last reader is done."""
 
     def __init__(
-        self, rank: Rank, ranks: Sequence[Rank], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+        self,
+        rank: Rank,
+        ranks: Sequence[Rank],
+        microbatches: Sequence[Batch],
+        weights: Mapping[str, torch.Tensor],
+        profiled: bool,
     ) -> None:
         manifest = rank.program.manifest
         self.rank = rank  # for all that is the same in every program
         self.ranks = ranks
         self.batches = microbatches
-        self.weights = weights
+        stages = {stage.stage: stage for stage in rank.stages}
+        self.ranges = Ranges(weights, stages) if profiled else None
+        self.weights = weights if self.ranges is None else self.ranges
         self.stages = {
             stage.stage: [one.program.manifest.stages[stage.stage] for one in ranks] for stage in rank.stages
         }
@@ -110,6 +120,11 @@ class _Step:
         self.gradients = GradientSums(held, self.stages)
 
     def compute(self, action: Action) -> None:
+        """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
+        with nullcontext() if self.ranges is None else self.ranges.of(action):
+            self._compute(action)
+
+    def _compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, as far as its program has it."""
         mb, kind = action.microbatch, self.doable(action)
         stage = self.stages[action.stage][mb]
@@ -197,19 +212,22 @@ def step(
     trace: bool = False,
     drawn: int = 0,
     uneven: bool = False,
+    counts: Counts | None = None,
+    profiled: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
     name; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
-    the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out.
+    the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
+    of these microbatches. profiled: whether a profiler is on, which ranges are for.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
-    state = _Step(whole, ranks, microbatches, weights)
+    state = _Step(whole, ranks, microbatches, weights, profiled)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = yield from loss_terms.weights(ranks, microbatches)
@@ -218,6 +236,7 @@ def step(
             if i == 0 or action.computes:
                 _post(state, actions, i)
             start = time.perf_counter()
+            rank.endpoint.at(action)
             if action.computes:
                 state.compute(action)
                 if state.doable(action) is None:
@@ -242,8 +261,9 @@ def step(
     except Exception as error:
         error.add_note(f"in rank {rank.rank} at '{action}'")
         raise
+    rank.endpoint.at("the end of a step")
     rank.endpoint.drain()
-    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights)
+    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or Counts())
     return StepResult(state.gradients, combined, timed)
 
 

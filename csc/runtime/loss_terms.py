@@ -6,7 +6,7 @@ process would compute it. With `mean` it is the same with its samples, with `sum
 no count but by max(n + added, least) has the weight max(n + added, least) / max(N + added, least).
 
     weights(ranks, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
-    combine(rank, losses, weights) -> generator -> Losses               every rank, after the last action
+    combine(rank, losses, weights, counts) -> generator -> Losses       every rank, after the last action
 
 Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches:
 every rank has the same bits.
@@ -15,12 +15,13 @@ every rank has the same bits.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 
 import torch
 
 from csc.errors import CscError
 from csc.ir.groups import Group
+from csc.runtime.counts import Counts
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest
@@ -30,12 +31,13 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Losses:
-    """Weighted losses of all microbatches (replica after replica) and the dtype in which the model computes
-    them.
+    """Weighted losses of all microbatches (replica after replica), the dtype in which the model computes them, and what
+    all replicas' microbatches are.
     """
 
     parts: tuple[float, ...]
     dtype: torch.dtype
+    counts: Counts = field(default_factory=Counts)
 
     def total(self, microbatches: int) -> torch.Tensor:
         """The loss of the whole batch, a 0-d CPU tensor in the model's dtype. CscError if a part is not
@@ -104,20 +106,23 @@ def _labels(ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Ten
 
 
 def combine(
-    rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float]
+    rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: Counts
 ) -> Generator[str, None, Losses]:
     """Give every rank every microbatch's weighted loss. A microbatch of weight 0 counts 0, though its own
-    mean is NaN.
+    mean is NaN. counts: of the rank's own replica.
     """
     manifest = rank.program.manifest
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
-    row = torch.zeros(manifest.mesh.dp * count + 1, dtype=torch.float64)
+    dtype_at = manifest.mesh.dp * count
+    row = torch.zeros(dtype_at + 1 + len(astuple(counts)), dtype=torch.float64)
+    if rank.position == 0 and rank.piece == 0 and counts_once:
+        row[dtype_at + 1 :] = torch.tensor(astuple(counts))
     for mb, loss in losses.items():
         if weights[mb] != 0 and counts_once:
             row[rank.replica * count + mb] = loss.double().cpu() * weights[mb]
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
-            row[-1] = _DTYPES.index(loss.dtype)
+            row[dtype_at] = _DTYPES.index(loss.dtype)
     row = row.to(rank.device)
     yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "loss over all ranks")
-    *parts, dtype = row.tolist()
-    return Losses(tuple(parts), _DTYPES[int(dtype)])
+    parts, dtype, found = row[:dtype_at].tolist(), int(row[dtype_at]), row[dtype_at + 1 :].tolist()
+    return Losses(tuple(parts), _DTYPES[dtype], Counts(*found))

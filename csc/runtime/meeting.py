@@ -8,7 +8,9 @@ Terms
 
     meeting = Meeting.of_all(timeout)                   every rank makes it; Meeting() where there is one process
     meeting.hold("train_step", make) -> result          `make` returns (what it says, result)
+    meeting.heard("train_step", make) -> (result, [Heard])    the same, and the numbers that each rank said
     meeting.total("clip_grad_norm_", make) -> float     `make` returns a number; the sum over ranks, in their order
+    meeting.texts("samples", text) -> [text]            of all ranks, who have just agreed to tell each other
     meeting.failed(error) -> error                      a rank could not finish what was agreed on: what to raise
     meeting.turn("train_step")                          one call at a time: InputError to a second thread
 
@@ -23,6 +25,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,12 +33,24 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import CscError, InputError, RankLost, StepFailed
-from csc.runtime.texts import first_line, gathered_texts
+from csc.runtime.positions import Positions, store_of_processes
+from csc.runtime.texts import first_line, gathered_texts, is_silence
 from csc.runtime.words import NOTHING, Said, Word, agree, as_float, as_int, cause, digest, disagreement
 
 MIDDLE = "the middle of a step"
-STEP, FIRST_STEP = "train_step", "the first step of its size"
+STEP, FIRST_STEP, OWN_SAMPLES = "train_step", "the first step of its size", "the samples of a step"
+EVALUATION = "eval_step"
+STEPS = (STEP, EVALUATION)  # what counts as a step
+AGREED = (*STEPS, FIRST_STEP, OWN_SAMPLES)  # what is followed by messages
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The numbers of what a rank said."""
+
+    content: int
+    value: float
 
 
 class Meeting:
@@ -44,8 +59,10 @@ class Meeting:
     step: how many steps were begun, failed ones included: the same on every rank. broken: since when and why; "": not.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, positions: Positions | None = None) -> None:
+        """positions: what its ranks tell of where they stand; None: nothing."""
         self._group = group
+        self.positions = positions or Positions(None, 0, 1, 0.0)
         self._alone = group is None
         self._lock = threading.RLock()
         self._closing: list[Callable[[], None]] = []
@@ -56,7 +73,9 @@ class Meeting:
     @classmethod
     def of_all(cls, timeout: float) -> Meeting:
         """Of all processes. All of them call it. timeout: seconds after which a rank that does not come is lost."""
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        store = store_of_processes(group.group_name)
+        return cls(group, Positions(store, dist.get_rank(), dist.get_world_size(), timeout))
 
     @contextmanager
     def turn(self, operation: str) -> Iterator[None]:
@@ -74,6 +93,7 @@ class Meeting:
                 self.give_up(f"rank {dist.get_rank()} was stopped at its beginning")
             raise
         finally:
+            self.positions.moved(None)
             self._lock.release()
 
     def began(self) -> None:
@@ -92,6 +112,27 @@ class Meeting:
         """
         return self._held(operation, make)[0]
 
+    def heard(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, list[Heard]]:
+        """As `hold`, with what every rank said, by rank; of one alone what it said itself."""
+        own: list[Said] = []
+
+        def said() -> tuple[Said, Result]:
+            found, result = make()
+            own.append(found)
+            return found, result
+
+        result, rows = self._held(operation, said)
+        return result, [Heard(row[5], as_float(row[6])) for row in rows] or [Heard(own[0].content, own[0].value)]
+
+    def texts(self, operation: str, text: str) -> list[str]:
+        """A text of every rank, by rank, right after a meeting in which all learnt that they would tell. RankLost."""
+        return [text] if self._alone else self.guarded(lambda: gathered_texts(text, self._group), operation)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Over which ranks meet, a gloo one; None: this one is alone."""
+        return self._group
+
     def total(self, operation: str, make: Callable[[], float]) -> float:
         """The sum of what `make` returns on the ranks."""
 
@@ -105,7 +146,7 @@ class Meeting:
     def _held(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         with self.turn(operation):
             self._refuse(operation)
-            self.step += operation == STEP
+            self.step += operation in STEPS
             self._agreed = False
             if self._alone:
                 return make()[1], ()
@@ -119,7 +160,7 @@ class Meeting:
             rows, words = self._round(operation, said, None)
             if words:
                 raise self._amiss(operation, words)
-            self._agreed = operation in (STEP, FIRST_STEP)
+            self._agreed = operation in AGREED
             return result, rows
 
     def failed(self, error: BaseException) -> BaseException:
@@ -144,6 +185,7 @@ class Meeting:
     def give_up(self, why: str) -> None:
         """Break the group: this rank's place in it is lost. The others see it when they wait for this rank."""
         self.broken, self._agreed = self.broken or f"in step {self.step}: {why}", False
+        self.positions.close()
         for close in self._closing:
             close()
         if self._group is not None:
@@ -167,19 +209,20 @@ class Meeting:
         """What all said, and the words of all if they do not agree."""
         row = [
             digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
-            said.replica, said.content, as_int(said.value),
+            said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value),
         ]  # fmt: skip
-        rows = self._guard(lambda: self._gathered(row), operation)
+        rows = self.guarded(lambda: self._gathered(row), operation)
         if agree(rows):
             return rows, []
         self.step = max(row[1] for row in rows)  # a rank that was at something else has not counted this step
         own = {
             "operation": operation, "cause": cause(error), "signature": list(said.signature),
-            "content": said.content, "replica": said.replica,
+            "content": said.content, "replica": said.replica, "shared": list(said.shared),
         }  # fmt: skip
-        texts = self._guard(lambda: gathered_texts(json.dumps(own), self._group), operation)
+        texts = self.guarded(lambda: gathered_texts(json.dumps(own), self._group), operation)
         words = [json.loads(text) for text in texts]
-        return rows, [Word(**{**word, "signature": tuple(word["signature"])}) for word in words]
+        listed = ("signature", "shared")
+        return rows, [Word(**{**word, **{name: tuple(word[name]) for name in listed}}) for word in words]
 
     def _gathered(self, row: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(row, dtype=torch.int64)
@@ -187,21 +230,28 @@ class Meeting:
         dist.all_gather(found, own, group=self._group)
         return torch.stack(found).tolist()
 
-    def _guard(self, call: Callable[[], Any], operation: str) -> Any:
-        """A meeting that not all have left the same way breaks the group."""
+    def guarded(self, call: Callable[[], Any], operation: str) -> Any:
+        """What all ranks do right after a meeting. If not all leave it the same way, the group breaks: RankLost."""
+        self.positions.moved(f"'{operation}' of step {self.step}")
+        self.positions.waits = ("the others", None)
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
+            reason = first_line(error)
+            told = self.positions.told() if is_silence(reason) else ""
             lost = RankLost(
-                f"not every rank came to '{operation}' of step {self.step} ({first_line(error)})",
+                f"not every rank came to '{operation}' of step {self.step} ({reason}){told}",
                 f"rank {dist.get_rank()}",
-                "Look at the output of the other ranks for the cause, then start again from saved weights",
+                "Look at the output of the other ranks for the cause (one whose data ended earlier just ends), then "
+                "start again from saved weights",
             )
             self.give_up(lost.what)
             raise lost from error
         except BaseException as error:
             self.give_up(f"rank {dist.get_rank()} was stopped in a meeting ({type(error).__name__})")
             raise
+        self.positions.waits = None
+        return result
 
     # what is amiss
 
@@ -230,7 +280,7 @@ class Meeting:
             f"rank {failed[0]}{several} failed {self._place(operation)}: {words[failed[0]].cause}",
             f"rank {dist.get_rank()}",
             "No gradient was touched on any rank, and the next call is in order"
-            if operation == STEP
+            if operation in (*STEPS, OWN_SAMPLES)
             else "Mend that, and call it again on every rank",
         )
 
@@ -238,4 +288,6 @@ class Meeting:
         return f"{self._place(operation)}, which fails on every rank; the next call is in order"
 
     def _place(self, operation: str) -> str:
-        return f"in step {self.step}" if operation == STEP else f"at '{operation}' after step {self.step}"
+        return (
+            f"in step {self.step}" if operation in (*STEPS, OWN_SAMPLES) else f"at '{operation}' after step {self.step}"
+        )

@@ -33,8 +33,9 @@ from csc.errors import ProgramError, ScheduleError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule, parse
 from csc.ir.schedule_verifier import verify
+from csc.runtime.read_manifest import manifest
 from csc.runtime.reading import checked_file, read_json, read_text, within
-from csc.runtime.specs import Manifest, manifest
+from csc.runtime.specs import Manifest
 
 
 @dataclass(frozen=True)

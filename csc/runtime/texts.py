@@ -2,6 +2,7 @@
 
 gathered_texts(text, group) -> [text of every rank]
 first_line(error) -> what a backend's error says, without source locations and advice
+is_silence(line) -> whether that is of a wait that took too long
 """
 
 from __future__ import annotations
@@ -32,3 +33,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an error, or its kind if it says nothing."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\]\s*|\s*This is typically caused by.*$", "", line).rstrip(". ")[:200]
+
+
+def is_silence(line: str) -> bool:
+    """Whether the first line of a backend's error says that nobody answered in time."""
+    return "timed out" in line.lower() or "timeout" in line.lower()

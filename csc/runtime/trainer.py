@@ -19,7 +19,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,9 @@ from csc.runtime import batches, context, saving, seeds, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.meeting import Meeting
+from csc.runtime.fusing import fuse
+from csc.runtime.meeting import Heard, Meeting
+from csc.runtime.metrics import counted, metrics
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
@@ -45,8 +52,9 @@ from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
+ALONE = 2  # what sys.getrefcount gives for an object of one variable: the variable and the argument
+
 Weights = Mapping[str, torch.Tensor]
-Pieces = list[list[batches.Microbatch]]
 
 
 class Trainer:
@@ -57,6 +65,8 @@ class Trainer:
     DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
+    fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
+    whether a profiler is on, which ranges are for (csc.runtime.ranges).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -70,6 +80,8 @@ class Trainer:
         trace: bool = False,
         timeout: float = 600.0,
         meeting: Meeting | None = None,
+        fused: bool = False,
+        is_profiled: Callable[[], bool] = bool,
     ) -> None:
         self.program = program
         self.device = _device(program, device)
@@ -80,9 +92,12 @@ class Trainer:
         self._weights, self._empty = _parameters(program, self._specs, weights, self.device)
         self._compare_weights()
         self._manifests = [program.manifest]
+        self._fused, self._is_profiled = fused, is_profiled
+        self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
         self.timeline: dict[int, list[Timed]] = {}
+        self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def add(self, program: LoadedProgram) -> None:
@@ -127,6 +142,12 @@ class Trainer:
         self._weights = {**self._weights, **{spec.name: other._weights[spec.name] for spec in new}}
         self._empty = self._empty | (other._empty - own.keys())
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs whose values this process' ranks read in any of the programs, and those that all samples share."""
+        read = {name for ranks in self._members for rank in ranks for name in _read(rank)}
+        return frozenset(read.union(*(batches.shared(manifest) for manifest in self._manifests)))
+
     def reads(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a completed microbatch that its program reads: the one that reads most of it."""
         return batches.read(self._manifests, microbatch)
@@ -143,11 +164,14 @@ class Trainer:
         ]
         own = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
         self.transport.compare_values(shared, own)
+        of_rank = {rank: functions(program, rank) for rank in self.transport.ranks}
+        if self._fused:
+            fuse(program.package, self.device, later=bool(self._members))
         return [
             Rank(
                 program,
                 rank,
-                functions(program, rank),
+                of_rank[rank],
                 self.transport.endpoint(rank),
                 constants[mesh.coordinates(rank).pp],
                 self.device,
@@ -168,10 +192,10 @@ class Trainer:
         return self._members[0]
 
     def train_step(
-        self, batch: batches.GlobalBatch, microbatches: int | None = None, chance: bool = True
+        self, batch: batches.GlobalBatch, microbatches: int | None = None, chance: bool = True, local: bool = False
     ) -> torch.Tensor:
         """Forward and backward of the global batch (the same one on every rank): sets or adds to `p.grad`, as
-        autograd does.
+        autograd does. local: the batch has the samples of this process' replicas alone.
 
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
         only repeat the number that the program was compiled for. `chance`: False for a step that is compared with
@@ -181,11 +205,18 @@ class Trainer:
         """
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
-            return self.run(meeting.hold("train_step", lambda: self.ready(batch, microbatches)), chance)
+            pieces, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
+            return self.run(pieces, uneven(heard), chance)
 
-    def ready(self, batch: batches.GlobalBatch, microbatches: int | None = None) -> tuple[Said, Pieces]:
-        """The microbatches of every replica, for `run`, and what ranks compare of them. InputError for a batch that
-        does not fit. Nothing moves.
+    def check_batch(self, batch: batches.GlobalBatch) -> None:
+        """InputError for a batch that does not fit; whether there are weights is not asked."""
+        batches.split(self._manifests, batch)
+
+    def ready(
+        self, batch: batches.GlobalBatch, microbatches: int | None = None, local: bool = False
+    ) -> tuple[Said, batches.Pieces]:
+        """The microbatches of every replica, or of this one's alone, for `run`; and what ranks compare of them, its
+        value whether these may leave parameters out. InputError for a batch that does not fit. Nothing moves.
         """
         manifest = self.program.manifest
         if microbatches not in (None, manifest.microbatches):
@@ -195,17 +226,29 @@ class Trainer:
                 f"Compile with microbatches={microbatches}",
             )
         self._check_values("train_step")
-        pieces = batches.split(self._manifests, batch)
         alone = isinstance(self.transport, InProcess)
-        return NOTHING if alone else batches.said(pieces, self._ranks[0].replica), pieces
+        replica = self._ranks[0].replica
+        pieces = batches.split(self._manifests, batch, [replica] if local and not alone else None)
+        for index, rank in enumerate(self._ranks):
+            for piece in pieces.of[rank.replica]:
+                one = self._members[piece.program][index]
+                names = [*_read(one), *(() if pieces.whole else batches.shared(one.program.manifest))]
+                batches.check_present(one.program.manifest, piece.tensors, names, rank.rank)
+        part = any(is_part(manifest, self._manifests[piece.program]) for piece in pieces.all)
+        said = NOTHING if alone else batches.said(manifest, pieces, replica)
+        return replace(said, value=float(part)), pieces
 
     @torch.no_grad()
-    def run(self, pieces: Pieces, chance: bool = True) -> torch.Tensor:
-        """A step that all ranks have agreed on in a meeting; see `train_step`."""
+    def run(self, pieces: batches.Pieces, uneven: bool, chance: bool = True) -> torch.Tensor:
+        """A step that all ranks have agreed on in a meeting; see `train_step`. uneven: whether microbatches of any
+        replica may leave parameters out.
+        """
         drawn = torch.get_rng_state() if self.program.manifest.random else None
+        start = time.perf_counter()
+        devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
-            results = self._results(pieces, chance)
+            results = self._results(pieces, uneven, chance)
         except BaseException as error:
             if drawn is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(drawn)
@@ -215,69 +258,82 @@ class Trainer:
             raise found from None
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
-        loss = results[self._ranks[0].rank].losses.total(self.program.manifest.microbatches)
+        losses = results[self._ranks[0].rank].losses
+        loss = losses.total(self.program.manifest.microbatches)
         try:
-            self._set_gradients(results)
+            self._set_gradients(results, pieces)
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
+        seconds = time.perf_counter() - start
+        self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(self, pieces: Pieces, chance: bool) -> dict[int, StepResult]:
+    def _results(self, pieces: batches.Pieces, uneven: bool, chance: bool) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self._weights]
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
-        runs = {}
-        first = self._manifests[0]
-        uneven = any(is_part(first, self._manifests[piece.program]) for row in pieces for piece in row)
+        runs, profiled = {}, self._is_profiled()
         for index, rank in enumerate(self._ranks):
-            ranks = [self._members[piece.program][index] for piece in pieces[rank.replica]]
-            own = [self._read(one, piece.tensors) for one, piece in zip(ranks, pieces[rank.replica], strict=True)]
+            given = pieces.of[rank.replica]
+            ranks = [self._members[piece.program][index] for piece in given]
+            own = [self._on_device(piece.tensors, _read(one)) for one, piece in zip(ranks, given, strict=True)]
             held = {p.name: working[p.name] for p in used if rank.position in p.ranks}
-            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven)
+            counts = counted(self._manifests, given)
+            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         return interleave(runs) if turns is None else together(runs, turns)
 
     @torch.no_grad()
-    def prepare(self, batch: batches.GlobalBatch, steps: int = 1) -> None:
+    def prepare(self, batch: batches.GlobalBatch, steps: int = 1, local: bool = False) -> None:
         """Plan where the tokens of a coming batch will be, so that its `train_step` finds that done. Nothing to do
         without cp. Any one thread may call it while another trains; `steps`: how many batches it is ahead at most.
         """
         most = max(len(context.contexts(rank)) for rank in self._ranks)
         if not most:
             return
-        pieces = batches.split(self._manifests, batch)
+        alone = isinstance(self.transport, InProcess)
+        pieces = batches.split(self._manifests, batch, [self._ranks[0].replica] if local and not alone else None)
         with devices.at(self.device):
             for index, first in enumerate(self._ranks):
-                first.endpoint.recent.keep(2 * (steps + 1) * most * sum(map(len, pieces)))
-                for piece in pieces[first.replica]:
+                first.endpoint.recent.keep(2 * (steps + 1) * most * len(pieces.all))
+                for piece in pieces.of[first.replica]:
                     rank = self._members[piece.program][index]
                     names = [name for spec in context.contexts(rank) for name in spec.inputs]
                     context.prepare(rank, self._on_device(piece.tensors, names))
 
-    def _read(self, rank: Rank, microbatch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a rank's stages read of a microbatch, on the device."""
-        return self._on_device(microbatch, [name for stage in rank.stages for name in stage.inputs])
-
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
 
-    def _set_gradients(self, results: Mapping[int, StepResult]) -> None:
+    def _set_gradients(self, results: Mapping[int, StepResult], pieces: batches.Pieces) -> None:
         done: set[str] = set()
+        every = [tensor for result in results.values() for tensor in result.gradients.buffers.values()]
+        every += [*self._weights.values(), *self._read_again(pieces)]
+        memory = Counter(tensor.untyped_storage().data_ptr() for tensor in every)
+        del every
         for rank in self._ranks:  # after REDUCE all holders have the same bits: the first one's will do
             sums = results[rank.rank].gradients
-            for name, gradient in sums.buffers.items():
+            for name in list(sums.buffers):
+                gradient = sums.buffers.pop(name)
+                held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
                 if name in done:
                     continue
                 done.add(name)
                 parameter = self._weights[name]
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)
-                elif name in sums.own:
+                elif name in sums.own or (held <= ALONE and _is_free(gradient, memory)):
                     parameter.grad = gradient
-                else:  # may share memory with another gradient or an activation
+                else:  # shares memory with another gradient, or with what is read again
                     parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+
+    def _read_again(self, pieces: batches.Pieces) -> Iterator[torch.Tensor]:
+        """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
+        for program in {piece.program for piece in pieces.all}:
+            yield from chain.from_iterable(rank.constants.values() for rank in self._members[program])
+        for piece in pieces.all:
+            yield from piece.tensors.values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trainable parameters of this process under the model's names, each once, in the program's
@@ -327,9 +383,20 @@ class Trainer:
         """The rank that speaks for all that hold a parameter."""
         return self._ranks[0].group(spec.equal, spec.ranks)[0]
 
+    @property
+    def held(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of this process, frozen ones too: what trains, not copies."""
+        return dict(self._weights)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names."""
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the first of its replica."""
+        first = self._ranks[0]
+        return first.position == 0 and first.piece == 0 and first.rank == first.group(Group.TENSOR)[0]
 
     def _check_values(self, where: str) -> None:
         """InputError if there are parameters that were made without values, and `load` has not been called since."""
@@ -424,6 +491,27 @@ class Trainer:
                 saving.discard(directory, manifest, position, save)
             raise
         meeting.hold("the index of what is saved", index)
+
+
+def uneven(heard: Sequence[Heard]) -> bool:
+    """Whether any rank said so of its microbatches."""
+    return any(one.value for one in heard)
+
+
+def _read(rank: Rank) -> list[str]:
+    """The inputs that a rank's stages read."""
+    return [name for stage in rank.stages for name in stage.inputs]
+
+
+def _is_free(gradient: torch.Tensor, memory: Counter[int]) -> bool:
+    """Whether a gradient that is held nowhere else can be handed over as it is: dense, with no more memory behind
+    it than it needs, which nothing else shares. memory: how many gradients, parameters, constants and entries of the
+    batch have each.
+    """
+    storage = gradient.untyped_storage()
+    return (
+        gradient.is_contiguous() and storage.nbytes() == gradient.nbytes and memory[storage.data_ptr()] <= 1
+    )  # fmt: skip
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:

@@ -22,7 +22,7 @@ import torch
 from csc.errors import ProgramError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.schedule import Message
+from csc.ir.schedule import Action, Message
 from csc.runtime.consistency import Shared
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram
@@ -39,6 +39,9 @@ class Endpoint(Protocol):
 
     rank: int
     recent: Recent
+
+    def at(self, place: Action | str) -> None:
+        """The rank is at this action now."""
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         """Send a message's values. Never waits for the receiver."""
@@ -228,6 +231,9 @@ class _Local:
         self.recent = hub.recent
         self._hub = hub
         self._pipeline = mesh.group(Group.PIPELINE, rank)[0]
+
+    def at(self, place: Action | str) -> None:
+        """Nobody has to be told: the ranks are one process."""
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from csc.runtime.ranges import Ranges
+
 
 @dataclass(frozen=True, slots=True)
 class Under:
@@ -35,5 +37,7 @@ class Under:
 
 
 def under(weights: Mapping[str, torch.Tensor], prefix: str) -> Under:
-    """The parameters below a prefix such as "model.layers.3."."""
+    """The parameters below a prefix such as "model.layers.3.". Under a profiler that region's range begins."""
+    if isinstance(weights, Ranges):
+        weights.enters(prefix.rstrip("."))
     return Under(weights, prefix)

@@ -2,6 +2,7 @@
 
 Terms
   signature   lines of text that must be the same on every rank, such as the sizes of a batch
+  shared      lines of text that must be the same on ranks of one replica: the sizes of its own samples
   content     a number that ranks of one replica must have in common: a digest of the tokens of their share
   word        all that a rank has to say, once something is amiss
 
@@ -20,15 +21,23 @@ from dataclasses import dataclass
 from csc.errors import CscError, RankLost, StepFailed
 from csc.runtime.texts import first_line
 
+SAME_SAMPLES = (
+    "Give the ranks of a replica the same samples: those of compiled.dp_rank, shuffled with the same seed, and skip a "
+    "batch on all of them or on none. No gradient was touched"
+)
+
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis."""
+    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis; value: a number for the
+    others, which need not agree.
+    """
 
     signature: tuple[str, ...] = ()
     replica: int = 0
     content: int = 0
     value: float = 0.0
+    shared: tuple[str, ...] = ()
 
 
 NOTHING = Said()
@@ -43,6 +52,7 @@ class Word:
     signature: tuple[str, ...]
     content: int
     replica: int
+    shared: tuple[str, ...] = ()
 
 
 def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
@@ -58,21 +68,36 @@ def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
             )
         if word.signature != first.signature:
             return StepFailed(
-                f"rank 0 and rank {rank} were given different batches: {_difference(first, word, rank)}",
+                f"rank 0 and rank {rank} were given different batches: "
+                f"{_difference(first.signature, word.signature, 0, rank)}",
                 operation,
-                "Give every rank the same global batch. No gradient was touched",
+                "Give every rank the same global batch, or with local=True its replica's samples in as many "
+                "microbatches. No gradient was touched",
             )
     for replica in sorted({word.replica for word in words}):
         ranks = [rank for rank, word in enumerate(words) if word.replica == replica]
-        other = next((rank for rank in ranks if words[rank].content != words[ranks[0]].content), None)
+        had = [(words[rank].shared, words[rank].content) for rank in ranks]
+        other = next((rank for rank, one in zip(ranks, had) if one != had[0]), None)
         if other is not None:
-            return StepFailed(
-                f"rank {ranks[0]} and rank {other} were given batches of the same sizes with other tokens",
-                operation,
-                "Give every rank the same global batch: shuffle with the same seed everywhere, and skip a batch on "
-                "all ranks or on none. No gradient was touched",
-            )
+            return _other_samples(operation, words, ranks[0], other)
     return None
+
+
+def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) -> StepFailed:
+    """Two ranks of a replica differ in its samples."""
+    local = words[one].shared or words[other].shared
+    found = f"rank {one} and rank {other} were given batches of the same sizes with other tokens"
+    if local:
+        same = words[one].shared == words[other].shared
+        what = "other tokens" if same else _difference(words[one].shared, words[other].shared, one, other)
+        found = f"rank {one} and rank {other} belong to one replica and were given different samples: {what}"
+    remedy = (
+        SAME_SAMPLES
+        if local
+        else "Give every rank the same global batch: shuffle with the same seed everywhere, and skip a batch on all "
+        "ranks or on none. No gradient was touched"
+    )
+    return StepFailed(found, operation, remedy)
 
 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
@@ -85,10 +110,10 @@ def agree(rows: Sequence[Sequence[int]]) -> bool:
     return same and not rows[0][2]
 
 
-def _difference(one: Word, other: Word, rank: int) -> str:
-    ours = [line for line in one.signature if line not in other.signature] or ["fewer entries"]
-    theirs = [line for line in other.signature if line not in one.signature] or ["fewer entries"]
-    return f"{ours[0]} on rank 0, {theirs[0]} on rank {rank}"
+def _difference(one: Sequence[str], other: Sequence[str], first: int, second: int) -> str:
+    ours = [line for line in one if line not in other] or ["fewer entries"]
+    theirs = [line for line in other if line not in one] or ["fewer entries"]
+    return f"{ours[0]} on rank {first}, {theirs[0]} on rank {second}"
 
 
 def cause(error: BaseException | None) -> str:

@@ -34,7 +34,7 @@ from torch import nn
 
 import csc
 from csc.analysis.explain import explain
-from csc.commands.main import explain_table
+from csc.commands.explain_command import explain_table
 from csc.reports.verification import verify
 
 RANKS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,34 +61,46 @@ def row(name: str, result: str = "right", reason: str = "") -> dict[str, Any]:
     return {"name": name, "task": "", "eager": "", "ways": {"pp=2": [result, reason, []]}}
 
 
-def test_rows_are_kept_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_and_only_those_asked_for_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(campaign, "row", lambda name: made.append(name) or row(name))
-    monkeypatch.setattr(campaign, "_limited", lambda name, *_: campaign.row(name))
-    names = sorted(architectures())[:3]
-    campaign.run(tmp_path / "rows.jsonl", names[:2], 1, 1)
-    campaign.run(tmp_path / "rows.jsonl", names, 1, 1)
-    assert sorted(made) == names == sorted(found["name"] for found in campaign.read(tmp_path / "rows.jsonl"))
+    names = campaign.mixed(sorted(architectures())[:3])
+
+    def limited(name: str, *_: Any) -> dict[str, Any]:
+        made.append(name)
+        return row(name, "slow" if name == names[0] and len(made) < 4 else "right")
+
+    monkeypatch.setattr(campaign, "_limited", limited)
+    rows = tmp_path / "rows.jsonl"
+    campaign.run(rows, names[:2], 1, 1)
+    campaign.run(rows, names, 1, 1)
+    assert made == names
+    assert {found["name"] for found in campaign.read(rows)} == set(names)
+    campaign.run(rows, names, 1, 1, again=["slow"])
+    assert made == [*names, names[0]]
+    assert [campaign.kinds(found) for found in campaign.read(rows)] == [{"right"}] * 3
+    assert len(rows.read_text("utf-8").splitlines()) == 3
 
 
-def stuck(name: str) -> dict[str, Any]:
+def stuck(name: str) -> Iterator[dict[str, Any]]:
+    yield row(name)
     torch.ones(1)
     while True:
         pass
 
 
-def dead(name: str) -> dict[str, Any]:
+def dead(name: str) -> Iterator[dict[str, Any]]:
+    yield row(name)
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize(("work", "seconds", "kind"), [(stuck, 1, "hang"), (dead, 600, "crash")])
+@pytest.mark.parametrize(("work", "seconds", "kind"), [(stuck, 1, "slow"), (dead, 600, "crash")])
 def test_a_process_that_hangs_or_dies_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Any, seconds: float, kind: str
 ) -> None:
     monkeypatch.setattr(campaign, "row", work)
     campaign.run(tmp_path / "rows.jsonl", ["LlamaForCausalLM"], seconds, 64)
     (found,) = campaign.read(tmp_path / "rows.jsonl")
-    assert found["ways"]["pp=2"][0] == kind
+    assert {way: result[0] for way, result in found["ways"].items()} == {"pp=2": "right", "cp=2": kind}
 
 
 def test_the_summary_counts_by_reason() -> None:
@@ -98,7 +111,7 @@ def test_the_summary_counts_by_reason() -> None:
     ]
     rows.append(row("D") | {"eager": "ValueError"})
     text = campaign.summary(rows)
-    assert "| pp=2 | 1 | 2 | 0 | 0 | 0 | 3 |" in text
+    assert "| pp=2 | 1 | 2 | 0 | 0 | 0 | 0 | 3 |" in text
     assert "4 architectures, of 3 the eager step runs" in text
     assert "- 2 refused: N heads." in text
     assert campaign.table(rows).splitlines()[2:] == [

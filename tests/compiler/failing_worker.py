@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,9 +73,28 @@ def main(directory: Path) -> None:
 
     between(disliked, 3, "does not like")
 
+    def in_the_middle() -> None:
+        """The first rank's F fails at the second microbatch."""
+        functions = next(iter(compiled.trainer()._ranks[0].functions.values()))
+        forward, calls = functions.forward, []
+
+        def failing(*arguments: Any) -> Any:
+            calls.append(None)
+            if len(calls) == 2:
+                raise IndexError("index out of range")
+            return forward(*arguments)
+
+        if rank == 0:
+            object.__setattr__(functions, "forward", failing)
+        try:
+            compiled.train_step(batches[0])
+        finally:
+            object.__setattr__(functions, "forward", forward)
+
+    between(in_the_middle, None, "", "index out of range")
     outside = {name: value.clone() for name, value in batches[0].items()}
-    outside["tokens"][1, -1] = 10**6  # one of the two ranks that embed looks it up, in the second microbatch
-    between(lambda: compiled.train_step(outside), None, "", "index out of range")
+    outside["tokens"][1, -1] = 10**6
+    between(lambda: compiled.train_step(outside), None, "", "is no row of")
 
     length = "microbatch 0: labels int64[1, 10] on rank 0, microbatch 0: labels int64[1, 13] on rank 2"
     between(lambda: compiled.train_step(batches[2 if rank == 2 else 0]), 4, "", length)

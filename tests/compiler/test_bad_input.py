@@ -312,6 +312,20 @@ class Careful(Base):
             raise InputError("there is a label 3", "batch", "leave it out")
 
 
+@pytest.mark.parametrize("token", [small.VOCABULARY, -1])
+def test_ids_that_the_embedding_has_no_row_for(token: int) -> None:
+    example = small.mixed_batch(samples=4)
+    compiled = csc.compile(small.mixed(), example=example, mesh={"pp": 2}, microbatches=2, cache=False)
+    bad = {name: tensor.clone() for name, tensor in example.items()}
+    bad["tokens"][3, 5] = token
+    what = f"key 'tokens': the id {token} in sample 1 at [5] is no row of 'body.embed.weight', which has 32"
+    for _ in range(2):  # before the program was compared with eager PyTorch, and behind that
+        refused(lambda: compiled.train_step(bad), what, "microbatch 1", "tokenizer")
+        assert all(parameter.grad is None for parameter in compiled.model.parameters())
+        compiled.train_step(example)
+        compiled.model.zero_grad()
+
+
 def test_the_models_own_check_of_a_batch() -> None:
     """It runs before the step, on every microbatch, and nothing has happened when it raises."""
     compiled = csc.compile(Careful(), example=batch(), microbatches=2)

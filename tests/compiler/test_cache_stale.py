@@ -52,7 +52,7 @@ for package, change in json.loads(sys.argv[1]):
     expected = model(x)
     expected.backward()
     apart = max(float((g - p.grad).norm() / p.grad.norm()) for g, p in zip(gradients, model.parameters(), strict=True))
-    captures = sum(map(len, compiled.compiler.captures.values()))
+    captures = len(compiled.compiler.captures)
     found.append([captures, float(loss), max(apart, abs(float(loss - expected)) / float(expected))])
 print(json.dumps(found))
 """

@@ -155,7 +155,7 @@ def mixing(between: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, 
     ("between", "why"),
     [
         (lambda x: x - x.mean(1, keepdim=True), "aten::mean works along the tokens"),
-        (lambda x: x + x.roll(1, 1), "aten::roll is an operation of which csc does not know"),
+        (lambda x: x + x.roll(1, 1), "aten::roll works along the tokens"),
         (lambda x: x.cumsum(1), "aten::cumsum works along the tokens"),
         (lambda x: torch.softmax(x, 1), "softmax works along the tokens"),
         (lambda x: (x @ x.transpose(1, 2)) @ x, "multiplies tokens with tokens"),

@@ -13,11 +13,12 @@ from transformers import TrainingArguments
 import csc
 from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
+from tests.exactness import FLOAT32
 from tests.models import captions, mixed
 
 pytestmark = pytest.mark.usefixtures("traces")
 
-FLOAT32, FLOAT64 = 1e-6, 1e-12
+FLOAT64 = 1e-12
 Batch = dict[str, Any]
 
 

@@ -351,7 +351,7 @@ def test_batch_entries_keep_their_names_and_order() -> None:
 RESERVED = [
     "w",
     "saved",
-    "kept",
+    "stashed",
     "sent",
     "received",
     "weights",
@@ -397,8 +397,8 @@ class ReservedPart(nn.Module):
         self.w = nn.Linear(8, 8)
         self.aten = nn.Linear(8, 8)
 
-    def forward(self, W: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        return W + self.aten(torch.tanh(self.w(W * kept)))
+    def forward(self, W: torch.Tensor, stashed: torch.Tensor) -> torch.Tensor:
+        return W + self.aten(torch.tanh(self.w(W * stashed)))
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from csc.kernels.mask import Mask
 from torch import nn
 from torch.nn import functional as F
 
+import csc
 from tests.compiler.eager import CLASSES, WIDTH, assert_as_eager
 
 LENGTH = 6
@@ -81,3 +83,32 @@ def test_hidden_rows(name: str) -> None:
 def test_a_finite_mask_that_hides_no_row_is_read() -> None:
     compiled = assert_as_eager(Model(causal), padded(), meshes=["pp=2"])
     assert compiled.program.notes == ()
+
+
+class Reading(Model):
+    """The same of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda real: torch.where(seen(real), 0.0, LOWEST))
+        self.words = nn.Embedding(9, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.words(input_ids), attention_mask.bool(), labels)
+
+
+def test_a_finite_mask_under_cp_is_for_batches_in_which_every_query_sees_a_key() -> None:
+    left = padded()
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 9
+    batch = {"input_ids": ids, "attention_mask": left["real"].flip(1).long(), "labels": left["labels"]}
+    compiled = assert_as_eager(Reading(), batch, meshes=["cp=2"])
+    with pytest.raises(csc.InputError, match=r"token 0 of sample 1 sees no key(.|\n)*pad on the right"):
+        compiled.train_step(batch | {"attention_mask": left["real"].long()})
+
+
+def test_hidden_queries_are_told_by_counting() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        ranges = torch.randint(0, 9, (2, 3, 7, 2), generator=generator, dtype=torch.int32)
+        admits, kinds = (torch.randint(0, 4, shape, generator=generator) for shape in ((2, 3, 7), (2, 8)))
+        for mask in (Mask(ranges.clamp(max=8), admits, kinds, 8), Mask(ranges.clamp(max=8), None, None, 8)):
+            assert torch.equal(mask.hidden(), ~mask.dense().any(2))

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import csc
-from csc.capture.model_guards import State
+from csc.capture.model_guards import ModelGuards
 from csc.check.eager import eager_step
 from csc.errors import InputError
 from tests.compiler import small
@@ -162,11 +162,11 @@ def is_eagers(model: csc.CompiledModel) -> bool:
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_guard_sees_a_change(change: str) -> None:
     model = Reading()
-    state = State(model)
+    state = ModelGuards(model)
     assert state.holds() and not state.changed()
     CHANGES[change](model)
     assert not state.holds() and state.changed().structure
-    assert State(model).holds()
+    assert ModelGuards(model).holds()
 
 
 @pytest.mark.parametrize("change", ["object in a tuple in a list", "global", "class attribute", "cell of a closure"])
@@ -180,7 +180,7 @@ def test_the_next_step_takes_it_up(compiled: csc.CompiledModel, change: str) -> 
 
 def test_equal_values_in_the_place_of_others_change_nothing() -> None:
     model = Reading()
-    state = State(model)
+    state = ModelGuards(model)
     model.slotted.gain, model.objects[1][0].gain = float("1.0"), float("1.0")
     globals()["GAIN"] = float("1.0")
     assert not state.changed()
@@ -188,7 +188,7 @@ def test_equal_values_in_the_place_of_others_change_nothing() -> None:
 
 def test_members_of_a_class_that_forward_never_looks_up_are_let_alone() -> None:
     model = Reading()
-    state = State(model)
+    state = ModelGuards(model)
     Reading.noted = 1  # type: ignore[attr-defined]
     try:
         assert not state.holds() and not state.changed()
@@ -198,7 +198,7 @@ def test_members_of_a_class_that_forward_never_looks_up_are_let_alone() -> None:
 
 def test_another_dtype_is_a_change() -> None:
     model = nn.Linear(2, 2)
-    state = State(model)
+    state = ModelGuards(model)
     model.to(torch.bfloat16)
     assert not state.holds() and str(state.changed()).startswith("dtype or device of weight")
 
@@ -207,18 +207,18 @@ def test_switches_of_torch_are_part_of_it() -> None:
     model = small.text(1)
     compiled = csc.compile(model, example=small.text_batch(2), cache=False, check=False)
     compiled.train_step(small.text_batch(2))
-    programs = compiled._serving
+    programs = compiled._programs
     with torch.no_grad():
         compiled.train_step(small.text_batch(2))
-    assert compiled._serving is programs
+    assert compiled._programs is programs
     torch.set_float32_matmul_precision("high")
     compiled.train_step(small.text_batch(2))
-    assert compiled._serving is not programs
+    assert compiled._programs is not programs
 
 
 def test_counters_that_the_models_own_functions_write_are_let_alone() -> None:
     model = Counting()
-    state = State(model)
+    state = ModelGuards(model)
     model(torch.ones(2, 2))
     assert not state.changed()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture.model_guards import State
+from csc.capture.model_guards import ModelGuards
 from csc.check.eager import eager_step
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
@@ -42,11 +44,17 @@ class Shared:
     factor = 1.0
 
 
+REMEMBERED = {"factor": 1.0}
 FACTOR, FACTORS, TABLES, SETTINGS = 1.0, [1.0], [torch.ones(16)], Settings()
 
 
 def from_elsewhere() -> torch.Tensor:
-    return FACTOR * FACTORS[0] * TABLES[0] * Shared.factor * SETTINGS.factor
+    return FACTOR * FACTORS[0] * TABLES[0] * Shared.factor * SETTINGS.factor * remembered()
+
+
+@functools.lru_cache
+def remembered() -> float:
+    return REMEMBERED["factor"]
 
 
 class Tuned(nn.Module):
@@ -112,6 +120,11 @@ def _patched(model: Tuned) -> None:
     model.mix.forward = lambda x: forward(x) * 2
 
 
+def _remembered(_: nn.Module) -> None:
+    REMEMBERED["factor"] /= 2
+    remembered.cache_clear()
+
+
 CHANGES: dict[str, Callable[[Tuned], object]] = {
     "buffer filled": lambda m: m.scale.fill_(3.0),
     "buffer replaced": lambda m: setattr(m, "scale", torch.full((16,), 2.0)),
@@ -143,6 +156,7 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
     "forward hook": _hooked,
     "module replaced": _replaced,
     "forward of an object": _patched,
+    "behind a cache": _remembered,
     "tied": lambda m: setattr(m.head, "weight", m.embed.weight),
 }
 
@@ -153,6 +167,21 @@ def test_a_change_is_taken_up_by_the_next_step(change: str) -> None:
     assert is_eagers(model)
     CHANGES[change](model.model)
     assert is_eagers(model) and is_eagers(model)
+
+
+class Asking(small.TextModel):
+    """Reads the environment."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, labels) * float(os.environ.get("CSC_TEST_FACTOR", "1"))
+
+
+def test_an_environment_variable_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = small.text_batch(2)
+    model = csc.compile(Asking(1), example=batch, cache=False)
+    before = model.train_step(batch)
+    monkeypatch.setenv("CSC_TEST_FACTOR", "3")
+    torch.testing.assert_close(model.train_step(batch), 3 * before)
 
 
 CALLS: list[int] = []
@@ -194,6 +223,20 @@ def test_a_parameter_that_trains_again() -> None:
     assert is_eagers(model)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameters_gradient_comes_later(kind: str) -> None:
+    model = compiled()
+    assert is_eagers(model)
+    parameter = model.model.mix.weight
+    hook = getattr(parameter, kind)(lambda _: None)
+    parameter.grad = None
+    with pytest.raises(InputError, match=r"mix\.weight: the parameter has a hook on its gradient"):
+        model.train_step(small.text_batch(2))
+    assert parameter.grad is None
+    hook.remove()
+    assert is_eagers(model)
+
+
 def test_dropout_that_is_switched_off_by_its_mode() -> None:
     model = compiled()
     model.model.drop.p = 0.5
@@ -227,7 +270,7 @@ def test_a_model_that_was_compiled_in_eval_mode_trains_all_the_same() -> None:
 def test_nothing_is_compiled_again_where_nothing_changed(caplog: pytest.LogCaptureFixture) -> None:
     model = compiled()
     model.train_step(small.text_batch(2))
-    programs, own = model._serving, model.model
+    programs, own = model._programs, model.model
     own.load_state_dict({name: value.clone() for name, value in own.state_dict().items() if "scale" not in name}, False)
     own.gain, own.gains, own.config.table = 1.0, [1.0, 1.0], {"a": own.config.table["a"]}
     own.eval()
@@ -236,7 +279,7 @@ def test_nothing_is_compiled_again_where_nothing_changed(caplog: pytest.LogCaptu
     own.train()
     with caplog.at_level(logging.INFO, "csc"):
         assert is_eagers(model)
-    assert model._serving is programs and "has changed" not in caplog.text
+    assert model._programs is programs and "has changed" not in caplog.text
 
 
 def test_a_changed_model_of_the_cache_is_not_taken_for_the_old_one(
@@ -257,13 +300,13 @@ def test_a_changed_model_of_the_cache_is_not_taken_for_the_old_one(
 
 def test_state_of_a_model_says_what_changed() -> None:
     model = Tuned()
-    state = State(model)
+    state = ModelGuards(model)
     assert state.holds() and not state.changed()
     model.config.inner.factor = 2.0
     model.scale.add_(1)
     assert not state.holds()
     assert str(state.changed()) == "attribute config.inner.factor; buffer scale"
-    assert State(model, {("", "gain")}).holds()
-    state = State(model, {("", "gain")})
+    assert ModelGuards(model, {("", "gain")}).holds()
+    state = ModelGuards(model, {("", "gain")})
     model.gain = 7.0
     assert not state.changed()

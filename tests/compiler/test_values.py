@@ -15,7 +15,7 @@ from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models import hf
 
-WIDTH, WORDS, IMAGE = 8, 40, 39
+WIDTH, WORDS, IMAGE, SOUND = 8, 40, 39, 38
 
 Batch = dict[str, torch.Tensor]
 
@@ -78,6 +78,46 @@ def equal(compiled: csc.CompiledModel, batch: Batch | None = None) -> None:
     assert result.loss_rel == 0 and result.grad_rel_max == 0
 
 
+class Listener(Reader):
+    """A reader whose text may have sounds, which count as many positions as they are long."""
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, patches: torch.Tensor, grids: torch.Tensor,
+        audio_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        lengths = None if audio_mask is None else audio_mask.sum(1)
+        hidden = self.embed(ids) + self.position(self.placed(ids, grids, lengths))
+        hidden = hidden + self.patch(patches).mean()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    def placed(self, ids: torch.Tensor, grids: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """It needs the lengths only where the text has a sound."""
+        found = []
+        for number, row in enumerate(ids.tolist()):
+            places, at = [], 0
+            for word in row:
+                places.append(at)
+                at += int(grids[0, 1]) if word == IMAGE else lengths[number].item() if word == SOUND else 1
+            found.append(places)
+        return torch.tensor(found, device=ids.device)
+
+
+def test_what_a_function_is_called_with_may_be_missing_in_other_batches() -> None:
+    """Without sounds it is called with batch entries alone, and can run before the step; with sounds it cannot: what is
+    called without them says nothing against a batch that has them.
+    """
+    torch.manual_seed(0)
+    silent = reader_batch([[2, 3], [1, 4]])
+    loud = {**silent, "ids": silent["ids"].clone(), "audio_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    loud["ids"][:, 5] = SOUND
+    compiled = csc.compile(Listener(), mesh="pp=2", example=loud)
+    for batch in (silent, loud, silent, loud):
+        equal(compiled, batch)
+    assert _captures(compiled) == 2
+
+
 class Resizing(nn.Module):
     """Resizes images to sizes that are known tensors without dimensions, as Video-LLaMA 3 does."""
 
@@ -122,11 +162,43 @@ def reader() -> csc.CompiledModel:
     return csc.compile(Reader(), mesh="pp=2", example=reader_batch([[2, 3], [1, 4]]))
 
 
+class Scratch(nn.Module):
+    """A number that decides is read from a tensor that was written to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.embed, self.layer, self.head = how, nn.Embedding(WORDS, WIDTH), Layer(), nn.Linear(WIDTH, WORDS)
+
+    def counts(self, grids: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(2, dtype=torch.long) if self.how == "empty" else torch.zeros(2, dtype=torch.long)
+        whole = found.view(1, 2)  # the same memory
+        if self.how == "in place":
+            found += grids[0]
+        elif self.how == "view":
+            whole[0].copy_(grids[0])
+        else:
+            found[0], found[1:] = grids[0, 0], grids[0, 1]
+        return whole[0] if self.how != "view" else found
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embed(ids)) * int(self.counts(grids)[0])
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("how", ["entry", "empty", "in place", "view"])
+def test_a_decision_by_what_was_written_from_a_batch(how: str) -> None:
+    torch.manual_seed(0)
+    batch = {name: reader_batch([[2, 3], [2, 2]])[name] for name in ("ids", "labels", "grids")}
+    compiled = csc.compile(Scratch(how), example=batch, mesh="pp=2", cache=False)
+    equal(compiled)
+    equal(compiled, batch | {"grids": torch.tensor([[3, 2], [2, 2]])})
+
+
 def test_sizes_of_images_and_positions(reader: csc.CompiledModel) -> None:
     equal(reader)
     program = reader.program
-    assert set(program.fixed) == {"grids"}
-    assert [call.name for call in reader.compiler.learned.host.calls] == ["positions"]
+    assert set(program.guards.values) == {"grids"}
+    assert [call.name for call in reader.compiler.guards.host.calls] == ["positions"]
     assert "positions_0" in {item.name for item in program.inputs}
 
 
@@ -149,7 +221,7 @@ def test_other_sizes_of_images_are_another_program(reader: csc.CompiledModel) ->
 
 
 def _captures(compiled: csc.CompiledModel) -> int:
-    return sum(map(len, compiled.compiler.captures.values()))
+    return len(compiled.compiler.captures)
 
 
 def weighted(model: nn.Module, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -209,7 +281,7 @@ def test_placeholders_for_rows_that_a_mask_selects() -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Selecting("scatter"), example=selecting_batch())
     batch = selecting_batch((4, 3))
-    batch["heard"][0, 4] = 1
+    batch["audio_mask"][0, 4] = 1
     with pytest.raises(csc.CscError, match=r"7 placeholders for 8 rows of features \(sample 0: 4, sample 1: 3\)"):
         compiled.train_step(batch)
 
@@ -229,16 +301,16 @@ class Selecting(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(
-        self, ids: torch.Tensor, labels: torch.Tensor, sound: torch.Tensor, heard: torch.Tensor
+        self, ids: torch.Tensor, labels: torch.Tensor, sound: torch.Tensor, audio_mask: torch.Tensor
     ) -> torch.Tensor:
         features = self.features(sound)
         hidden = self.embed(ids)
         if self.kind == "scatter":
-            hidden = hidden.masked_scatter((ids == IMAGE)[..., None], self.layers[0](features[heard.bool()]))
+            hidden = hidden.masked_scatter((ids == IMAGE)[..., None], self.layers[0](features[audio_mask.bool()]))
         elif self.kind == "add":
             images = ids == IMAGE
             hidden = hidden.clone()
-            hidden[images] = hidden[images] + features.flatten(0, 1)[: 2 * heard.shape[1] - 3]
+            hidden[images] = hidden[images] + features.flatten(0, 1)[: 2 * audio_mask.shape[1] - 3]
         elif self.kind == "write":
             hidden = hidden.clone()
             hidden[ids == IMAGE] = self.layers[0](hidden[ids == IMAGE])
@@ -250,7 +322,7 @@ class Selecting(nn.Module):
         elif self.kind == "count":
             hidden = hidden * features[ids[:, :5] < 30].shape[0]
         elif self.kind == "known":
-            heard_rows = features[heard.bool()]
+            heard_rows = features[audio_mask.bool()]
             hidden = hidden + heard_rows.mean(0) / heard_rows.shape[0]
         logits = self.head(self.layers[1](hidden))
         if self.kind == "loss":
@@ -260,13 +332,13 @@ class Selecting(nn.Module):
 
 
 def selecting_batch(lengths: tuple[int, int] = (5, 2), length: int = 12) -> Batch:
-    """As many placeholders in each sample as it has sound that is heard."""
+    """As many placeholders in each sample as it has sound that is audio_mask."""
     ids = (torch.arange(2)[:, None] * 5 + torch.arange(length) * 3) % 36
-    heard = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    audio_mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     for sample, count in enumerate(lengths):
         ids[sample, 1 : 1 + count] = IMAGE
     sound = torch.cos(torch.arange(30.0)).view(2, 5, 3)
-    return {"ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "sound": sound, "heard": heard}
+    return {"ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "sound": sound, "audio_mask": audio_mask}
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_5_incomplete(trained: Program) -> None:
     first, second = trained.schedule.ranks
     without = tuple(action for action in first if action.kind != "BW")
     refused(replace(trained, schedule=replace(trained.schedule, ranks=(without, second))), "invariant 5:", "B 0 0")
-    halved = tuple(replace(action, kind="B") if action.kind == "BW" else action for action in first)
+    halved = tuple(action._replace(kind="B") if action.kind == "BW" else action for action in first)
     refused(replace(trained, schedule=replace(trained.schedule, ranks=(halved, second))), "invariant 5:", "W 0 0")
 
 

@@ -57,7 +57,7 @@ class Recipe:
         return frozenset(found | ({f"encoder {self.encoder}"} if self.encoder != "none" else set()))
 
 
-def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 5) -> Recipe:
+def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8) -> Recipe:
     """A recipe of one to four parts. without: globs over the names of kinds, losses and uses that are left out."""
 
     def choose(names: Sequence[str] | dict[str, object], plain: str, share: float) -> str:

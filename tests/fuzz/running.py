@@ -10,6 +10,8 @@ import multiprocessing
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,17 +34,19 @@ def load(path: Path) -> Any:
 
 
 def outcomes(path: Path) -> list[Outcome]:
-    """Of each setting in the file. One trace serves them all, but for what changes the model itself; what goes wrong
+    """Of each setting in the file. One trace serves them all, but for what changes the model for good; what goes wrong
     with it is judged again on a model of its own."""
     module = load(path)
     shared: csc.CompiledModel | None = None
-    found = []
+    tried, found = False, []
     for changed in module.SETTINGS:
         setting = {**PLAIN, **changed}
-        alone = setting["off"] or setting["steps"] or len(module.SETTINGS) == 1
-        if not alone and shared is None:
-            shared = _shared(module, setting)
-        found.append(judge(module, setting, None if alone else shared))
+        alone = setting["replaced"] or len(module.SETTINGS) == 1
+        if not alone and not tried:
+            shared, tried = _shared(module, setting), True
+        alone = alone or shared is None or (setting["steps"] and any(True for _ in shared.model.buffers()))
+        with _kept(None if alone else shared):
+            found.append(judge(module, setting, None if alone else shared))
         if found[-1].kind in ("wrong", "caught", "crash") and not alone and shared is not None:
             again = judge(module, setting)
             found[-1] = (
@@ -50,8 +54,22 @@ def outcomes(path: Path) -> list[Outcome]:
                 if again.kind == found[-1].kind
                 else Outcome(found[-1].kind, "only after other settings: " + found[-1].reason, found[-1].differences)
             )
-            shared = None
+            shared, tried = None, False
     return found
+
+
+@contextmanager
+def _kept(shared: csc.CompiledModel | None) -> Iterator[None]:
+    """The parameters of the model behind the block are what they were before: a setting may train several steps, or
+    freeze some.
+    """
+    parameters = list(shared.model.parameters()) if shared is not None else []
+    before = [(parameter.detach().clone(), parameter.requires_grad) for parameter in parameters]
+    yield
+    with torch.no_grad():
+        for parameter, (values, trained) in zip(parameters, before):
+            parameter.copy_(values)
+            parameter.requires_grad_(trained).grad = None
 
 
 def _shared(module: Any, setting: dict[str, Any]) -> csc.CompiledModel | None:
@@ -96,12 +114,12 @@ class Worker:
             self._process.start()
             theirs.close()
         self._judged += 1
-        self._pipe.send(str(path))
         try:
+            self._pipe.send(str(path))
             if self._pipe.poll(seconds):
                 return self._pipe.recv()
             kind, reason = "hang", f"no answer in {seconds:.0f} s"
-        except EOFError:
+        except (EOFError, OSError):
             kind, reason = "crash", "the process died"
         self.close()
         return [Outcome(kind, reason)]

@@ -63,7 +63,7 @@ def random_setting(random: Random) -> Setting:
         recompute=random.choice(RECOMPUTE) if random.random() < 0.2 else None,
         precision="bf16" if random.random() < 0.1 else None,
         freeze=random.choice(FROZEN) if random.random() < 0.45 else (),
-        off=random.random() < 0.5,
+        off=random.random() < 0.3,
         steps=steps,
         accumulate=random.choice([1, 1, 1, 1, 2]),
         replaced=steps and random.random() < 0.2,

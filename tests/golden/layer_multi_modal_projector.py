@@ -42,13 +42,13 @@ def backward_input(saved, d_linear_2):
     """No gradient passes on from here: keep what W needs."""
     # d_linear_2                                                                          # f32[2, 9, 48]
     (linear_1_clone, linear_1, act) = saved; del saved
-    kept = (d_linear_2, linear_1_clone, linear_1, act)
-    return kept
+    stashed = (d_linear_2, linear_1_clone, linear_1, act)
+    return stashed
 
 
-def backward_weight(kept, w):
+def backward_weight(stashed, w):
     """W: gradients of the parameters that train, by local name."""
-    (d_linear_2, linear_1_clone, linear_1, act) = kept; del kept
+    (d_linear_2, linear_1_clone, linear_1, act) = stashed; del stashed
     linear_1_unsafe_view = aten._unsafe_view.default(linear_1_clone, [18, 32]); del linear_1_clone  # f32[18, 32]  modeling_llava.py
     linear_2_view = aten.view.default(act, [18, 48]); del act                             # f32[18, 48]  modeling_llava.py
     d_linear_2_view = aten.view.default(d_linear_2, [18, 48]); del d_linear_2             # f32[18, 48]  modeling_llava.py

@@ -62,20 +62,20 @@ def backward_input(saved, received, weights, constants):
     del saved_layers_0
     d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
     del saved_merge
-    kept_multi_modal_projector = layers.llava_multi_modal_projector_first.backward_input(
+    stashed_multi_modal_projector = layers.llava_multi_modal_projector_first.backward_input(
         saved_multi_modal_projector, d_multi_modal_projector,
     )
     del saved_multi_modal_projector
     sent = {}
-    kept = (kept_multi_modal_projector,)
-    return sent, kept
+    stashed = (stashed_multi_modal_projector,)
+    return sent, stashed
 
 
-def backward_weight(kept, weights, constants):
+def backward_weight(stashed, weights, constants):
     """W of stage 0: (parameter name, gradient) pairs, last region first."""
-    (kept_multi_modal_projector,) = kept; del kept
+    (stashed_multi_modal_projector,) = stashed; del stashed
     w = under(weights, "model.multi_modal_projector.")
-    gradients = layers.llava_multi_modal_projector_first.backward_weight(kept_multi_modal_projector, w)
+    gradients = layers.llava_multi_modal_projector_first.backward_weight(stashed_multi_modal_projector, w)
     yield from w.full_names(gradients)
 
 
@@ -89,12 +89,12 @@ def backward(saved, received, weights, constants):
     del saved_layers_0
     d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
     del saved_merge
-    kept = layers.llava_multi_modal_projector_first.backward_input(
+    stashed = layers.llava_multi_modal_projector_first.backward_input(
         saved_multi_modal_projector, d_multi_modal_projector,
     )
     del saved_multi_modal_projector
     w = under(weights, "model.multi_modal_projector.")
-    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(kept, w))
-    del kept
+    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(stashed, w))
+    del stashed
     sent = {}
     return sent

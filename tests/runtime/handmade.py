@@ -111,8 +111,8 @@ def backward_weight(saved, weights, constants):
 
 BACKWARD = """
 def backward(saved, received, weights, constants):
-    sent, kept = backward_input(saved, received, weights, constants)
-    yield from backward_weight(kept, weights, constants)
+    sent, stashed = backward_input(saved, received, weights, constants)
+    yield from backward_weight(stashed, weights, constants)
     return sent
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from csc.errors import CscError, InputError
 from csc.ir.schedule import Action, peak_in_flight
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.program import load
-from csc.runtime.trainer import Trainer
+from csc.runtime.trainer import Trainer, _is_free
 
 ONE, THREE, V = (0, 0, 0), (0, 1, 2), (0, 1, 0)
 
@@ -283,3 +283,35 @@ def _mark(forward: Callable[..., Any], alive: weakref.WeakSet[torch.Tensor], pea
 
 def _unmark(backward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda saved, *rest: backward(saved[0], *rest)
+
+
+def test_a_gradient_that_is_its_own_is_not_copied() -> None:
+    """Copies of all gradients cost a step's time and memory; shared memory would be written to twice."""
+
+    own, transposed, part = torch.ones(4, 4), torch.eye(4).t(), torch.ones(8)[:4]
+    assert _is_free(own, Counter([own.untyped_storage().data_ptr()]))
+    assert not _is_free(transposed, Counter()), "laid out otherwise"
+    assert not _is_free(part, Counter()), "more memory than it needs"
+    assert not _is_free(own, Counter([own.untyped_storage().data_ptr()] * 2)), "another gradient's memory"
+
+
+def test_a_gradient_that_is_kept_elsewhere_is_copied(tmp_path: Path) -> None:
+    """By a function of a model's own, say: what it keeps is not written to by the next step's sum."""
+    trainer, batch = make(tmp_path, schedule="zb-h1", microbatches=1), handmade.batch(1)
+    kept: list[torch.Tensor] = []
+    rank = next(one for one in trainer._ranks if 1 in one.functions)
+    plain = rank.functions[1].backward_weight
+    assert plain is not None
+
+    def keeping(*given: Any) -> Any:
+        for name, gradient in plain(*given):
+            kept.append(gradient)
+            yield name, gradient
+
+    for one in trainer._ranks:
+        if 1 in one.functions:
+            one.functions[1] = replace(one.functions[1], backward_weight=keeping, backward=None)  # type: ignore[index]
+    trainer.train_step(batch)
+    assert kept
+    held = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    assert not held & {grad.untyped_storage().data_ptr() for grad in gradients(trainer).values()}

@@ -13,7 +13,7 @@ import pytest
 from csc.cache.store import Store
 from tests.damage import FAST, SLOW, changed_bytes, changed_tree
 
-FILES = {"program/rank_0.py": b"x = 1\n", "places.json": b"{}", "learned.json": b"[1, 2]"}
+FILES = {"program/rank_0.py": b"x = 1\n", "places.json": b"{}", "guards.json": b"[1, 2]"}
 
 
 def tried(folder: Path, seed: int) -> None:

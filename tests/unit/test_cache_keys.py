@@ -22,10 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from csc.cache import keys
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
-from csc.cache.learning import signature
-from csc.capture.capture import Learned
+from csc.capture.guards import Guards
+from csc.ir.capture_guards import capture_guards
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
+from csc.ir.sizes import exactly
 
 ROOT = Path(__file__).parents[2]
 NET = """
@@ -233,8 +234,11 @@ def test_switches_of_torch_matter(what: str, folder: Path) -> None:
 def test_options_and_batches(tmp_path: Path) -> None:
     options, batch = Options(), {"x": torch.ones(2, 3), "n": torch.tensor([1])}
 
-    def trace(options: Options = options, known: Learned | None = None, **changes: Any) -> str:
-        return trace_key("model", signature(known or Learned(), {**batch, **changes}), options)
+    def trace(options: Options = options, deciding: tuple[str, ...] = (), **changes: Any) -> str:
+        given = {**batch, **changes}
+        values = {name: given[name] for name in deciding}
+        captured = capture_guards(exactly(given), values, (), {}, None)
+        return trace_key("model", Guards(captures=(captured,)).match(nn.Module(), given).key, options)
 
     def program(options: Options = options, frozen: bool = False) -> str:
         return program_key(trace(options), options, {"w": not frozen})
@@ -256,8 +260,7 @@ def test_options_and_batches(tmp_path: Path) -> None:
     assert program(own) != before
     assert trace(x=torch.zeros(2, 3)) == trace() and trace(n=torch.tensor([2])) == trace()
     assert trace(x=torch.ones(2, 4)) != trace() and trace(x=torch.ones(2, 3).double()) != trace()
-    grids = Learned(consulted={"n"})
-    assert trace(known=grids, n=torch.tensor([2])) != trace(known=grids)
+    assert trace(deciding=("n",), n=torch.tensor([2])) != trace(deciding=("n",))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +284,27 @@ def test_a_function_out_of_no_file_has_no_key(folder: Path) -> None:
     net.first.act = names["act"]  # type: ignore[union-attr, assignment]
     with pytest.raises(Opaque, match="in no file"):
         model_key(net, {})
+
+
+def test_what_dynamo_has_compiled_before_does_not_count() -> None:
+    before = model_key(nn.Linear(2, 2), {})
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    assert nn.Module.__init__.__module__ == "torch._dynamo.mutation_guard"
+    assert model_key(nn.Linear(2, 2), {}) == before
+
+
+@pytest.mark.slow
+def test_a_model_that_dynamo_has_compiled_has_the_key_that_it_had() -> None:
+    """It puts functions of its own into the modules whose code it compiles."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def model() -> nn.Module:
+        return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9, n_positions=8))
+
+    before = model_key(model(), {})
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    torch.compile(model(), backend="eager")(input_ids=ids, labels=ids)
+    assert model_key(model(), {}) == before
 
 
 @pytest.mark.slow

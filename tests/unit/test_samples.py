@@ -14,8 +14,8 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from csc.analysis.operators.reductions import LABELS
 from csc.analysis.samples.combining import combination
-from csc.analysis.samples.loss_rules import LABELS
 from csc.capture.capture import capture
 from csc.errors import CscError
 from csc.ir import graph as g
@@ -196,6 +196,32 @@ PROVEN: dict[str, tuple[str, Loss]] = {
     "einsum": ("sum", lambda h, w, **_: torch.einsum("ntd,n->td", h, w).sum()),
     "a matrix of samples": ("sum", lambda h, w, **_: (w @ h.flatten(1)).sum()),
     "twice the batch": ("mean", lambda h, **_: torch.cat([h, h * 2]).square().mean()),
+    "einsum with dots": (
+        "mean", lambda h, head, **_: torch.einsum("...d,cd->...c", h, head.weight).square().mean()
+    ),
+    "einsum of two with dots": ("mean", lambda h, **_: torch.einsum("...id,...jd->...ij", h, h).mean()),
+    "einsum without a result": ("mean", lambda h, head, **_: torch.einsum("ntd,dc", h, head.weight.T).square().mean()),
+    "tensordot": ("mean", lambda h, head, **_: torch.tensordot(h, head.weight, ([2], [1])).square().mean()),
+    "tile": ("mean", lambda h, **_: h.tile((1, 2, 1)).square().mean()),
+    "a tile for each sample": (
+        "mean", lambda h, head, **_: (h[:, 0] * head.weight[:1].tile((h.shape[0], 1))).mean()
+    ),
+    "a recurrent cell": (
+        "mean", lambda h, **_: torch.gru_cell(h[:, 0], h[:, 1], torch.ones(9, 3), torch.ones(9, 3)).mean()
+    ),
+    "rows added": ("mean", lambda h, **_: h.index_add(1, torch.tensor([0, 2]), h[:, :2]).square().mean()),
+    "rows copied": ("mean", lambda h, **_: h.index_copy(1, torch.tensor([0, 2]), h[:, 1:3]).square().mean()),
+    "bilinear": ("mean", lambda h, **_: F.bilinear(h, h, torch.ones(2, WIDTH, WIDTH)).square().mean()),
+    "log sigmoid": ("mean", lambda h, **_: F.logsigmoid(h).mean()),
+    "the second of each": ("mean", lambda h, **_: h.kthvalue(2, dim=1).values.mean()),
+    "the median of each": ("mean", lambda h, **_: h.median(dim=1).values.mean()),
+    "a product of vectors": ("sum", lambda p, w, **_: torch.dot(p.mean(1), w)),
+    "a matrix times a vector": ("mean", lambda h, head, **_: torch.mv(h[:, 0], head.weight[0]).square().mean()),
+    "fold": ("mean", lambda h, **_: F.fold(h.repeat(1, 1, 4).view(-1, 12, 4), (3, 3), (2, 2)).square().mean()),
+    "distances": ("mean", lambda h, head, **_: torch.cdist(h, head.weight[None]).mean()),
+    "an inverse of each": ("mean", lambda h, **_: torch.linalg.inv(h.mT @ h + torch.eye(WIDTH)).mean()),
+    "a triangle of each": ("mean", lambda h, **_: h.tril().square().mean()),
+    "a deviation and a mean": ("mean", lambda h, **_: torch.std_mean(h, 1)[0].mean()),
     "each sample's own row": ("mean", lambda h, y, **_: h[torch.arange(h.shape[0]), (y != -100).sum(1) - 1].mean()),
 }  # fmt: skip
 
@@ -211,6 +237,16 @@ REFUSED: dict[str, tuple[str, Loss]] = {
         "combines every sample with every other", lambda h, **_: normed(h, h.detach().mean((0, 1)))
     ),
     "the best tokens of all": ("topk works along the samples", lambda p, **_: p.flatten().topk(3).values.mean()),
+    "rows added to those of others": (
+        "combines every sample with every other",
+        lambda h, **_: torch.zeros(1, LENGTH, WIDTH).index_add(0, torch.zeros(h.shape[0]).long(), h).square().mean(),
+    ),
+    "a triangle of all": ("works along the samples", lambda p, **_: p.tril().mean()),
+    "the median of all": ("", lambda h, **_: h.median()),
+    "the second of all": ("works along the samples", lambda h, **_: h.kthvalue(1, dim=0).values.mean()),
+    "tiles of all": ("", lambda h, **_: (h.tile((2, 1, 1)).cumsum(0)).mean()),
+    "distances of samples": ("", lambda h, **_: torch.cdist(h.mean(1), h.mean(1)).mean()),
+    "a sample for each dot": ("", lambda h, **_: torch.einsum("n...,m...->nm", h, h).mean()),
     "the logarithm of a mean": ("log does more than scale", lambda p, **_: p.mean().log()),
     "the square of a sum": ("square does more than scale", lambda p, **_: p.sum().square()),
     "the largest": ("amax", lambda p, **_: p.amax()),

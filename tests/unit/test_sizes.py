@@ -8,7 +8,8 @@ import pytest
 import sympy
 import torch
 
-from csc.ir.sizes import SizeGuards, Unknown, from_tree, to_tree
+from csc.ir.sizes import SizeGuards, from_tree, to_tree
+from csc.ir.unstorable import Unstorable
 from csc.torch_private import SIZE_FUNCTIONS
 
 ROWS, IMAGES = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
@@ -43,7 +44,7 @@ def test_one_symbol_is_one_number() -> None:
 
 
 def test_other_functions_have_no_text() -> None:
-    with pytest.raises(Unknown, match="a size made by strange"):
+    with pytest.raises(Unstorable, match="a size made by strange"):
         to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
     with pytest.raises(KeyError):
         from_tree({"entries": {}, "ranges": {}, "relations": [["Lambda", "s0"]]})

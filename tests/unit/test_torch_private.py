@@ -263,6 +263,19 @@ class NoGrad(nn.Module):
         return x + y
 
 
+def test_compiler_errors() -> None:
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # then there is no full graph
+        return x
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("the backend")
+
+    for function, backend in ((refused, "eager"), (torch.sin, broken)):
+        with pytest.raises(private.compiler_errors()):
+            torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(torch.ones(2))
+
+
 def test_is_no_grad_region() -> None:
     """Export writes the block as a higher-order op: (enabled, body, *operands)."""
     exported = torch.export.export(NoGrad(), (torch.ones(3),), strict=False)
@@ -608,3 +621,10 @@ def test_random_state_changes_with_each_draw() -> None:
     assert private.random_state() == before
     torch.rand(1)
     assert private.random_state() != before
+
+
+def test_is_profiled() -> None:
+    assert not private.is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.is_profiled()
+    assert not private.is_profiled()

@@ -17,9 +17,11 @@ from benchmarks.coverage.models import signal, words
 
 LENGTH = 40
 SIDE = 32
+BINS = ("num_mel_bins", "feature_size", "feature_projection_input_dim")
 
 # what some models take beside pictures: a question to their Q-former, which tokens see which picture
 BESIDE_PICTURES: dict[str, Callable[[], torch.Tensor]] = {
+    "bbox": lambda: torch.tensor([0.1, 0.2, 0.5, 0.6]).expand(2, LENGTH, 4).clone(),
     "qformer_input_ids": lambda: 3 + torch.arange(12).view(2, 6),
     "image_attention_mask": lambda: torch.ones(2, LENGTH, 1, dtype=torch.long),
     "image_embeds_position_mask": lambda: (torch.arange(LENGTH) // 4 == 1).long().repeat(2, 1),
@@ -29,7 +31,9 @@ BESIDE_PICTURES: dict[str, Callable[[], torch.Tensor]] = {
 def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     """Batches to try, the fullest first."""
     takes = set(inspect.signature(model.forward).parameters)
-    text = _text(config, takes)
+    text, ids = _text(config, takes), words([[], []], length=LENGTH, unused=3)["input_ids"]
+    if "input_ids" in takes and getattr(config, "num_codebooks", 1) > 1 and not hasattr(config, "text_config"):
+        yield _codes(ids, config.num_codebooks)
     extras = [*_pictures(model, config, takes), *_sounds(model, config, takes)]
     for extra in extras:
         extra |= {name: make() for name, make in BESIDE_PICTURES.items() if name in takes and "pixel_values" in extra}
@@ -37,16 +41,25 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         yield _placed(model, config, text, extra)
     if not extras or not getattr(config, "is_encoder_decoder", False):
         yield text
+        if "mm_token_type_ids" in takes:
+            yield text | {"mm_token_type_ids": torch.zeros_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
-        yield text | {"decoder_input_ids": text["input_ids"]}
+        yield text | {"decoder_input_ids": ids}
         for extra in extras:
             yield extra | {"labels": text["labels"]}
-            yield extra | {"labels": text["labels"], "decoder_input_ids": text["input_ids"]}
+            yield extra | {"labels": text["labels"], "decoder_input_ids": ids}
 
 
 def _text(config: Any, takes: set[str]) -> dict[str, torch.Tensor]:
+    """What goes with tokens is left out where there are none: a decoder alone reads text, by its labels."""
     found = words([[], []], length=LENGTH, unused=3)
-    return {name: tensor for name, tensor in found.items() if name in takes or name == "labels"}
+    known = takes if "input_ids" in takes else set()
+    return {name: tensor for name, tensor in found.items() if name in known or name == "labels"}
+
+
+def _codes(ids: torch.Tensor, books: int) -> dict[str, torch.Tensor]:
+    """Of every sample a row for each codebook, and labels [samples, tokens, codebooks]."""
+    return {"input_ids": ids.repeat_interleave(books, 0), "labels": ids[:, :, None].repeat(1, 1, books)}
 
 
 def inner(config: Any, *names: str) -> Any:
@@ -94,17 +107,19 @@ def _pictures(model: nn.Module, config: Any, takes: set[str]) -> Iterator[dict[s
             .reshape(2, -1, channels * patch * patch)
         }
     if "flattened_patches" in takes:
-        yield {"flattened_patches": signal(2, 16, 2 + channels * patch * patch)}
+        rows = signal(2, 16, 2 + channels * patch * patch)
+        rows[..., :2] = 1.0 + torch.arange(32).view(16, 2) % 4  # a patch's row and column
+        yield {"flattened_patches": rows}
 
 
 def _sounds(model: nn.Module, config: Any, takes: set[str]) -> Iterator[dict[str, Any]]:
     audio = inner(config, "audio_config", "encoder_config", "audio_encoder_config", "speech_config")
-    bins = number(audio, "num_mel_bins", 0) or number(audio, "feature_size", 0) or number(audio, "input_dim", 16)
+    bins = next((found for name in BINS if (found := number(audio, name, 0))), 0) or number(audio, "input_dim", 16)
     frames = 2 * number(audio, "max_source_positions", 64)
     for name in ("input_features", "input_values", "input_audio_embeds"):
         if name not in takes:
             continue
-        for shape in ((2, bins, frames), (2, frames, bins), (2, 640)):
+        for shape in ((2, bins, frames), (2, frames, bins), (2, 640), (2, 4096)):
             found: dict[str, Any] = {name: signal(*shape)}
             yield found
             for mask in ("feature_attention_mask", "input_features_mask"):

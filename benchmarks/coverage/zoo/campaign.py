@@ -6,14 +6,16 @@ table(rows), summary(rows) -> Markdown
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import re
 import resource
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -27,25 +29,42 @@ from benchmarks.coverage.zoo.try_one import WAYS, quiet, row
 PRELOADED = ("transformers.models.mixtral.modeling_mixtral", "transformers.models.llava.modeling_llava",
              "transformers.models.whisper.modeling_whisper", "csc.api", "csc.check.first", "csc.check.locate",
              "csc.runtime.trainer", "torch.export._trace", "networkx", "torch._inductor.codecache")  # fmt: skip
-WAITING = 10  # times its processor time is what a process may take: others run beside it
+WAITING = 20  # times its processor time is what a process may take: others run beside it
+KINDS = ("right", "refused", "caught", "crash", "slow", "wrong")  # caught: wrong, and csc's own check said so
 
 
-def run(rows_file: Path, names: Sequence[str], seconds: float, gigabytes: float) -> None:
-    """Try the architectures that have no row yet, mixed, so that the first rows are a sample of all: one class of every
-    family before the second of any.
+def run(rows_file: Path, names: Sequence[str], seconds: float, gigabytes: float, again: Collection[str] = ()) -> None:
+    """Try the architectures that have no row yet, or one whose worst result is of a kind in `again`; mixed, so that the
+    first rows are a sample of all: one class of every family before the second of any.
     """
-    for module in PRELOADED:
-        import_module(module)
-    names = mixed(names)
-    done = {found["name"] for found in read(rows_file)}
+    done = {found["name"] for found in read(rows_file) if not kinds(found) & set(again)}
+    missing = [name for name in mixed(names) if name not in done]
     rows_file.parent.mkdir(parents=True, exist_ok=True)
-    for number, name in enumerate(names, start=1):
-        if name in done:
-            continue
+    if missing:
+        for module in PRELOADED:
+            import_module(module)
+        gc.collect()
+        gc.freeze()  # what is imported is garbage in no process
+    for number, name in enumerate(missing, start=1):
         found = _limited(name, seconds, gigabytes)
         with rows_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
-        print(f"{number}/{len(names)} {name}: {cell(found)}", file=sys.stderr, flush=True)
+        print(f"{number}/{len(missing)} {name}: {cell(found)}", file=sys.stderr, flush=True)
+    gc.unfreeze()
+    tidy(rows_file)
+
+
+def tidy(rows_file: Path) -> None:
+    """The newest row of each architecture, by name. Written whole or not at all."""
+    lines = [json.dumps(found) + "\n" for found in sorted(read(rows_file), key=lambda found: found["name"])]
+    beside = rows_file.with_suffix(".new")
+    beside.write_text("".join(lines), encoding="utf-8")
+    beside.replace(rows_file)
+
+
+def kinds(found: dict[str, Any]) -> set[str]:
+    """What came of an architecture: "eager" if that does not run, else the kinds of its ways."""
+    return {"eager"} if found["eager"] else {result[0] for result in found["ways"].values()}
 
 
 def mixed(names: Sequence[str]) -> list[str]:
@@ -59,14 +78,16 @@ def mixed(names: Sequence[str]) -> list[str]:
 
 
 def read(rows_file: Path) -> list[dict[str, Any]]:
-    """The rows that there are."""
+    """The newest row of each architecture that has one."""
     if not rows_file.exists():
         return []
-    return [json.loads(line) for line in rows_file.read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for line in rows_file.read_text("utf-8").splitlines()]
+    return list({found["name"]: found for found in rows}.values())
 
 
 def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
-    """One row, from a fork of this process, which has imported what takes long and run nothing.
+    """One row, from a fork of this process, which has imported what takes long and run nothing. If the fork dies or is
+    stopped, the way that it was at is slow or a crash, and what it had told stays.
 
     seconds: of its processor; gigabytes: of address space.
     """
@@ -75,18 +96,23 @@ def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
     process = context.Process(target=_serve, args=(name, seconds, gigabytes, theirs))
     process.start()
     theirs.close()
+    found: dict[str, Any] = {"name": name, "task": architectures()[name].task, "eager": "", "ways": {}}
+    end = time.monotonic() + WAITING * seconds
     try:
-        if ours.poll(WAITING * seconds):
-            return ours.recv()
-        reason = ["hang", f"no answer in {WAITING * seconds:.0f} s", []]
+        while ours.poll(max(0.0, end - time.monotonic())):
+            told = ours.recv()
+            if told is None:
+                return found
+            found = told
+        result = ["slow", f"no answer in {WAITING * seconds:.0f} s", []]
     except EOFError:
         process.join()
         slow = process.exitcode == -signal.SIGXCPU
-        reason = ["hang", f"not done in {seconds:.0f} s", []] if slow else ["crash", "the process died", []]
+        result = ["slow", f"not done in {seconds:.0f} s", []] if slow else ["crash", "the process died", []]
     finally:
         process.kill()
         process.join()
-    return {"name": name, "task": "", "eager": "", "ways": {"pp=2": reason}}
+    return found | {"ways": found["ways"] | {next(way for way in WAYS if way not in found["ways"]): result}}
 
 
 def _serve(name: str, seconds: float, gigabytes: float, pipe: Connection) -> None:
@@ -94,7 +120,9 @@ def _serve(name: str, seconds: float, gigabytes: float, pipe: Connection) -> Non
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     limit = int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    pipe.send(row(name))
+    for found in row(name):
+        pipe.send(found)
+    pipe.send(None)
 
 
 def cell(found: dict[str, Any]) -> str:
@@ -114,11 +142,11 @@ def reason(text: str) -> str:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """How many are right, refused, crashed, wrong, and what refused them, as Markdown."""
     ran = [found for found in rows if not found["eager"]]
-    lines = ["| way | right | refused | crash | hang | wrong | of |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = [f"| way | {' | '.join(KINDS)} | of |", f"|{' --- |' * (2 + len(KINDS))}"]
     for way in WAYS:
-        kinds = Counter(found["ways"][way][0] for found in ran if way in found["ways"])
-        counts = [kinds[kind] for kind in ("right", "refused", "crash", "hang", "wrong")]
-        lines.append(f"| {way} | {' | '.join(map(str, counts))} | {sum(kinds.values())} |")
+        counted = Counter(found["ways"][way][0] for found in ran if way in found["ways"])
+        counts = [counted[kind] for kind in KINDS]
+        lines.append(f"| {way} | {' | '.join(map(str, counts))} | {counted.total()} |")
     lines += ["", f"{len(rows)} architectures, of {len(ran)} the eager step runs.", ""]
     for way in WAYS:
         found = Counter(

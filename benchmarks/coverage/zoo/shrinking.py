@@ -49,9 +49,9 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"num_position_embeddings", 16),
     (r"index_topk|num_query_tokens|resampler_n_latents|mm_tokens_per_image|num_learnable_queries", 4),
     (r".*(hidden_size|d_model|n_embd|embed_dim|hidden_dim|model_dim|projection_dim|_width)(_global)?", WIDTH),
-    (r".*embedding_size", WIDTH),
+    (r".*embedding_size|word_embed_proj_dim", WIDTH),
     (r"(hidden_sizes|embed_dims|dim|width|dim_model|output_dim|out_dim|input_dim|query_pre_attn_scalar)", WIDTH),
-    (r"adapter_(in_dim|input_size)", WIDTH),
+    (r"adapter_(in_dim|out_dim|input_size)", WIDTH),
     (r"(output_hidden_size|out_hidden_size|text_hidden_size|output_channels|downsample_hidden_size)", WIDTH),
 )  # fmt: skip
 # lists of layers' numbers, and lists with an entry for each layer

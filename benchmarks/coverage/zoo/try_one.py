@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +71,10 @@ def small(name: str) -> Small:
     raise first or RuntimeError("no batch could be made")
 
 
-def row(name: str) -> dict[str, Any]:
-    """{"name", "eager": reason or "", "ways": {way: [kind, reason]}, "entries", "seconds"}."""
-    start = time.perf_counter()
+def row(name: str) -> Iterator[dict[str, Any]]:
+    """{"name", "task", "eager": reason or "", "entries", "seconds": of the processor, "ways": {way: [kind, reason,
+    differences]}}, as far as it is: once before anything is compiled, then with each further way.
+    """
     found: dict[str, Any] = {"name": name, "task": architectures()[name].task, "eager": "", "ways": {}}
     try:
         module = small(name)
@@ -79,19 +82,26 @@ def row(name: str) -> dict[str, Any]:
         place = [
             f"{f.filename.split('site-packages/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
         ]
-        return found | {"eager": f"{type(error).__name__}: {str(error)[:300]} ({place[-1] if place else ''})"}
+        yield found | {"eager": f"{type(error).__name__}: {str(error)[:300]} ({place[-1] if place else ''})"}
+        return
     found["entries"] = sorted(module.entries)
+    yield found
     compiled = traced(module)
     for way, changes in WAYS.items():
         pattern = encoder(module.make()) if way == "frozen" else None
         if way == "frozen" and pattern is None:
             continue
         if compiled is None and found["ways"]:
-            found["ways"][way] = found["ways"]["pp=2"]  # no way has a trace to begin with
-            continue
-        outcome = judge(module, changes | {"freeze": (pattern,) if pattern else ()}, compiled)
-        found["ways"][way] = [outcome.kind, outcome.reason[:600], list(map(list, outcome.differences.items()))[:3]]
-    return found | {"seconds": round(time.perf_counter() - start, 1)}
+            result = found["ways"]["pp=2"]  # no way has a trace to begin with
+        else:
+            outcome = judge(module, changes | {"freeze": (pattern,) if pattern else ()}, compiled)
+            if outcome.kind == "eager":
+                yield found | {"eager": outcome.reason, "ways": {}}
+                return
+            reason = re.sub(r"\S*site-packages/", "", outcome.reason)
+            result = [outcome.kind, reason[:600], list(map(list, outcome.differences.items()))[:3]]
+        found = found | {"ways": found["ways"] | {way: result}, "seconds": round(time.process_time(), 1)}
+        yield found
 
 
 def traced(module: Small) -> csc.CompiledModel | None:
@@ -110,4 +120,4 @@ def quiet() -> None:
 
 if __name__ == "__main__":
     quiet()
-    print("ROW " + json.dumps(row(sys.argv[1]), indent=1))
+    print("ROW " + json.dumps(list(row(sys.argv[1]))[-1], indent=1))

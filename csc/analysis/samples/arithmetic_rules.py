@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.links import links, shape_of
+from csc.analysis.operators.made import FILLED
+from csc.analysis.operators.relation import shape_of
+from csc.analysis.operators.table import links
 from csc.analysis.samples.operands import number_of, of, powers_of
 from csc.analysis.samples.propagation import (
     EVERY_OTHER,
-    FILLED,
     NONE,
     NOT_LINEAR,
     UNKNOWN,

@@ -55,7 +55,7 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
         except Exception:  # whatever an operation raises: these sizes are none that the graph is for
             continue
         entries = _entries(program, primary, shapes, whole)
-        apart = {primary.name} if program.fixed else {one.name for one in program.inputs}
+        apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
         following = Following(entries, RULES, not scaled or _fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
@@ -108,20 +108,20 @@ def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
 
 def _fixed(program: Program, whole: Collection[str]) -> bool:
     """Whether some entry's number of rows is a plain number of the trace."""
-    if program.sizes is None:
+    if program.guards is None:
         return True
     return any(one.shape and isinstance(_expressions(program, one)[0], int) for one in _given(program, whole))
 
 
 def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
-    assert program.sizes is not None
-    return program.sizes.entries[entry.name][1] if entry.name in program.sizes.entries else entry.shape
+    assert program.guards is not None
+    return program.guards.sizes.entries[entry.name][1] if entry.name in program.guards.sizes.entries else entry.shape
 
 
 def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
     """Shapes to look at the graph in: with more samples, as long as nobody says that it is for these alone."""
     own = {one.name: one.shape for one in program.inputs}
-    if program.sizes is not None:
+    if program.guards is not None:
         known = {
             str(size): found
             for one in program.inputs
@@ -133,7 +133,7 @@ def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[s
         for factor in FACTORS:
             for more in (first | made, first):
                 values = {name: size * factor if name in more else size for name, size in known.items()}
-                if values != known and program.sizes.holds(values):
+                if values != known and program.guards.sizes.holds(values):
                     yield {one.name: _shape(program, one, values) for one in program.inputs}, True
     yield own, False
 
@@ -178,7 +178,7 @@ def _entries(
 
 def _symbol(program: Program, entry: Input, dim: int) -> Any:
     """The symbol that a size is a multiple of; None for a plain number."""
-    if program.sizes is None:
+    if program.guards is None:
         return None
     size = _expressions(program, entry)[dim]
     if isinstance(size, int) or len(size.free_symbols) != 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import shape_of
+from csc.analysis.operators.relation import shape_of
 from csc.analysis.samples.operands import of
 from csc.analysis.samples.propagation import (
     EVERY_OTHER,

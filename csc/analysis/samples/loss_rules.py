@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import shape_of
+from csc.analysis.operators.reductions import CLASSES, ELEMENTS, LABELS, SAMPLES
+from csc.analysis.samples.operands import uses_of
 from csc.analysis.samples.propagation import (
     ALONG_SAMPLES,
     EVERY_OTHER,
@@ -30,14 +31,6 @@ from csc.ir import graph as g
 
 NONE, MEAN, SUM = 0, 1, 2  # values of ATen's `reduction` argument
 
-LABELS = ("aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss", "aten::nll_loss2d")
-ELEMENTS = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss",
-            "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits", "aten::kl_div",
-            "aten::poisson_nll_loss", "aten::soft_margin_loss", "aten::hinge_embedding_loss",
-            "aten::margin_ranking_loss")  # fmt: skip
-SAMPLES = ("aten::cosine_embedding_loss", "aten::triplet_margin_loss", "aten::multi_margin_loss",
-           "aten::multilabel_margin_loss")  # fmt: skip
-
 
 def _labels(following: Following, node: fx.Node) -> State:
     """Cross entropy: a mean over the labels that are not ignored, or over their weights."""
@@ -46,84 +39,53 @@ def _labels(following: Following, node: fx.Node) -> State:
     state, own = following.states[logits], following.states[target]
     if not isinstance(state, SampleRows) or not isinstance(own, SampleRows | NewTensor):
         raise Lost(UNKNOWN if isinstance(state, SampleRows | NewTensor) else NOT_LINEAR)
-    if state.powers or (isinstance(own, SampleRows) and own.powers):
-        raise Lost(NOT_LINEAR)
     if isinstance(weight, fx.Node) and following.states[weight] != Whole():
         raise Lost("weighs classes by values of the batch")
-    classes = 0 if len(shape_of(logits)) == 1 else 1
-    dim, inner = state.axis
-    if dim == classes:
-        raise Lost(ALONG_SAMPLES)
-    same = len(shape_of(target)) == len(shape_of(logits))
-    row = dim if same or dim < classes else dim - 1
-    if isinstance(own, SampleRows) and (own.axis[0] != row or own.axis[1] * own.count != inner * state.count):
-        raise Lost(EVERY_OTHER)
-    if bound["reduction"] == NONE:
-        return replace(state, axis=(dim if dim < classes else dim - 1, inner))
-    if bound["reduction"] == SUM:
-        return PartsOfSum()
-    if target.meta["val"].dtype.is_floating_point:
-        return _mean(state)
+    rows = replace(state, axis=_walked(following, node).axis)
+    if bound["reduction"] != MEAN or target.meta["val"].dtype.is_floating_point:
+        return _reduced(bound["reduction"], rows)
     if any(one not in following.of_batch for one in (target, weight) if isinstance(one, fx.Node)):
         raise Lost("is a mean over labels that are not known from the batch alone")
     return PartsOfSum(frozenset({(Count("labels", node.name), -1)}))
 
 
-def _mean(state: SampleRows) -> PartsOfSum:
-    return PartsOfSum(frozenset({(Count("rows", state.entry), -1)}))
-
-
-def _elements(following: Following, node: fx.Node) -> State:
-    """A term for each pair of entries."""
-    bound = g.bind(node)
+def _walked(following: Following, node: fx.Node) -> SampleRows:
+    """The samples of all operands, which the loss must walk along together; the axis is that of its terms."""
     found: Any = None
-    whole = max((shape_of(used) for used in node.all_input_nodes), key=len)
-    for used in node.all_input_nodes:
-        state = following.states[used]
+    uses = uses_of(node)
+    for use in uses:
+        state = following.states[use.node]
         if isinstance(state, SampleRows):
+            walk: Any = use.ends[state.axis[0]].walk
+            if walk is None or walk == CLASSES:
+                raise Lost(ALONG_SAMPLES)
             if state.powers:
                 raise Lost(NOT_LINEAR)
-            moved = replace(state, axis=(state.axis[0] + len(whole) - len(shape_of(used)), state.axis[1]))
+            moved = replace(state, axis=(walk, state.axis[1]))
             found = moved if found is None else following.together(found, moved)
         elif not isinstance(state, NewTensor) and state != Whole():
             raise Lost(NOT_LINEAR)
     if found is None:
         raise Lost(UNKNOWN)
-    for used in node.all_input_nodes:
-        dim = found.axis[0] - len(whole) + len(shape_of(used))
-        if following.states[used] == Whole() and dim >= 0 and following._varies(used, dim):
+    for use in uses:
+        along = [dim for dim, end in use.ends.items() if end.walk == found.axis[0]]
+        if following.states[use.node] == Whole() and any(following._varies(use.node, dim) for dim in along):
             raise Lost(EVERY_OTHER)
-    return _reduced(bound["reduction"], found)
+    return found
+
+
+def _terms(following: Following, node: fx.Node) -> State:
+    """A term for each pair of entries, each sample, or each sequence."""
+    return _reduced(g.bind(node)["reduction"], _walked(following, node))
 
 
 def _reduced(reduction: int, rows: SampleRows) -> State:
-    return rows if reduction == NONE else _mean(rows) if reduction == MEAN else PartsOfSum()
-
-
-def _samples(following: Following, node: fx.Node) -> State:
-    """A term for each sample, in dimension 0 of all operands."""
-    states = [following.states[used] for used in node.all_input_nodes]
-    rows = [state for state in states if isinstance(state, SampleRows)]
-    if not rows or any(state.axis != rows[0].axis or state.axis[0] or state.powers for state in rows):
-        raise Lost(EVERY_OTHER)
-    if any(not isinstance(state, SampleRows | NewTensor) and state != Whole() for state in states):
-        raise Lost(NOT_LINEAR)
-    return _reduced(g.bind(node)["reduction"], rows[0])
-
-
-def _sequences(following: Following, node: fx.Node) -> State:
-    """`ctc_loss`: log probabilities [T, samples, classes]; a mean of terms, each divided by the sample's own length."""
-    state = following.states[node.args[0]]  # type: ignore[index]
-    if not isinstance(state, SampleRows) or state.powers:
-        raise Lost(UNKNOWN)
-    if state.axis[0] != 1:
-        raise Lost(ALONG_SAMPLES)
-    return _reduced(g.bind(node)["reduction"], replace(state, axis=(0, state.axis[1])))
+    if reduction == MEAN:
+        return PartsOfSum(frozenset({(Count("rows", rows.entry), -1)}))
+    return rows if reduction == NONE else PartsOfSum()
 
 
 LOSS_RULES: dict[str, Callable[[Following, fx.Node], State]] = {
     **dict.fromkeys(LABELS, _labels),
-    **dict.fromkeys(ELEMENTS, _elements),
-    **dict.fromkeys(SAMPLES, _samples),
-    "aten::ctc_loss": _sequences,
+    **dict.fromkeys((*ELEMENTS, *SAMPLES, "aten::ctc_loss"), _terms),
 }

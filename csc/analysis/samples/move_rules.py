@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.links import shape_of
-from csc.analysis.samples.operands import of, powers_of
+from csc.analysis.operators.moves import look_up
+from csc.analysis.operators.relation import Use, shape_of
+from csc.analysis.samples.operands import of, powers_of, uses_of
 from csc.analysis.samples.propagation import (
-    ALONG_SAMPLES,
     EVERY_OTHER,
     FIXED,
     NONE,
@@ -34,10 +35,10 @@ from csc.ir import graph as g
 
 
 def slice_rule(following: Following, node: fx.Node) -> State:
-    state, bound = of(following, node.args[0]), g.bind(node)
-    if not isinstance(state, SampleRows | RowNumbers) or bound["dim"] % len(shape_of(node)) != state.axis[0]:
+    state, bound, (use,) = of(following, node.args[0]), g.bind(node), uses_of(node)
+    if not isinstance(state, SampleRows | RowNumbers) or state.axis[0] not in use.ends:
         return following.by_links(node, linear=True)
-    size, block = shape_of(node.args[0])[state.axis[0]], state.axis[1] * state.count  # type: ignore[arg-type]
+    size, block = shape_of(node.args[0])[state.axis[0]], state.axis[1] * state.count
     start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
     if (start, stop, step) == (0, size, 1):
         return state
@@ -47,9 +48,9 @@ def slice_rule(following: Following, node: fx.Node) -> State:
 
 
 def split_rule(following: Following, node: fx.Node) -> State:
-    state, bound = of(following, node.args[0]), g.bind(node)
-    dim = bound.get("dim", 0) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    if isinstance(state, SampleRows) and g.op_name(node) != "aten::unbind" and dim == state.axis[0]:
+    state, (use,) = of(following, node.args[0]), uses_of(node)
+    if isinstance(state, SampleRows) and state.axis[0] in use.ends:
+        dim = state.axis[0]
         block = state.axis[1] * state.count
         if any(part.shape[dim] % block for part in node.meta["val"]):
             if state.entry not in following.apart and not state.powers:
@@ -78,33 +79,33 @@ def join_rule(following: Following, node: fx.Node) -> State:
     return first
 
 
-def index_rule(following: Following, node: fx.Node) -> State:
-    """`x[i, j]`: row numbers pick each sample's own."""
-    table: Any = node.args[0]
-    indices: Any = list(node.args[1])  # type: ignore[arg-type]
-    return _looked_up(following, table, indices, shape_of(node), powers_of(of(following, table)))
+def look_up_rule(following: Following, node: fx.Node) -> State:
+    """`x[i, j]`, `index_select`, `embedding`: row numbers pick each sample's own."""
+    return _looked_up(following, uses_of(node), shape_of(node), powers_of(of(following, uses_of(node)[0].node)))
 
 
-def _looked_up(following: Following, table: fx.Node, indices: list[Any], out: tuple[int, ...], powers: Powers) -> State:
-    """The state of what indices pick from a table; of rows picked by the numbers of their samples, each its own."""
-    state = of(following, table)
-    used = [(place, one) for place, one in enumerate(indices) if one is not None]
-    rank = max(len(shape_of(one)) for _, one in used)
-    places = [place for place, _ in used]
-    front = places != list(range(places[0], places[0] + len(places)))
-    begin = 0 if front else places[0]
+def _looked_up(following: Following, uses: Sequence[Use], out: tuple[int, ...], powers: Powers) -> State:
+    """The state of what indices pick from a table; of rows picked by the numbers of their samples, each its own.
+
+    uses: of the table, and of the indices by the places that they index.
+    """
+    table, *indices = uses
+    state = of(following, table.node)
     by: Any = None
-    for _, one in used:
-        own = of(following, one)
+    for one in indices:
+        own = of(following, one.node)
         if isinstance(own, PartsOfSum):
             raise Lost(UNKNOWN)
         if isinstance(own, SampleRows | RowNumbers):
-            axis = (own.axis[0] + rank - len(shape_of(one)) + begin, own.axis[1])
+            if own.axis[0] not in one.link:
+                raise Lost(UNKNOWN)
+            axis = (one.link.index(own.axis[0]), own.axis[1])
             if by is not None and (by.axis != axis or by.count != own.count):
                 raise Lost(EVERY_OTHER)
             by = replace(own, axis=axis)
-    numbered = [place for place, one in used if isinstance(of(following, one), RowNumbers)]
-    made = any(isinstance(of(following, one), NewTensor) for _, one in used)
+    picked = {place: of(following, one.node) for place, one in zip(table.ends, indices)}
+    numbered = [place for place, one in picked.items() if isinstance(one, RowNumbers)]
+    made = NewTensor() in picked.values()
     if isinstance(state, PartsOfSum):
         if by is not None or made:
             raise Lost(NOT_LINEAR)
@@ -118,17 +119,18 @@ def _looked_up(following: Following, table: fx.Node, indices: list[Any], out: tu
             return replace(by, powers=powers)
         return NewTensor() if made or isinstance(state, NewTensor) else Whole(powers)
     place, inner = state.axis
-    if place >= len(indices) or indices[place] is None:
+    if place not in picked:
         if by is not None:
             raise Lost(EVERY_OTHER)
-        behind = place - sum(p < place for p in places) + (rank if front or places[0] < place else 0)
-        return replace(state, axis=(behind, inner))
-    row = of(following, indices[place])
+        return replace(state, axis=(table.link.index(place), inner))
+    row = picked[place]
     if isinstance(row, NewTensor):
         if isinstance(by, SampleRows):
             return replace(by, powers=powers)
+        begin = table.link.index(None)
         return SampleRows((begin, _inner(out[begin], state.count)), state.count, state.entry, powers)
-    if not isinstance(row, RowNumbers) or numbered != [place] or not _outermost_of(following, table, state):
+    outermost = shape_of(table.node)[place] == inner * state.count
+    if not isinstance(row, RowNumbers) or numbered != [place] or not outermost:
         raise Lost("picks some of the samples")
     if row.step * row.count != inner * state.count or row.count != state.count:
         raise Lost("picks some of the samples")
@@ -137,21 +139,6 @@ def _looked_up(following: Following, table: fx.Node, indices: list[Any], out: tu
 
 def _inner(size: int, count: int) -> int:
     return size // count if size % count == 0 else 1
-
-
-def _outermost_of(following: Following, table: fx.Node, state: SampleRows) -> bool:
-    return shape_of(table)[state.axis[0]] == state.axis[1] * state.count
-
-
-def index_select_rule(following: Following, node: fx.Node) -> State:
-    table, dim, index = node.args[:3]
-    dim = dim % max(len(shape_of(table)), 1)  # type: ignore[operator, arg-type]
-    return _looked_up(following, table, [None] * dim + [index], shape_of(node), powers_of(of(following, table)))  # type: ignore[arg-type]
-
-
-def embedding_rule(following: Following, node: fx.Node) -> State:
-    table, index = node.args[:2]
-    return _looked_up(following, table, [index], shape_of(node), powers_of(of(following, table)))  # type: ignore[arg-type]
 
 
 def index_put_rule(following: Following, node: fx.Node) -> State:
@@ -173,19 +160,19 @@ def index_put_rule(following: Following, node: fx.Node) -> State:
     )
     if picked is not None:
         return state
-    shape = torch.empty(shape_of(table), device="meta")[  # type: ignore[arg-type]
+    shape = torch.empty(shape_of(table), device="meta")[
         tuple(slice(None) if one is None else torch.empty(shape_of(one), dtype=torch.int64, device="meta")
               for one in indices)
     ].shape  # fmt: skip
-    written = _looked_up(following, table, list(indices), tuple(shape), NONE)  # type: ignore[arg-type]
+    written = _looked_up(following, look_up(table, indices, tuple(shape)), tuple(shape), NONE)  # type: ignore[arg-type]
     if isinstance(value, SampleRows) and isinstance(written, SampleRows):
-        own = value.axis[0] + len(shape) - len(shape_of(values))  # type: ignore[arg-type]
+        own = value.axis[0] + len(shape) - len(shape_of(values))
         if (own, value.axis[1]) != written.axis:
             raise Lost(EVERY_OTHER)
     elif value != Whole():
         raise Lost(UNKNOWN)
     elif isinstance(written, SampleRows):
-        own = written.axis[0] - len(shape) + len(shape_of(values))  # type: ignore[arg-type]
+        own = written.axis[0] - len(shape) + len(shape_of(values))
         if own >= 0 and following._varies(values, own):  # type: ignore[arg-type]
             raise Lost(FIXED)
     return state
@@ -207,7 +194,7 @@ def scatter_in_order_rule(following: Following, node: fx.Node) -> State:
     result: Any = None
     for one, state in placed:
         if isinstance(state, SampleRows):
-            shift = len(shape_of(node)) - len(shape_of(one))  # type: ignore[arg-type]
+            shift = len(shape_of(node)) - len(shape_of(one))
             moved = replace(state, axis=(state.axis[0] + shift, state.axis[1]))
             result = moved if result is None else following.together(result, moved)
         elif not isinstance(state, Whole | NewTensor):
@@ -238,25 +225,6 @@ def repeat_each_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def same_dims_rule(following: Following, node: fx.Node) -> State:
-    """Works along one dimension of two operands that have the same ones."""
-    bound = g.bind(node)
-    dim = bound["dim"] % len(shape_of(node))
-    found: Any = None
-    for used in node.all_input_nodes:
-        state = of(following, used)
-        shift = 1 if g.op_name(node) == "aten::select_scatter" and used is node.args[1] else 0
-        if isinstance(state, SampleRows):
-            own = state.axis[0] + (shift if state.axis[0] >= dim else 0)
-            if own == dim:
-                raise Lost(ALONG_SAMPLES)
-            moved = replace(state, axis=(own, state.axis[1]))
-            found = moved if found is None else following.together(found, moved)
-        elif state != Whole() and not isinstance(state, NewTensor):
-            raise Lost(UNKNOWN)
-    return found if found is not None else NewTensor()
-
-
 def order_rule(following: Following, node: fx.Node) -> State:
     """`argsort`: of a mask, those that it has first, each as they were."""
     mask: Any = node.args[0]
@@ -272,7 +240,7 @@ def overwritten_rule(following: Following, node: fx.Node) -> State:
     """`slice_scatter` over all samples: those of the other operand."""
     table, other = node.args[:2]
     states, dim = (of(following, table), of(following, other)), g.bind(node).get("dim", 0) % len(shape_of(node))
-    same = shape_of(table) == shape_of(other)  # type: ignore[arg-type]
+    same = shape_of(table) == shape_of(other)
     along = any(isinstance(state, SampleRows) and state.axis[0] == dim for state in states)
     if along and same and all(state in (states[1], Whole()) or isinstance(state, SampleRows) for state in states):
         return states[1] if isinstance(states[1], SampleRows) else following.by_links(node)

@@ -6,7 +6,19 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.samples.propagation import NONE, Following, PartsOfSum, Powers, SampleRows, State, Whole
+from csc.analysis.operators.relation import Use
+from csc.analysis.operators.table import relation
+from csc.analysis.samples.propagation import (
+    NONE,
+    UNKNOWN,
+    Following,
+    Lost,
+    PartsOfSum,
+    Powers,
+    SampleRows,
+    State,
+    Whole,
+)
 
 
 def of(following: Following, value: Any) -> State:
@@ -19,3 +31,11 @@ def number_of(value: Any) -> Any:
 
 def powers_of(state: State) -> Powers:
     return state.powers if isinstance(state, Whole | SampleRows | PartsOfSum) else NONE
+
+
+def uses_of(node: fx.Node) -> tuple[Use, ...]:
+    """Lost for a call of which the table of operators says nothing."""
+    found = relation(node)
+    if found is None:
+        raise Lost(UNKNOWN)
+    return found.uses

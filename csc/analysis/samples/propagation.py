@@ -22,7 +22,10 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import RESHAPES, Axis, links, reshaped, shape_of
+from csc.analysis.operators.made import FILLED
+from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
+from csc.analysis.operators.relation import Axis, reshaped, shape_of
+from csc.analysis.operators.table import links
 from csc.ir import graph as g
 
 
@@ -222,7 +225,7 @@ class Following:
         numbers = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
         if not any(self._by_samples(one) for one in numbers):
             return set()
-        sizes = g.op_name(node) in (*RESHAPES, "aten::expand")
+        sizes = g.op_name(node) in SIZED_VIEWS
         return (self._given_sizes(node) or set()) if sizes else {-1}
 
     def _common_powers(self, states: list[State], linear: bool) -> Powers:
@@ -338,7 +341,5 @@ SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::
                 "aten::rand_like", "aten::randn_like"}  # fmt: skip
 GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
-FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones")}
 LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
-MOVES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::to", "aten::view", "aten::_unsafe_view",
-         "aten::reshape", "aten::type_as"}  # fmt: skip
+MOVES = COPIES | RESHAPES | {"aten::to", "aten::type_as"}

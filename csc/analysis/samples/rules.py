@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from csc.analysis.links import FOURIER
+from csc.analysis.operators.made import MADE
+from csc.analysis.operators.products import PRODUCTS
+from csc.analysis.operators.reductions import FOURIER
 from csc.analysis.samples.arithmetic_rules import (
     cast_rule,
     choice_rule,
@@ -30,22 +32,19 @@ from csc.analysis.samples.layer_rules import (
 )
 from csc.analysis.samples.loss_rules import LOSS_RULES
 from csc.analysis.samples.move_rules import (
-    embedding_rule,
     index_put_rule,
-    index_rule,
-    index_select_rule,
     join_rule,
+    look_up_rule,
     order_rule,
     overwritten_rule,
     repeat_each_rule,
-    same_dims_rule,
     scatter_in_order_rule,
     slice_rule,
     split_rule,
     typed_rule,
 )
-from csc.analysis.samples.product_rules import contraction_rule, einsum_rule, reduction_rule, sum_to_size_rule
-from csc.analysis.samples.propagation import Following, State
+from csc.analysis.samples.product_rules import contraction_rule, reduction_rule
+from csc.analysis.samples.propagation import LOOK_UPS, Following, State
 from csc.analysis.samples.size_rules import (
     expand_rule,
     filled_rule,
@@ -55,7 +54,6 @@ from csc.analysis.samples.size_rules import (
     same_number_rule,
     size_rule,
 )
-from csc.analysis.tokens import PRODUCTS
 
 Rule = Callable[[Following, fx.Node], State]
 
@@ -66,20 +64,18 @@ _NUMBERS: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub"), number_sum_rule),
     **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), same_number_rule),
 }
-_FILLED = ("full", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty",
-           "scalar_tensor")  # fmt: skip
 _LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
            "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
            "flip", "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj",
            "_conj", "conj_physical", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
-           *FOURIER)  # fmt: skip
+           "select_scatter", *FOURIER)  # fmt: skip
 _BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
                 "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
                 "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
 
 RULES: dict[str, Rule] = {
     **_NUMBERS,
-    **{f"aten::{name}": filled_rule for name in _FILLED},
+    **dict.fromkeys(MADE, filled_rule),
     **{f"aten::{name}": linear_rule for name in _LINEAR},
     **dict.fromkeys(PRODUCTS, contraction_rule),
     **LOSS_RULES,
@@ -102,20 +98,18 @@ RULES: dict[str, Rule] = {
     "aten::masked_fill": choice_rule,
     "aten::sum": reduction_rule,
     "aten::mean": reduction_rule,
-    "aten::sum_to_size": sum_to_size_rule,
-    "aten::einsum": einsum_rule,
+    "aten::sum_to_size": reduction_rule,
+    "aten::einsum": contraction_rule,
     "aten::slice": slice_rule,
     "aten::split": split_rule,
     "aten::split_with_sizes": split_rule,
     "aten::chunk": split_rule,
+    "aten::unsafe_split": split_rule,
     "aten::cat": join_rule,
-    "aten::index": index_rule,
-    "aten::index_select": index_select_rule,
-    "aten::embedding": embedding_rule,
+    **dict.fromkeys(LOOK_UPS, look_up_rule),
     "aten::index_put": index_put_rule,
     "aten::masked_scatter": scatter_in_order_rule,
     "aten::repeat_interleave": repeat_each_rule,
-    "aten::select_scatter": same_dims_rule,
     "aten::scaled_dot_product_attention": attention_rule,
     **dict.fromkeys(_BATCH_NORMS, batch_norm_rule),
     **dict.fromkeys(RECURRENT, recurrent_rule),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.links import shape_of
+from csc.analysis.operators.relation import shape_of
 from csc.analysis.samples.operands import number_of, of
 from csc.analysis.samples.propagation import (
     FIXED,
@@ -34,7 +34,7 @@ def size_rule(following: Following, node: fx.Node) -> State:
     state = of(following, operand)
     if isinstance(state, Mixed):
         return state
-    if isinstance(state, SampleRows | RowNumbers) and state.axis[0] == dim % len(shape_of(operand)):  # type: ignore[operator, arg-type]
+    if isinstance(state, SampleRows | RowNumbers) and state.axis[0] == dim % len(shape_of(operand)):  # type: ignore[operator]
         return Whole(frozenset({(Count("rows", state.entry), 1)}))
     return NewTensor() if isinstance(state, NewTensor) else Whole()
 

@@ -47,6 +47,7 @@ class Looked:
     def __init__(self) -> None:
         self._notes: dict[tuple[int, CodeType], tuple[Any, frozenset[str], Any]] = {}
         self._telling: FrameType | None = None  # of the message that is under way
+        self._passed: dict[tuple[int, int], CodeType] = {}  # code that is not looked at, by identity, and its globals'
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,16 +68,22 @@ class Looked:
         return all(_look(root, names, DEEPEST) == then for root, names, then in self._notes.values())
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
         if self._telling is not None:
             if event == "return" and frame is self._telling:
                 self._telling = None
             return
-        if event == "call" and _takes_messages(code):
+        if event != "call":  # Python tells of returns and of calls of C functions too: most of what it tells
+            return
+        code = frame.f_code
+        place = (id(code), id(frame.f_globals))
+        if place in self._passed:
+            return
+        if _takes_messages(code):
             self._telling = frame
             return
-        home = str(frame.f_globals.get("__name__")) if event == "call" else ""
+        home = str(frame.f_globals.get("__name__"))
         if not home or home.partition(".")[0] in LIBRARIES or home in RECORDERS:
+            self._passed[place] = code
             return
         names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))
         for name in code.co_names:

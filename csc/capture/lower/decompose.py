@@ -3,8 +3,9 @@
     functional(exported) -> (graph, signature)      placeholders in the order of the signature's inputs
 
 `x.to(dtype)`, `x.reshape(shape)` and their like give a view or a copy, as their arguments are: each is taken apart into
-the operations that it is here. All others stay as they are. Only where a model writes in place, which few do, torch
-traces the whole graph again, twice, to find out what every view of what was written holds afterwards.
+the operations that it is here, and so are a few that are made of others which csc has rules for, but have none
+themselves. All others stay as they are. Only where a model writes in place, which few do, torch traces the whole graph
+again, twice, to find out what every view of what was written holds afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Export
     if graph is None or any(map(g.mutates, graph.nodes)):  # running statistics: only their parts say that they write
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
-            exported = exported.run_decompositions(_OTHER_OPERATIONS)
+            exported = exported.run_decompositions(_OTHER_OPERATIONS | _MADE_OF_OTHERS)
         graph = exported.graph
     return graph, exported.graph_signature
 
@@ -43,8 +44,10 @@ def _rewritten(exported: fx.Graph) -> fx.Graph:
     for node in exported.nodes:
         if node.target is operator.getitem and isinstance(mapping[node.args[0]], (list, tuple)):
             mapping[node] = mapping[node.args[0]][node.args[1]]
-        elif isinstance(node.target, OpOverload) and (node.target in _OTHER_OPERATIONS or is_taken_apart(node.target)):
+        elif _is_of_others(node.target):
             mapping[node] = _taken_apart(graph, node, mapping)
+        elif _is_own_constant(node):
+            mapping[node] = mapping[node.args[0]]
         else:
             mapping[node] = _copied(graph, node, mapping)
     return graph
@@ -55,8 +58,21 @@ def _is_plain(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if isinstance(node.target, OpOverload):
-        return not g.mutates(node)
+        return not g.mutates(node) or _is_own_constant(node)
     return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
+
+
+def _is_of_others(operation: Any) -> bool:
+    """Whether an operation is taken apart."""
+    if not isinstance(operation, OpOverload):
+        return False
+    return operation in _OTHER_OPERATIONS or operation in _MADE_OF_OTHERS or is_taken_apart(operation)
+
+
+def _is_own_constant(node: fx.Node) -> bool:
+    """Whether it is `torch.tensor([1, 2])` in forward: torch detaches its copy of the constant in place."""
+    made = node.args[0] if node.target is torch.ops.aten.detach_.default else None
+    return isinstance(made, fx.Node) and made.target is torch.ops.aten.lift_fresh_copy.default and len(made.users) == 1
 
 
 def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> fx.Node:
@@ -80,6 +96,9 @@ def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) ->
     values = [one.meta["val"] for one in given]
     with torch.no_grad(), python_kernels():
         traced = make_fx(run, tracing_mode="real")(*values).graph
+        if any(map(g.mutates, traced.nodes)):  # what it has made itself
+            written = fx.GraphModule({}, traced)
+            traced = make_fx(torch.func.functionalize(written), tracing_mode="real")(*values).graph
     inner = dict(zip(g.placeholders(traced), map(mapping.__getitem__, given)))
     for one in g.calls(traced):
         inner[one] = graph.node_copy(one, inner.__getitem__)
@@ -113,3 +132,15 @@ _OTHER_OPERATIONS = {
     torch.ops.aten.concat.default: torch.cat,
     torch.ops.aten.as_strided_scatter.default: _strided,
 }
+# Torch's derivatives of these are those of what they call: nothing but the graph changes.
+_MADE_OF_OTHERS = {
+    operation: operation.decompose
+    for packet in map(
+        torch.ops.aten.__getattr__,
+        ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "log_sigmoid", "tensordot", "inner", "tile",
+         "hstack", "vstack", "dstack", "column_stack", "trapezoid", "nanmean", "max_pool1d_with_indices",
+         "adaptive_max_pool1d", "linalg_vecdot", "logdet"),
+    )
+    for operation in map(packet.__getattr__, packet.overloads())
+    if not operation._schema.is_mutable
+}  # fmt: skip

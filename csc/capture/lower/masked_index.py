@@ -16,22 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.tokens import is_pointwise, mixes
+from csc.analysis.operators.moves import COPIES, RESHAPES
+from csc.analysis.operators.pointwise import is_pointwise
+from csc.analysis.operators.reductions import NORMS
+from csc.analysis.operators.table import links
+from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
-ALONG_ROWS = {"aten::linear", "aten::layer_norm", "aten::rms_norm", "aten::embedding", "aten::_to_copy", "aten::clone"}
-# The arguments that hold samples, one behind the other.
-SAMPLES = {
-    "aten::conv2d": ("input",),
-    "aten::bucketize": ("self",),
-    "aten::expand": ("self",),
-    "aten::scaled_dot_product_attention": ("query", "key", "value"),
-}
+ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front
 SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
-RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view"}
 
 
 def without_selections(graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -149,28 +145,26 @@ class _Rewriting:
                 rows = self._spread(node, used, given[0])
                 node.replace_input_with(used, rows)
                 self.in_place[rows] = self.in_place[given[0]]
-        if pointwise or g.op_name(node) in ALONG_ROWS or self._by_sample(node):
+        if pointwise or g.op_name(node) in ALONG_ROWS or self._widened(node):
             return
-        if not _keeps_first(node):
-            raise _refused(node, "turns the rows that a mask has selected")
         for used in given:  # it counts its dimensions: one for the rows, as it had
             node.replace_input_with(used, self._flat(node, used))
+        try:
+            node.meta["val"] = self._value(node.target, node.args, node.kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise _refused(node, "cannot be run on all rows, of which a mask has selected some") from error
+        if any(used in self.in_place and 0 in link and link[0] != 0 for used, link in links(node)):
+            raise _refused(node, "turns the rows that a mask has selected")
         why = mixes(node, lambda one: (0,) if one in self.in_place or one is node else ())
         if why is not None:
             raise _refused(node, f"{why}, of which a mask has selected some")
 
-    def _by_sample(self, node: fx.Node) -> bool:
-        """Whether each row is a sample of its own to the call, in the arguments that hold samples and in no other;
-        a mask of attention may hold one for each sample.
-        """
-        bound = g.bind(node) if g.op_name(node) in SAMPLES else {}
-        samples = [bound[name] for name in SAMPLES.get(g.op_name(node), ())]
-        there = [used for used in node.all_input_nodes if used in self.in_place]
-        others = [used for used in there if used not in samples]
-        if not samples or len(there) - len(others) != len(set(samples)) or others not in ([], [bound.get("attn_mask")]):
+    def _widened(self, node: fx.Node) -> bool:
+        """Whether a call is an `expand` of each row."""
+        rows: Any = node.args[0]
+        if g.op_name(node) != "aten::expand" or rows not in self.in_place:
             return False
-        dims = {node.meta["val"].dim(), samples[0].meta["val"].dim(), *(one.meta["val"].dim() for one in others)}
-        return len(dims) == 1 and all(self.in_place[one].meta["val"].dim() == 1 for one in there)
+        return bool(node.meta["val"].dim() == rows.meta["val"].dim() and self.in_place[rows].meta["val"].dim() == 1)
 
     def _reshape(self, node: fx.Node) -> None:
         """One that leaves rows as they are, or cuts each; or that only a scatter reads: it takes values in order."""
@@ -299,17 +293,6 @@ def _scattered(node: fx.Node) -> bool:
         or (g.op_name(user) in ("aten::clone", "aten::_to_copy") and _scattered(user))
         for user in node.users
     )
-
-
-def _keeps_first(node: fx.Node) -> bool:
-    """False for a call that moves the first dimension elsewhere."""
-    name, rest = g.op_name(node), list(node.args[1:])
-    if name == "aten::transpose":
-        return 0 not in [int(dim) % node.meta["val"].dim() for dim in rest]  # type: ignore[arg-type]
-    if name == "aten::permute":
-        order: Any = rest[0]
-        return bool(order[0] == 0)
-    return name != "aten::t" and not (name == "aten::unsqueeze" and rest[0] == 0)
 
 
 def _refused(node: fx.Node, why: str) -> InputError:

@@ -93,8 +93,9 @@ class LossOnly(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         host = self.host
-        calls = [call for call in host.calls if call.is_for(self._example)]
-        made = {name for call in calls for name in call.entries(self.model, self._example)}
+        made, refused = host.entries(self.model, self._example)
+        others = [call for call, _ in refused]
+        calls = [call for call in host.calls if call.is_for(self._example) and call not in others]
         parameters = self._named()
         recording = Recording({**parameters, **{f"batch {name}": tensor for name, tensor in batch.items()}})
         rows: list[RowIndices] = []
@@ -205,10 +206,29 @@ class Host:
     asking: tuple[Function, ...] = ()
     tried: tuple[Function, ...] = ()
 
+    def entries(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[HostCall | Hoisted, InputError]]]:
+        """(the tensors that the calls make of a microbatch, named; the calls that refuse it)."""
+        made: dict[str, torch.Tensor] = {}
+        refused = []
+        for call in self.calls:
+            if call.is_for({**batch, **made}):
+                try:
+                    made |= call.entries(model, {**batch, **made})
+                except InputError as error:
+                    refused.append((call, error))
+        return made, refused
+
+    def made(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that entries made by calls have."""
+        prefixes = {call.prefix for call in self.calls}
+        return {name for name in names if name.rpartition("_")[0] in prefixes and name.rpartition("_")[2].isdecimal()}
+
 
 @dataclass(frozen=True)
 class Exported:
-    """consulted: the batch entries whose values the program was traced for; host: what is known to run there now;
+    """deciding: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
     gradients: the line that asked autograd for some; changes: what the model wrote to itself; written_beside: and
     beside it; undecided: whether it
@@ -216,7 +236,7 @@ class Exported:
     """
 
     program: torch.export.ExportedProgram
-    consulted: frozenset[str]
+    deciding: frozenset[str]
     host: Host
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
@@ -374,10 +394,10 @@ def _exported(
         )
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
-    consulted = frozenset(wrapped.watching.consulted)
+    deciding = frozenset(wrapped.watching.deciding)
     return Exported(
         exported,
-        consulted,
+        deciding,
         wrapped.host,
         calls,
         tuple(asked) if ones else None,

@@ -26,10 +26,16 @@ FIXED = "make the numbers in __init__ and keep them as a buffer, or let them com
 
 
 class _Drawing(TorchFunctionMode):
-    """Looks, at each call, whether torch's generator was seeded since."""
+    """Looks, at each call, whether torch's generator was seeded since, or another one was drawn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states, self._after = _states(), ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._after and self._states != _states():
+            self._after = calling_line()
         if torch.initial_seed() != SEED:
             raise InputError(
                 "the model seeds torch's random numbers in its forward; csc draws others",
@@ -44,21 +50,27 @@ class _Drawing(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    def refuse_drawn(self) -> None:
+        """InputError if a generator that is not torch's will give other numbers than before the forward. One that the
+        forward seeds gives the same in every step.
+        """
+        for (name, state), (_, now) in zip(self._states, _states()):
+            if state != now:
+                raise InputError(
+                    f"the model draws random numbers from {name} in its forward; they would be the same in every step",
+                    f"before {self._after}" if self._after else "model",
+                    "draw them with torch, or let them come with the batch; where they are drawn in training alone, "
+                    "put that module in eval mode",
+                )
+
 
 @contextmanager
 def own_chance() -> Iterator[None]:
     """A context around the model's forward, in a trace."""
-    with torch.random.fork_rng([]), _Drawing():
+    with torch.random.fork_rng([]), _Drawing() as drawing:
         torch.manual_seed(SEED)
-        states = _states()
         yield
-        for (name, state), (_, now) in zip(states, _states()):
-            if state != now:
-                raise InputError(
-                    f"the model draws random numbers from {name} in its forward; they would be the same in every step",
-                    "model",
-                    "draw them with torch, or let them come with the batch",
-                )
+        drawing.refuse_drawn()
 
 
 def _states() -> list[tuple[str, Any]]:

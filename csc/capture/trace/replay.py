@@ -2,10 +2,10 @@
 
 Some models decide by sizes of images how they lay out features. A trace holds for all batches with which their code
 makes the same calls (see csc.capture.values.call_log). To know that, the code is run once more, on tensors without
-data and with the values that it decides by: milliseconds where a trace takes seconds.
+data and with the values that it decides by: milliseconds where a trace takes seconds. Guards compare its calls with
+those of each capture (csc.ir.capture_guards).
 
     replay(model, tensors, extra, host, layers, rows) -> Replay, or None where the code cannot run so
-    way.serves(replay, tensors) -> bool     whether a trace is what the code does with these batch entries
     runs.of(model, tensors, extra, host, rows) -> Replay or None        the same, once for each batch
 """
 
@@ -27,8 +27,7 @@ from csc.capture.module_tree import describe
 from csc.capture.trace.export import Host, LossOnly, as_traced, metadata
 from csc.capture.values.row_index import PREFIX
 from csc.ir.asked import Decision
-from csc.ir.calls import Call, alike
-from csc.ir.sizes import SizeGuards
+from csc.ir.calls import Call
 from csc.torch_private import replaying
 
 log = logging.getLogger("csc")
@@ -49,23 +48,6 @@ class Replay:
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the code does the same with a batch of these sizes and values, its tokens aside."""
         return all(decision.holds(tensors) for decision in self.decisions)
-
-
-@dataclass(frozen=True)
-class Way:
-    """What a trace has: its calls, what they assume of sizes, the values of what was consulted for it, and what it was
-    decided by (csc.capture.guards).
-    """
-
-    calls: tuple[Call, ...]
-    sizes: SizeGuards
-    consulted: Mapping[str, torch.Tensor]
-    decided: tuple[str, ...] = ()
-
-    def serves(self, replay: Replay, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the model's code makes these calls for a batch."""
-        values = self.sizes.values({**tensors, **self.consulted})
-        return values is not None and alike(self.calls, replay.calls, values)
 
 
 def replay(

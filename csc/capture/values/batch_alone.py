@@ -21,7 +21,8 @@ from torch.overrides import resolve_name
 
 from csc.capture.values.call_log import writes
 from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
-from csc.ir.sizes import Unknown, expression_to_tree
+from csc.ir.sizes import expression_to_tree
+from csc.ir.unstorable import Unstorable
 from csc.torch_private import outside_tracing, pytree, random_state
 
 MISSING = object()
@@ -216,7 +217,7 @@ class Alone:
             raise _NotAlone
         try:
             return _as_tuples(_renamed(expression_to_tree(expression), self._sizes))
-        except Unknown:
+        except Unstorable:
             raise _NotAlone from None
 
     def _foreign(self, made: torch.Tensor, name: str, args: Any, kwargs: Any) -> None:

@@ -3,20 +3,20 @@
 Terms
   known      a tensor of whole numbers whose values are there beside the traced one: batch entries that are no tokens
              (image sizes, grids), and what is computed from them and from plain numbers alone
-  consulted  a batch entry whose values decided something: `.tolist()`, an `if`, a size. The capture holds for these
+  deciding   a batch entry whose values decided something: `.tolist()`, an `if`, a size. The capture holds for these
              values; others are another capture.
   sources    the batch entries that a tensor was computed from
 
     watch = Watching({"image_grid_thw": tensor})
     with watch.entries(batch, asked): model(**batch)   under torch.export, batch holds traced tensors
-    watch.consulted -> {"image_grid_thw"}
+    watch.deciding -> {"image_grid_thw"}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ ASKS = frozenset(
      "nonzero", "argwhere", "unique", "unique_consecutive", "_unique2", "masked_select", "bincount", "allclose",
      "histc", "__array__"}
 )  # fmt: skip
-FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace"})
+FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor", "eye", "linspace", "empty"})
 ANSWERS = frozenset(
     {"item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"}
 )  # of these the result is no tensor
@@ -65,7 +65,7 @@ class Watching(TorchFunctionMode):
         decides: bool = False,
         hoisted: Callable[[Expression, str], Any] = lambda expression, name: None,
     ) -> None:
-        """values: the real values of the entries that may be consulted. decides: whether questions about the batch
+        """values: the real values of the entries that may decide. decides: whether questions about the batch
         alone are answered for the batch at hand. hoisted(expression, name): what stands for the tensors that it gives,
         computed before the step; None if nothing does.
         """
@@ -79,7 +79,7 @@ class Watching(TorchFunctionMode):
         self._rows: RowIndices | None = None
         self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
-        self.consulted: set[str] = set()
+        self.deciding: set[str] = set()
         self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -162,8 +162,8 @@ class Watching(TorchFunctionMode):
             if tensors:
                 self.asked_last = sources
             args = self._by_numbers(name, args)
-        if not known and writes(name) and tensors and (value := self._value(tensors[0])) is not None:
-            self._unknown.add(value.untyped_storage().data_ptr())
+        if writes(name) and tensors and (value := self._value(tensors[0])) is not None:
+            self._written(value.untyped_storage().data_ptr(), sources, known)
         result = func(*args, **kwargs)
         self.recording.add(func, args, kwargs, result)
         self.alone.add(func, args, kwargs, result)
@@ -262,7 +262,7 @@ class Watching(TorchFunctionMode):
         return (*args[:first], *pytree.tree_map(number, args[first:])), pytree.tree_map(number, kwargs)
 
     def _consult(self, sources: frozenset[str]) -> None:
-        self.consulted |= sources
+        self.deciding |= sources
 
     def _sources(self, tensor: torch.Tensor) -> frozenset[str]:
         fact = self._facts.get(id(tensor))
@@ -273,6 +273,14 @@ class Watching(TorchFunctionMode):
         if fact is None or fact.value is None or fact.value.untyped_storage().data_ptr() in self._unknown:
             return None
         return fact.value
+
+    def _written(self, memory: int, sources: frozenset[str], known: bool) -> None:
+        """Whatever lies in memory that was written to is computed from what was written."""
+        for place, fact in self._facts.items():
+            if fact.value is not None and fact.value.untyped_storage().data_ptr() == memory:
+                self._facts[place] = replace(fact, sources=fact.sources | sources)
+        if not known:
+            self._unknown.add(memory)
 
     def _all_known(self, name: str, tensors: list[torch.Tensor], leaves: list[Any]) -> bool:
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):

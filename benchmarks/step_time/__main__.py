@@ -1,0 +1,93 @@
+"""One training step in one process: eager PyTorch, `torch.compile(model, dynamic=False)`, csc, and csc fused.
+
+    python -m benchmarks.step_time [--quick] [--json] [--models llama llava] [--rivals eager csc] [--rounds 9] [--warm]
+
+Each case runs in a process of its own with one thread, on a compilation cache of its own; rivals take turns, and CPU
+time is compared. glibc is told to keep what is freed: which rival would else give memory back in the middle of a step
+is chance. --warm: also seconds to the first step of a second process, on the cache that the first one has filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.step_time.cases import FULL, QUICK, Case, select
+from benchmarks.step_time.measure import CSC, EAGER, FUSED, RIVALS
+from benchmarks.step_time.models import MODELS
+from benchmarks.step_time.summary import Row, summary
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000",
+}  # fmt: skip
+
+
+def run(case: Case, rivals: list[str], rounds: int, again: bool) -> Row:
+    """A case, in processes of its own. RuntimeError with what one said if it failed."""
+    alone = [name for name in rivals if case.pp == 1 or name in (EAGER, CSC, FUSED)]
+    with tempfile.TemporaryDirectory() as home:
+        found = _process(case, home, "--rounds", str(rounds), "--rivals", *alone)
+        for name in alone[1:] if again else ():
+            found[name] |= _process(case, home, "--warm", "--rivals", name)[name]
+    return case, found
+
+
+def _process(case: Case, home: str, *arguments: str) -> dict[str, dict[str, float]]:
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor", "CSC_CACHE_DIR": f"{home}/csc", "CSC_CACHE": "1"}
+    command = [sys.executable, "-m", "benchmarks.step_time.measure", json.dumps(asdict(case)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, **caches})
+    if done.returncode:
+        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(rows: list[Row]) -> Table:
+    """A line for each rival of each case."""
+    shown = Table("case", "rival", "cpu ms", "over eager", "peak MB", "first s", "warm s", "difference")
+    for case, row in rows:
+        for number, (name, one) in enumerate(row.items()):
+            warm = f"{one['warm_s']:.1f}" if "warm_s" in one else ""
+            shown.add_row(
+                "" if number else str(case), name, f"{one['cpu_ms']:.1f}", f"{one['over_eager']:.3f}",
+                f"{one['peak_mb']:.0f}", f"{one['first_s']:.1f}", warm, f"{one['difference']:.1e}",
+            )  # fmt: skip
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases, two of them small")
+    parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS))
+    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS), help="the first is eager")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args()
+    rivals = [EAGER, *(name for name in arguments.rivals if name != EAGER)]
+    rows = []
+    for case in select(QUICK if arguments.quick else FULL, arguments.models):
+        rows.append(run(case, rivals, arguments.rounds, arguments.warm))
+        if not arguments.json:
+            Console().print(table(rows[-1:]))
+    if arguments.json:
+        listed = [{**asdict(case), "rivals": row} for case, row in rows]
+        about = {"torch": torch.__version__, "machine": platform.machine()}
+        print(json.dumps({**about, "summary": summary(rows), "rows": listed}, indent=1))
+        return
+    for name, figure in summary(rows).items():
+        Console().print(f"{name}: {figure:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`csc cost` and `csc profile`: FLOPs, bytes and seconds of F, B and W, computed and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from csc.commands.options import Opening, on_target
+from csc.commands.printing import DebugOption, JsonOption, console, print_json
+
+
+@on_target
+def cost(
+    opening: Opening,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="every figure as an expression in batch, text, image and audio lengths")
+    ] = False,
+    master: Annotated[
+        bool, typer.Option("--master", help="AdamW with float32 moments and a float32 copy of narrower parameters")
+    ] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """FLOPs, bytes and, with --hardware, seconds of F, B and W of one microbatch, by component and region."""
+    from csc.analysis.hardware import hardware
+    from csc.commands.cost_tables import cost_tables
+    from csc.reports.costs import report
+
+    with opening as compiled:
+        chosen = hardware(compiled.options.hardware) if compiled.options.hardware else None
+        found = report(compiled, chosen, master, symbolic)
+    if json_output:
+        print_json(found.as_dict())
+        return
+    for table in cost_tables(found):
+        console.print(table)
+    for symbol, size in found.sizes.items():
+        console.print(f"{symbol} = {size}: {escape(found.meanings[symbol])}", highlight=False)
+
+
+@on_target
+def profile(
+    opening: Opening,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write it, as a .toml for --hardware")] = None,
+    budget: Annotated[float, typer.Option("--seconds", min=0.0, help="how long to measure, at most")] = 20.0,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure F, B and W of every template on the device at hand, fit the cost model to them, report its error."""
+    from csc.commands.cost_tables import profile_summary, profile_table
+    from csc.reports.profiling import profile as measured
+
+    with opening as compiled:
+        found = measured(compiled, compiled.options.hardware, budget, output)
+    if json_output:
+        print_json(found.as_dict())
+        return
+    console.print(profile_table(found))
+    console.print(profile_summary(found), highlight=False)
+    if output is not None:
+        console.print(f"wrote {escape(str(output))}: use it with --hardware {escape(str(output))}", soft_wrap=True)

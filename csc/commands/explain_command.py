@@ -1,0 +1,68 @@
+"""`csc explain`: components and regions as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from csc.commands.options import Opening, on_target
+from csc.commands.printing import DebugOption, JsonOption, console, print_json
+
+
+@on_target
+def explain(
+    opening: Opening,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Components and regions: parameters, gradient needs, work of F, B and W, and what was pruned and why."""
+    from csc.analysis.explain import explain as rows_of
+
+    with opening as compiled:
+        components, regions = rows_of(compiled.program)
+    if json_output:
+        rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
+        print_json({**rows, "notes": list(compiled.program.notes)})
+        return
+    for title, rows_ in (("components", components), ("regions", regions)):
+        console.print(explain_table(title, rows_))
+    for note in compiled.program.notes:
+        console.print(escape(note))
+
+
+def explain_table(title: str, rows: list[Any]) -> Table:
+    """The rows of csc.analysis.explain as a table; what all names begin with (PEFT's wrappers) is in the title."""
+    around = "".join(f"{part}." for part in _common([row.name.split(".")[:-1] for row in rows]))
+    if around:
+        title = f"{title} of {around[:-1]}"
+    table = Table(
+        "name",
+        "stage",
+        "parameters",
+        "trainable",
+        "dx",
+        "dw",
+        "matmuls F/B/W",
+        "MFLOPs F/B/W",
+        "pruned MFLOPs",
+        "why",
+        title=title,
+    )
+    for row in rows:
+        table.add_row(
+            escape(row.name.removeprefix(around)), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
+            "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
+            "/".join(map(str, row.matmuls)), "/".join(f"{f / 1e6:.2f}" for f in row.flops),
+            f"{row.pruned_flops / 1e6:.2f}", escape(row.why),
+        )  # fmt: skip
+    return table
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """What all paths begin with."""
+    alike = 0
+    while paths and all(path[alike : alike + 1] == paths[0][alike : alike + 1] != [] for path in paths):
+        alike += 1
+    return paths[0][:alike] if paths else []

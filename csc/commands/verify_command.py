@@ -1,0 +1,94 @@
+"""`csc verify`: the loss and every gradient beside eager PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from csc.commands.options import Opening, on_target
+from csc.commands.printing import DebugOption, JsonOption, console, print_json
+
+if TYPE_CHECKING:
+    from csc.reports.verification import Verification
+
+
+@on_target
+def verify(
+    opening: Opening,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            help="largest relative difference that passes; default 1e-6, with cp > 1 1e-5, in bf16 0.1, or where it is "
+            "more, 16 times what a changed last bit of every weight makes of eager's own gradient",
+        ),
+    ] = None,
+    float64: Annotated[
+        bool,
+        typer.Option(
+            "--float64",
+            help="compare both with eager PyTorch in float64 too: a gradient that is as near to it as eager's passes",
+        ),
+    ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="also compare parameters after so many optimizer steps")
+    ] = 0,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
+    from csc.reports.verification import default_tolerance, parting
+    from csc.reports.verification import verify as compare
+
+    with opening as compiled:
+        result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None)
+        tolerance = default_tolerance(compiled.options) if tolerance is None else tolerance
+        good = result.good(tolerance)
+        place = None if good else parting(compiled, tolerance)
+    if json_output:
+        print_json(_as_json(result, good, place, float64, steps))
+    else:
+        _print(result, place, float64, steps)
+        console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
+    if not good:
+        raise typer.Exit(1)
+
+
+def _as_json(result: Verification, good: bool, place: str | None, float64: bool, steps: int) -> dict[str, Any]:
+    return {
+        "ok": good, "loss": result.loss, "loss_eager": result.loss_eager, "loss_rel": result.loss_rel,
+        "grad_rel_max": result.grad_rel_max if result.grad_rel_max < float("inf") else None,
+        "params_checked": result.params_checked, "params_bit_equal": result.bit_equal,
+        "params_missing": list(result.params_missing), "params_unexpected": list(result.params_unexpected),
+        "random_ops": result.random_ops, "unknown_random_ops": list(result.unknown),
+        "trained_rel_max": max(result.trained_rel.values(), default=0.0) if steps else None, "parting": place,
+        "from_float64": {name: list(both) for name, both in result.from_float64.items()} if float64 else None,
+    }  # fmt: skip
+
+
+def _print(result: Verification, place: str | None, float64: bool, steps: int) -> None:
+    further = ("eager from float64", "compiled from float64") if float64 else ()
+    table = Table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
+    for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
+        table.add_row(escape(name), *(f"{one:.3g}" for one in (value, *result.from_float64.get(name, ()))))
+    console.print(table)
+    console.print(f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}")
+    console.print(
+        f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, "
+        f"largest difference {result.grad_rel_max:.3g}"
+    )
+    for title, names in (("missing", result.params_missing), ("unexpected", result.params_unexpected)):
+        for name in names:
+            console.print(f"[red]{title}[/] {escape(name)}")
+    if result.random_ops:
+        console.print(f"{result.random_ops} random operations (dropout): both had the same constants for numbers")
+    for name in result.unknown:
+        console.print(f"[red]drawn[/] {name}: eager and compiled have different random numbers")
+    if steps:
+        most = max(result.trained_rel.values(), default=0.0)
+        console.print(f"after {steps} optimizer steps parameters have moved as eager's, to {most:.3g} of the way")
+    if place:
+        console.print(escape(place))

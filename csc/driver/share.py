@@ -1,0 +1,119 @@
+"""Whose samples a process brings to a step, and what ranks tell each other of them before it.
+
+Terms
+  own     the batch has the samples of this process' replica alone; else it is the global batch, the same on every rank
+  parts   into how many microbatches the batch is divided
+
+    share = Share(mesh, microbatches, meeting, local)      .own   .parts
+    share.agree(operation, divide, prepare) -> (ready, what `prepare` returned, heard)
+    share.waits(ready, changed), .known(ready, said, decides), .first(ready, said, decides) -> Said
+    share.served(heard), share.uneven(heard) -> bool
+    share.of_all(ready) -> microbatches of all replicas    after a meeting
+
+    place(mesh) -> (dp_rank, dp_size)                      which share of the samples a process loads
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from csc.ir.mesh import Mesh
+from csc.runtime import own_samples
+from csc.runtime.batches import sizes
+from csc.runtime.launch import several_processes
+from csc.runtime.meeting import OWN_SAMPLES, Heard, Meeting
+from csc.runtime.words import Said, digest
+
+Ready = list[dict[str, Any]]
+Result = TypeVar("Result")
+UNEVEN, UNSERVED, FLAGS = 1, 2, 4  # bits of what ranks say; above them a digest of what replicas have in common
+CHANGED = "the model has changed"
+
+
+def place(mesh: Mesh) -> tuple[int, int]:
+    """(dp_rank, dp_size): under torchrun the replica of this process' rank; one process alone runs all of them."""
+    if not several_processes():
+        return 0, 1
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    return mesh.replica(rank), mesh.dp
+
+
+class Share:
+    """Of one step."""
+
+    def __init__(self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool) -> None:
+        self._meeting = meeting
+        self.own = local and meeting.group is not None
+        self._replicas = list(map(mesh.replica, range(mesh.size)))
+        self.parts = microbatches * (1 if self.own else mesh.dp)
+
+    @property
+    def _replica(self) -> int:
+        return self._replicas[dist.get_rank()] if self.own else 0
+
+    def agree(
+        self, operation: str, divide: Callable[[], Ready], prepare: Callable[[Ready], tuple[Said, Result]]
+    ) -> tuple[Ready, Result, list[Heard]]:
+        """Divide the batch and prepare its step on every rank, with one meeting; with two where each has its own
+        samples: the first completes what ranks of a replica leave out.
+        """
+        if not self.own:
+
+            def both() -> tuple[Said, tuple[Ready, Result]]:
+                ready = divide()
+                said, result = prepare(ready)
+                return said, (ready, result)
+
+            (ready, result), heard = self._meeting.heard(operation, both)
+            return ready, result, heard
+
+        def samples() -> tuple[Said, Ready]:
+            ready = divide()
+            content = digest("\n".join(sizes(ready)))  # compared below, within replicas
+            return Said((f"{len(ready)} microbatches of a replica",), dist.get_rank(), content), ready
+
+        ready, heard = self._meeting.heard(operation, samples)
+        if len({(replica, one.content) for replica, one in zip(self._replicas, heard)}) > len(set(self._replicas)):
+            texts = self._meeting.texts(OWN_SAMPLES, own_samples.told(ready))
+            self._meeting.began()  # if it is refused now, it is on every rank
+            ready = own_samples.completed(ready, texts, self._replicas, dist.get_rank())
+        result, heard = self._meeting.heard(OWN_SAMPLES, lambda: prepare(ready))
+        return ready, result, heard
+
+    def waits(self, ready: Ready, changed: bool) -> Said:
+        """Said by a rank without a program for its microbatches."""
+        value = float(UNSERVED)
+        if self.own:
+            return Said((CHANGED,) * changed, self._replica, value=value, shared=sizes(ready))
+        return Said((*sizes(ready), CHANGED if changed else "no program yet"), value=value)
+
+    def known(self, ready: Ready, said: Said, decides: Sequence[str]) -> Said:
+        """Said by a rank with one. said: what its runtime says; decides: what the microbatches decide."""
+        if not self.own:
+            return replace(said, signature=sizes(ready))
+        common = digest("\n".join((*said.signature, *decides))) & 0xFFFFFFFF
+        return replace(said, signature=(), shared=sizes(ready), value=said.value + FLAGS * common)
+
+    def first(self, ready: Ready, said: Said, decides: Sequence[str]) -> Said:
+        """Said once all have one."""
+        if not self.own:
+            return replace(said, signature=sizes(ready))
+        return replace(said, signature=(*said.signature, *decides), shared=sizes(ready))
+
+    def served(self, heard: Sequence[Heard]) -> bool:
+        """Whether every rank has a program, and what replicas must have in common is so as far as anybody can tell."""
+        found = {int(one.value) // FLAGS for one in heard}
+        return len(found) == 1 and not any(int(one.value) & UNSERVED for one in heard)
+
+    def uneven(self, heard: Sequence[Heard]) -> bool:
+        """Whether any rank's microbatches may leave parameters out."""
+        return any(int(one.value) & UNEVEN for one in heard)
+
+    def of_all(self, ready: Ready) -> Ready:
+        """The microbatches of all replicas. All ranks call it, right after a meeting."""
+        return own_samples.of_all(self._meeting, self._replicas, ready) if self.own else ready

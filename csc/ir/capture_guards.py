@@ -1,0 +1,125 @@
+"""What one capture of a model assumed of its batch, and whether another batch is as assumed.
+
+Terms
+  plain      batch entries that are no tensors, as text
+  values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
+  decisions  what the model's code asked of its batch alone, with the answers (csc.ir.asked)
+  calls      what that code called: where it calls the same for other values, the graph is the same (csc.ir.calls)
+  name       a hash of the assumptions: the same in all processes
+
+    guards.match(tensors, plain, calls) -> tensors as the capture takes them, or the Miss: the first assumption that
+                                           does not hold
+    capture_guards(sizes, values, decisions, plain, calls) -> CaptureGuards
+    to_tree(guards) -> JSON            Unstorable for sizes that have no form in text
+    from_tree(tree) -> CaptureGuards   ValueError, KeyError or TypeError for a tree that is none
+
+A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
+questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the
+host, on the batch as it comes, before the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from csc.ir import asked, calls, sizes
+from csc.ir.asked import Decision
+from csc.ir.calls import Call, alike
+from csc.ir.miss import Miss
+from csc.ir.sizes import SizeGuards
+
+Tensors = Mapping[str, torch.Tensor]
+LONGEST = 60  # characters of a value in a sentence
+
+
+@dataclass(frozen=True)
+class CaptureGuards:
+    """calls: None: the capture is for its own values alone."""
+
+    name: str
+    sizes: SizeGuards
+    values: Tensors
+    decisions: tuple[Decision, ...]
+    plain: Mapping[str, str]
+    calls: tuple[Call, ...] | None = None
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The decisions as texts."""
+        return tuple(decision.text() for decision in self.decisions)
+
+    def match(self, tensors: Tensors, plain: Mapping[str, str], calls: tuple[Call, ...] | None) -> Tensors | Miss:
+        """Entries of a completed microbatch as the capture takes them: with its values, where the model's code calls
+        the same for both. calls: of that code for this microbatch; None: not known.
+        """
+        miss = self._miss(tensors, plain)
+        if miss is None or calls is None or self.calls is None or plain != self.plain:
+            return tensors if miss is None else miss
+        replaced = {**tensors, **self.values}
+        symbols = self.sizes.match(replaced)
+        return replaced if not isinstance(symbols, Miss) and alike(self.calls, calls, symbols) else miss
+
+    def _miss(self, tensors: Tensors, plain: Mapping[str, str]) -> Miss | None:
+        """Each question may rest on the answers before it, so the first other answer ends it."""
+        if plain != self.plain:
+            name = next(name for name in {**plain, **self.plain} if plain.get(name) != self.plain.get(name))
+            return Miss(name, self.plain.get(name, "absent"), plain.get(name, "absent"))
+        symbols = self.sizes.match(tensors)
+        if isinstance(symbols, Miss):
+            return symbols
+        for name, values in self.values.items():
+            if not torch.equal(values, tensors[name].to(values.device)):
+                return Miss(name, _short(values), _short(tensors[name]))
+        return next(filter(None, (decision.miss(tensors) for decision in self.decisions)), None)
+
+
+def capture_guards(
+    sizes: SizeGuards,
+    values: Tensors,
+    decisions: tuple[Decision, ...],
+    plain: Mapping[str, str],
+    calls: tuple[Call, ...] | None,
+) -> CaptureGuards:
+    """Named by what they assume."""
+    entries = [(name, dtype, list(map(str, shape))) for name, (dtype, shape) in sorted(sizes.entries.items())]
+    parts = (
+        entries, sorted(sizes.ranges.items()), sorted(map(str, sizes.relations)), sorted(_values_tree(values).items()),
+        [(asked.to_tree(one.expression), one.answer) for one in decisions], sorted(plain.items()),
+    )  # fmt: skip
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return CaptureGuards(name, sizes, values, decisions, plain, calls)
+
+
+def to_tree(guards: CaptureGuards) -> Any:
+    """Plain JSON."""
+    made = None if guards.calls is None else calls.to_tree(guards.calls)
+    return {
+        "name": guards.name, "sizes": sizes.to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
+        "decisions": [[asked.to_tree(one.expression), one.answer] for one in guards.decisions],
+        "plain": dict(guards.plain),
+    }  # fmt: skip
+
+
+def from_tree(tree: Any) -> CaptureGuards:
+    """The inverse."""
+    decisions = tuple(Decision(asked.from_tree(question), answer) for question, answer in tree["decisions"])
+    made = None if tree["calls"] is None else calls.from_tree(tree["calls"])
+    values = {
+        name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for name, (dtype, values) in tree["values"].items()
+    }
+    return CaptureGuards(tree["name"], sizes.from_tree(tree["sizes"]), values, decisions, dict(tree["plain"]), made)
+
+
+def _values_tree(values: Tensors) -> dict[str, Any]:
+    return {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in values.items()}
+
+
+def _short(tensor: torch.Tensor) -> str:
+    text = str(tensor.tolist())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

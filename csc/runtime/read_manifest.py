@@ -1,0 +1,229 @@
+"""program.json, checked field by field, as a Manifest (csc.runtime.specs).
+
+manifest(table, where) -> Manifest        ProgramError for any field that is missing or wrong
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from csc.errors import CscError, ProgramError
+from csc.ir.groups import WHOLE, Group, Placement
+from csc.ir.mesh import Mesh
+from csc.ir.strides import overlaps
+from csc.runtime.fields import REMEDY, Fields, short
+from csc.runtime.specs import (
+    ConstantSpec,
+    ContextMaskSpec,
+    ContextSpec,
+    InputSpec,
+    LossSpec,
+    Manifest,
+    MessageSpec,
+    ParameterSpec,
+    StageSpec,
+    ValueSpec,
+)
+
+FORMAT = 4
+LOSS_WEIGHTS = ("tokens", "sum", "mean")
+
+
+def manifest(table: Any, where: str) -> Manifest:
+    """Check and convert the parsed JSON. `where` names the file in errors."""
+    top = Fields(table, where)
+    version = top.get("format", int)
+    if version != FORMAT:
+        raise ProgramError(
+            f"its format is version {version}, this csc reads version {FORMAT}", where, "Compile it again"
+        )
+    try:
+        mesh = Mesh.of(top.get("mesh", dict))
+    except CscError as error:
+        raise ProgramError(error.what, f"{where}, mesh", error.remedy) from None
+    stages = tuple(_stage(row, mesh.pp) for row in top.rows("stages"))
+    files = top.hashes("files")
+    _check_stages(stages, mesh, len(files), where)
+    microbatches = top.get("microbatches", int)
+    if microbatches < 1:
+        raise ProgramError(f"it has {microbatches} microbatches", where, REMEDY)
+    inputs = tuple(
+        InputSpec(r.get("name", str), r.sizes("shape"), r.dtype(), r.get("whole", bool, False), r.limit("table"))
+        for r in top.rows("inputs")
+    )
+    parameters = tuple(_parameter(row, stages, mesh) for row in top.rows("parameters"))
+    constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
+    messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
+    _once("inputs", [one.name for one in inputs], where)
+    _once("parameters", [one.name for one in parameters], where)
+    _once("constants", [one.name for one in constants], where)
+    _once("messages", [one.channel for one in messages], where)
+    known = {one.name for one in inputs} | top.get("fixed", dict, {}).keys()
+    for stage in stages:
+        unknown = set(stage.inputs) - known
+        if unknown:
+            raise ProgramError(f"stage {stage.stage} reads {min(unknown)!r}, which is no input", where, REMEDY)
+    return Manifest(
+        name=top.get("name", str),
+        fingerprint=top.get("fingerprint", str),
+        mesh=mesh,
+        device=_device(top),
+        microbatches=microbatches,
+        inputs=inputs,
+        fixed=top.get("fixed", dict, {}),
+        parameters=parameters,
+        constants=constants,
+        messages=messages,
+        stages=stages,
+        loss=_loss(top, len(stages)),
+        contexts=_contexts(top, mesh, stages),
+        random=top.get("random", bool, False),
+        frozen=top.names("frozen", []),
+        plan=top.get("plan", dict, {}),
+        files=files,
+        tensors=top.hashes("tensors", {}),
+    )
+
+
+def _check_stages(stages: Sequence[StageSpec], mesh: Mesh, files: int, where: str) -> None:
+    """Each rank of the mesh has a file and a stage, and stages are in order."""
+    if mesh.pp > len(stages) or mesh.size > files:
+        what = f"mesh {mesh} has {short(mesh.size)} ranks, and it lists {len(stages)} stages and {files} files"
+        raise ProgramError(what, where, REMEDY)
+    if [s.stage for s in stages] != list(range(len(stages))):
+        raise ProgramError(f"it lists stages {[s.stage for s in stages]}, not in order from 0", where, REMEDY)
+    idle = set(range(mesh.pp)) - {s.rank for s in stages}
+    if idle:
+        raise ProgramError(f"rank {min(idle)} has no stage, the mesh has pp={mesh.pp}", where, REMEDY)
+
+
+def _loss(top: Fields, stages: int) -> LossSpec:
+    loss = Fields(top.get("loss", dict), f"{top.where}, loss")
+    weight = loss.get("weight", str)
+    if weight not in LOSS_WEIGHTS:
+        raise ProgramError(f"loss weight {weight!r} is none of {', '.join(LOSS_WEIGHTS)}", top.where, REMEDY)
+    stage = _end(loss, "stage", stages)
+    return LossSpec(stage, weight, loss.get("rows", str, ""), _finite(loss, "added"), _finite(loss, "least"))
+
+
+def _once(what: str, names: Sequence[Any], where: str) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ProgramError(f"it lists {twice!r} twice among its {what}", where, REMEDY)
+
+
+def _device(top: Fields) -> str:
+    device = top.get("device", str)
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ProgramError(f"field 'device' is {short(device)}, which is none", top.where, REMEDY) from None
+    return str(device)
+
+
+def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[ContextSpec, ...]:
+    found = tuple(_context(row, mesh) for row in top.rows("context")) if mesh.cp > 1 else ()
+    names = [one.component for one in found]
+    if len(set(names)) < len(names):
+        raise ProgramError(f"field 'context' lists {', '.join(names)}: a component twice", top.where, REMEDY)
+    for stage in stages:
+        unknown = set(stage.contexts) - set(names)
+        if unknown:
+            what = f"stage {stage.stage} asks for the tokens of {min(unknown)!r}, which 'context' does not list"
+            raise ProgramError(what, top.where, REMEDY)
+    return found
+
+
+def _context(row: Fields, mesh: Mesh) -> ContextSpec:
+    ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "share")}
+    if ranks < 1 or mesh.cp % ranks:
+        raise ProgramError(f"{ranks} ranks do not divide cp={mesh.cp}", row.where, REMEDY)
+    if min(sizes.values()) < 1 or sizes["share"] * ranks < sizes["tokens"]:
+        raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of cp={mesh.cp}", row.where, REMEDY)
+    masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
+    tile, block = row.number("tile_seconds"), row.number("block_seconds")
+    return ContextSpec(
+        row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
+        inputs=row.names("inputs"),
+    )  # fmt: skip
+
+
+def _finite(row: Fields, key: str) -> float:
+    value = float(row.get(key, (int, float), 0.0))
+    if not math.isfinite(value):
+        raise ProgramError(f"field {key!r} is {value}", row.where, REMEDY)
+    return value
+
+
+def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> ParameterSpec:
+    users, trainable = row.stages("stages", len(stages)), row.get("trainable", bool)
+    return ParameterSpec(
+        row.get("name", str),
+        row.sizes("shape"),
+        row.dtype(),
+        trainable,
+        users,
+        tuple(dict.fromkeys(stages[stage].rank for stage in users)),
+        row.dtype("compute") if "compute" in row.table else None,
+        _placement(row, "weight", ("equal",), mesh),
+        _placement(row, "gradient", ("equal", "parts"), mesh) if trainable else WHOLE,
+    )
+
+
+def _placement(row: Fields, key: str, known: tuple[str, ...], mesh: Mesh) -> Placement:
+    """How a parameter or its gradient lies on the ranks of a position. ProgramError if it is none of `known` over an
+    axis: then ranks with one parameter would train it apart.
+    """
+    try:
+        found = Placement.of(row.get(key, dict))
+    except CscError as error:
+        raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
+    for axis in Group.POSITION.along:
+        over = found.over(axis)
+        if (over or getattr(mesh, axis) > 1) and over not in known:
+            said = f"{over} over {axis}" if over else f"nothing over {axis}, whose size is {getattr(mesh, axis)}"
+            what = f"field {key!r} says {said}: this runtime knows {' and '.join(known)}"
+            raise ProgramError(what, row.where, REMEDY)
+    return found
+
+
+def _stage(row: Fields, ranks: int) -> StageSpec:
+    return StageSpec(
+        row.get("stage", int),
+        _end(row, "rank", ranks),
+        row.names("regions", []),
+        row.names("inputs"),
+        row.get("forward", bool),
+        row.get("backward_input", bool),
+        row.get("backward_weight", bool),
+        row.names("context", []),
+    )
+
+
+def _end(row: Fields, key: str, count: int) -> int:
+    found = row.get(key, int)
+    if not 0 <= found < count:
+        raise ProgramError(f"{key} is {found}, there are 0..{count - 1}", row.where, REMEDY)
+    return found
+
+
+def _message(row: Fields, count: int) -> MessageSpec:
+    kind = row.get("kind", str)
+    if kind not in ("F", "B"):
+        raise ProgramError(f"message kind {kind!r} is neither F nor B", row.where, REMEDY)
+    values = []
+    for value in row.rows("values"):
+        spec = ValueSpec(value.get("name", str), value.sizes("shape"), value.sizes("stride"), value.dtype())
+        if overlaps(spec.shape, spec.stride):
+            raise ProgramError(
+                f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: elements overlap",
+                value.where,
+                "Send a contiguous copy",
+            )
+        values.append(spec)
+    return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), tuple(values))

@@ -1,0 +1,52 @@
+"""The benchmark of a step: what it counts together, and that its models train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.step_time.cases import FULL, QUICK, Case, select
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED
+from benchmarks.step_time.models import MODELS, build
+from benchmarks.step_time.summary import summary
+
+
+def measured(cpu: float, first: float = 1.0) -> dict[str, float]:
+    return {"cpu_ms": cpu, "first_s": first, "peak_mb": cpu, "difference": 1e-7}
+
+
+def test_figures_are_of_the_rows_that_have_them() -> None:
+    rows = [
+        (Case("llama", 128, 128), {EAGER: measured(10), CSC: measured(9)}),
+        (
+            Case("llama", 128, 128, layers=32, frozen="lora"),
+            {EAGER: measured(10), COMPILE: measured(8, 100.0), CSC: measured(11), FUSED: measured(4, 20.0)},
+        ),
+    ]
+    found = summary(rows)
+    assert found["csc_over_eager_max"] == pytest.approx(1.1)
+    assert found["fused_over_compile_frozen_geomean"] == found["peak_over_compile_geomean"] == pytest.approx(0.5)
+    assert found["compile_seconds_over_compile_32_layers"] == pytest.approx(0.2)
+    assert "warm_seconds" not in found, "not measured"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("frozen", ["encoder", "lora"])
+def test_models_train_what_the_case_says(model: str, frozen: str) -> None:
+    if (model, frozen) == ("llama", "encoder"):
+        pytest.skip("it has none")
+    made, batch = build(Case(model, 128, 32, layers=1, frozen=frozen))
+    made(**batch).loss.backward()
+    trained = [name for name, p in made.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(made.get_parameter(name).grad is not None for name in trained if "encoder.layers.0" not in name)
+    if frozen == "lora":
+        assert all("lora" in name for name in trained)
+    assert all(
+        torch.isfinite(made.get_parameter(n).grad).all() for n in trained if made.get_parameter(n).grad is not None
+    )
+
+
+def test_quick_cases_are_small_and_names_select() -> None:
+    assert len(QUICK) < len(FULL)
+    assert {case.model for case in select(FULL, ["llava"])} == {"llava"}

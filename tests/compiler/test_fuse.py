@@ -1,0 +1,106 @@
+"""Programs whose templates Inductor compiles: numbers, and how often it compiles. Minutes, since it does."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import csc
+from csc.errors import InputError
+from csc.runtime.program import load
+from csc.runtime.trainer import Trainer
+from tests.compiler import small
+from tests.exactness import FLOAT32
+
+WIDTH = 16
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+class Layer(nn.Module):
+    """A norm that is written out, a gated MLP, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = small.RMSNorm(), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.drop(self.down(torch.nn.functional.silu(self.up(self.norm(hidden)))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def made(**options: Any) -> csc.CompiledModel:
+    torch.manual_seed(0)
+    model = Model()
+    return csc.compile(
+        model, example={"x": torch.randn(4, 5, WIDTH)}, cache=False, mesh="pp=2", microbatches=2, **options
+    )
+
+
+def step(compiled: csc.CompiledModel) -> dict[str, torch.Tensor]:
+    """Loss and gradients, with the same random numbers every time."""
+    torch.manual_seed(1)
+    compiled.zero_grad()
+    loss = compiled.train_step({"x": torch.ones(4, 5, WIDTH).cumsum(1) / 5})
+    grads = {name: p.grad.clone() for name, p in compiled.named_parameters() if p.grad is not None}
+    return grads | {"": loss.clone()}
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_fused_steps_are_the_plain_ones_with_the_same_dropout(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Over stages and microbatches; checked against eager at its first step; the same bits from step to step; each
+    function compiled once, whatever the number of layers; and an edited layer file is what is compiled.
+    """
+    caplog.set_level(logging.INFO, "csc")
+    plain, fused = made(), made(fuse=True, directory=tmp_path / "program")
+    expected, found = step(plain), step(fused)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name] - value).norm()) <= FLOAT32 * float(value.norm()), name
+    compiled = [one.message.split()[1] for one in caplog.records if " compiled in " in one.message]
+    assert sorted(compiled) == sorted(set(compiled)), "each once"
+    assert "layer__1.forward" in compiled, "of three layers"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        again = step(fused)
+    for name, value in found.items():
+        assert torch.equal(again[name], value), name
+
+    file = next((tmp_path / "program").rglob("layers/layer__1.py"))
+    text = file.read_text()
+    file.write_text(text.replace("aten.silu.default(", "aten.tanh.default("))
+    assert file.read_text() != text
+    program = load(file.parent.parent)
+    edited, other = (
+        Trainer(program_, dict(fused.model.named_parameters()), fused=on)
+        for program_, on in ((program, True), (load(file.parent.parent), False))
+    )
+    batch = {"x": torch.ones(4, 5, WIDTH)}
+    losses = []
+    for trainer in (edited, other):
+        torch.manual_seed(1)
+        losses.append(trainer.train_step(batch))
+    torch.testing.assert_close(*losses)
+    torch.manual_seed(1)
+    assert abs(float(losses[0] - fused.train_step(batch))) > 1e-4, "the edit counts"
+
+
+def test_fuse_is_a_switch() -> None:
+    with pytest.raises(InputError, match="fuse is 'yes'"):
+        csc.compile(Model(), fuse="yes")

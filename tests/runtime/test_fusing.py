@@ -1,0 +1,100 @@
+"""Which functions are compiled, and what happens with those that cannot be. Nothing here runs Inductor."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from csc.runtime import fusing
+
+CPU = torch.device("cpu")
+LAYER = """
+import torch
+
+calls = []
+
+def forward(x, w):
+    return torch.mm(x, w["weight"]) + w["bias"]
+
+def backward_input(saved, w):
+    return saved * sum(w.values())
+
+def backward_weight(kept):
+    torch._dynamo.graph_break()
+    return {"bias": kept.sum(0)}
+"""
+
+
+@pytest.fixture
+def layer(tmp_path: Path) -> Iterator[ModuleType]:
+    """A layer file of a program `written`, imported."""
+    file = tmp_path / "linear.py"
+    file.write_text(textwrap.dedent(LAYER))
+    module = ModuleType("written.layers.linear")
+    module.__file__ = str(file)
+    exec(compile(LAYER, str(file), "exec"), module.__dict__)
+    sys.modules["written.layers.linear"] = module
+    yield module
+    del sys.modules["written.layers.linear"]
+
+
+def test_without_a_compiler_functions_run_as_they_are(
+    layer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fusing.shutil, "which", lambda name: None)
+    before = layer.forward
+    fusing.fuse("written", CPU)
+    assert layer.forward is before
+    assert "there is no C++ compiler on this machine; install g++ or clang" in caplog.text
+
+
+def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    before = layer.backward_input
+    fusing.fuse("written", CPU)
+    assert layer.backward_input is before
+    assert isinstance(layer.forward, fusing.Fused)
+    assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
+
+
+def test_what_is_no_full_graph_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    fusing.fuse("written", CPU)
+    kept = torch.ones(3, 2)
+    for _ in range(2):
+        assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
+    assert len([one for one in caplog.records if "linear.backward_weight runs as it is" in one.message]) == 1
+
+
+def test_parameters_are_handed_on_by_the_names_in_the_text(layer: ModuleType) -> None:
+    """Whatever `w` is, and whatever else it holds."""
+    fusing.fuse("written", CPU)
+    seen = []
+    layer.forward._compiled = lambda x, w: seen.append(w) or x
+    w = {"weight": torch.eye(2), "bias": torch.ones(2), "other": torch.ones(9)}
+    layer.forward(torch.ones(1, 2), w)
+    assert [sorted(one) for one in seen] == [["bias", "weight"]]
+
+
+def test_later_sizes_are_compiled_once_they_were_met_often(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "csc")
+    fusing.fuse("written", CPU, later=True)
+    layer.forward._compiled = lambda x, w: x
+    x, w = torch.ones(1, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    for _ in range(fusing.CALLS):
+        assert torch.equal(layer.forward(x, w), x + 1)
+    assert "compiled in" not in caplog.text
+    assert layer.forward(x, w) is x
+    assert "fuse: linear.forward compiled in" in caplog.text
+
+
+def test_a_program_is_fused_once(layer: ModuleType) -> None:
+    fusing.fuse("written", CPU)
+    first = layer.forward
+    fusing.fuse("written", CPU, later=True)
+    assert layer.forward is first

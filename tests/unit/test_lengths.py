@@ -1,0 +1,54 @@
+"""The house is read in sittings: no function of more than 60 lines of code, no file of more than 400 lines."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LINES_OF_CODE, LINES = 60, 400
+
+# Why they are longer.
+FUNCTIONS = {
+    "csc/planning/schedules/greedy.py:run": "the innermost loop of every search: calls in it are what a plan waits for",
+}
+FILES = {
+    "csc/torch_private.py": "every private name of torch, one short function each",
+    "csc/analysis/visibility.py": "one table of what operations do to masks",
+    "csc/capture/trace/export.py": "one trace, from the model to the exported program",
+    "csc/driver/compiled.py": "what users call, with its docstrings",
+    "csc/driver/program_set.py": "the programs of a model as ranks agree on them",
+    "csc/reports/profiling.py": "one measurement, from a template to the fitted costs",
+    "csc/runtime/trainer.py": "one step, from microbatches to gradients",
+    "passes/sharding.py": "one table of what operations do to spread tokens",
+}
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """(path, text) of every file of the package."""
+    for folder in ("csc", "passes", "codegen", "kernels"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            yield file.relative_to(ROOT).as_posix(), file.read_text()
+
+
+def functions(text: str) -> Iterator[tuple[str, int]]:
+    """(name, lines of code) of all functions: without docstrings, comments, and empty lines."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            said = node.body[0] if ast.get_docstring(node) is not None else None
+            left_out = range(said.lineno, (said.end_lineno or 0) + 1) if said is not None else range(0)
+            inside = range(node.lineno, (node.end_lineno or 0) + 1)
+            code = (lines[number - 1].strip() for number in inside if number not in left_out)
+            yield node.name, sum(bool(line) and not line.startswith("#") for line in code)
+
+
+def test_functions_are_short() -> None:
+    long = {f"{path}:{name}": size for path, text in files() for name, size in functions(text) if size > LINES_OF_CODE}
+    assert long.keys() == FUNCTIONS.keys(), long
+
+
+def test_files_are_short() -> None:
+    long = {path: size for path, text in files() if (size := len(text.splitlines())) > LINES}
+    assert long.keys() <= FILES.keys(), long
