@@ -168,11 +168,11 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         ready = self._ready(self.example if batch is None else batch, options)
-        return self._current_programs().history(fullest(ready), options, self.progress)
+        return self._current_programs().compiled.history(fullest(ready), options, self.progress)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
-        self._current_programs().prepare(self.microbatch, self.options, self.progress)
+        self._current_programs().compiled.prepare(self.microbatch, self.options, self.progress)
 
     def _options(self, microbatches: int | None) -> Options:
         return replace(self.options, microbatches=microbatches or self.options.microbatches)
@@ -180,7 +180,7 @@ class CompiledModel:
     @property
     def program(self) -> Program:
         """The finished Program for the example batch."""
-        return self._current_programs().finished(self.microbatch, self.options, self.progress)
+        return self._current_programs().compiled.finished(self.microbatch, self.options, self.progress)
 
     @property
     def microbatch(self) -> dict[str, Any]:
@@ -201,14 +201,14 @@ class CompiledModel:
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
         programs = self._current_programs()
-        guards = programs.finished(self.microbatch, self.options, self.progress).guards
+        guards = programs.compiled.finished(self.microbatch, self.options, self.progress).guards
         if guards is not None and guards.decisions:
             raise InputError(
                 f"the model decides by its batch, and a directory is for one answer: {'; '.join(guards.answers)}",
                 str(directory),
                 "train with compiled.train_step, which asks every batch; or pass the answer in as a plain value",
             )
-        return programs.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
+        return programs.compiled.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options, parts: int | None = None) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is. parts: how many, where it
