@@ -339,7 +339,8 @@ class CompiledModel:
         Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
         raise, no gradient is touched on any of them, and the next step is in order.
         """
-        return self._step(STEP, batch, self._options(microbatches), local)
+        with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
+            return self._step(STEP, batch, self._options(microbatches), local)
 
     def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
         programs = self._programs
@@ -404,7 +405,7 @@ class CompiledModel:
         result and errors are those of `train_step`; all ranks call it. The model's own mode is as before afterwards.
         """
         own = self._evaluation
-        with evaluated(self.model):
+        with evaluated(self.model), torch.no_grad():
             return own._step(EVALUATION, batch, own._options(microbatches or self.options.microbatches), local)
 
     @property
@@ -414,7 +415,7 @@ class CompiledModel:
         training = self._programs
         if self._evaluating is None or self._evaluating._training is not training:
             options = options_for(self.options)
-            compiler = Compiler(self.model, store() if self._cache else None)
+            compiler = Compiler(self.model, store() if self._cache else None, gradients=False)
             made = CompiledModel(
                 self._model, options, self._example, None, compiler, self._cache, self._check, self._timeout
             )
@@ -438,7 +439,7 @@ class CompiledModel:
         if changed:
             log.info("%s has changed since it was compiled: %s", type(self.model).__name__, changed)
             if changed.structure:
-                self._compiler = Compiler(self.model, store() if self._cache else None)
+                self._compiler = Compiler(self.model, store() if self._cache else None, self._training is None)
             self._before = None if changed.parameters else programs.trained
             self._was = None
             self._made = ProgramSet(

@@ -265,9 +265,9 @@ class ProgramSet:
             self._trainers[family].add(loaded)
         else:
             own: dict[str, torch.Tensor] = dict(self._compiler.model.named_parameters())
-            if self._training is not None and self._training.last is not None:
+            if self._training is not None:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
-                own |= self._training.last.held
+                own |= self._training.trained_now
             made = Trainer(
                 loaded, weights=own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled
             )
@@ -327,6 +327,13 @@ class ProgramSet:
         home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
         rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
         return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
+
+    @property
+    def trained_now(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of this process' ranks that train, but for those that the model has others for since."""
+        held = self.last.held if self.last is not None else {}
+        replaced = self.guards.changed().parameters
+        return {name: parameter for name, parameter in held.items() if name not in replaced}
 
     @property
     def met(self) -> Meeting | None:
