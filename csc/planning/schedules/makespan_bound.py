@@ -61,25 +61,22 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
 
 
 def _heads_and_tails(work: WorkTables) -> tuple[list[float], list[float]]:
-    least = min(work.factors)
-    k = work.factors.index(least)
     head = [0.0] * len(work.needs)
     tail = [0.0] * len(work.needs)
     for lane in work.upstream_first:
         for fed, slot, latency, wire in work.feeds[lane]:
-            head[fed] = max(head[fed], head[lane] + work.seconds[lane][k] + (wire[k] + latency if slot >= 0 else 0.0))
+            head[fed] = max(head[fed], head[lane] + work.least[lane] + (min(wire) + latency if slot >= 0 else 0.0))
     for lane in reversed(work.upstream_first):
         for fed, slot, latency, wire in work.feeds[lane]:
-            tail[lane] = max(tail[lane], tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0))
+            tail[lane] = max(tail[lane], tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0))
     return head, tail
 
 
 def _way_back(work: WorkTables, tail: Sequence[float], lane: int) -> float:
     """The least time that passes after a B, its own W apart."""
-    k = work.factors.index(min(work.factors))
     return max(
         (
-            tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0)
+            tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0)
             for fed, slot, latency, wire in work.feeds[work.fused(lane // 3)]
         ),
         default=0.0,
