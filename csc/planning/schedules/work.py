@@ -10,6 +10,7 @@ Terms
 
     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
     actions(work, orders) -> for each rank its F, B, W and BW as Actions
+    orders_of(schedule) -> orders                          of one in which all lanes run microbatches 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Action, Kind
+from csc.ir.schedule import PARTS, Action, Kind, Schedule
 from csc.simulation.pipeline import Pipeline
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -197,6 +198,29 @@ def actions(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[Acti
             row.append(Action("BW" if entry != lane else KINDS[lane % 3], lane // 3, mb))
         result.append(row)
     return result
+
+
+def orders_of(schedule: Schedule) -> list[list[int]]:
+    """The orders that `actions` would make these of. ScheduleError if a lane does not take microbatches in turn."""
+    stages = len(schedule.placement)
+    done: dict[int, int] = {}
+    orders = []
+    for rank in schedule.ranks:
+        order = []
+        for action in rank:
+            if not action.computes:
+                continue
+            lanes = [3 * action.stage + KINDS.index(kind) for kind in PARTS[action.kind]]
+            for lane in lanes:
+                if action.microbatch != done.get(lane, 0):
+                    raise ScheduleError(
+                        f"'{action}' comes where microbatch {done.get(lane, 0)} would be next",
+                        f"schedule {schedule.name}", "use one whose stages take microbatches in turn",
+                    )  # fmt: skip
+                done[lane] = action.microbatch + 1
+            order.append(lanes[0] if len(lanes) == 1 else 3 * stages + action.stage)
+        orders.append(order)
+    return orders
 
 
 def _check(pipeline: Pipeline, placement: Sequence[int], microbatches: int) -> None:
