@@ -4,6 +4,7 @@ Terms
   tile       448 x 448 pixels, of which the language model sees 256 positions
   tokens     positions of a sample in the language model, those of its tiles among them; text: the others
   squares    the sum of the samples' squared tokens: samples packed in one row see themselves alone
+  seen       tiles as the language model pays for them, apart from the encoder, which may have them earlier (Entrain)
 
     MODELS                                              name -> Configuration
     FEATURES                                            what a sample has
@@ -12,6 +13,7 @@ Terms
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -41,10 +43,10 @@ from csc.analysis.hardware import hardware
 from csc.capture.capture import capture, with_sizes_of
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem
-from csc.planning.rates import Rates, fitted
+from csc.planning.rates import UNIT, Rates, fitted
 
 TILE = 256
-FEATURES = ("tiles", "text", "squares")
+FEATURES = ("tiles", "seen", "text", "squares")
 SIZES = ((1, 256), (2, 512), (4, 1024), (4, 4096), (8, 1024), (8, 6144), (16, 4096), (24, 2048))  # tiles, text tokens
 
 INTERN_VIT_300M = Component(
@@ -97,9 +99,22 @@ def rates_of(name: str, frozen: str, device: str) -> tuple[Rates, Problem]:
     for tiles, text in SIZES:
         problems.append(_problem(pruned(_traced(name, tiles, text), components), device))
         features.append(features_of(tiles, tiles * TILE + text))
-    return fitted(problems, features), problems[0]
+    return _apart(fitted(problems, features)), problems[0]
+
+
+def _apart(rates: Rates) -> Rates:
+    """A tile's rates in two: those of the encoder and what it hands on, and those of the language model."""
+    one, tiles, *others = rates.units
+    encoding = [unit.component.startswith("vision") for unit in tiles]
+    nothing = [replace(unit, **dict.fromkeys(UNIT, 0.0)) for unit in tiles]
+    encoder = tuple(unit if own else no for unit, no, own in zip(tiles, nothing, encoding))
+    model = tuple(no if own else unit for unit, no, own in zip(tiles, nothing, encoding))
+    given, sent, *rest = rates.values
+    made = tuple(v if encoding[v.maker] else replace(v, size=0.0, gradient_size=0.0) for v in sent)
+    read = tuple(replace(v, size=0.0, gradient_size=0.0) if encoding[v.maker] else v for v in sent)
+    return replace(rates, units=(one, encoder, model, *others), values=(given, made, read, *rest))
 
 
 def features_of(tiles: int, tokens: int) -> tuple[float, float, float, float]:
-    """Of a microbatch of one sample."""
+    """Of a microbatch of one sample, tiles once."""
     return (1.0, float(tiles), float(tokens - tiles * TILE), float(tokens) ** 2)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from csc.ir.schedule import PARTS, Message
 
 FIGURES = ("forward", "backward_input", "backward_weight", "saved", "kept", "fused")  # that microbatches change
@@ -105,12 +107,12 @@ class Loads:
     @cached_property
     def tables(self) -> dict[str, list[list[float]]]:
         """Of each of FIGURES [stage][microbatch]. Sums of features in their order, none below 0."""
-        return {name: [self._row([getattr(one, name) for one in rates]) for rates in self.stages] for name in FIGURES}
+        return {name: self._rows([[getattr(one, name) for one in rates] for rates in self.stages]) for name in FIGURES}
 
     @cached_property
     def sizes(self) -> dict[Message, list[float]]:
         """Bytes of each channel by microbatch."""
-        return {channel: self._row(rates) for channel, rates in self.messages.items()}
+        return dict(zip(self.messages, self._rows(list(self.messages.values()))))
 
     @cached_property
     def work(self) -> list[float]:
@@ -118,8 +120,13 @@ class Loads:
         rows = [row for name in FIGURES[:3] for row in self.tables[name]]
         return [sum(row[m] for row in rows) for m in range(len(self.features))]
 
-    def _row(self, rates: Sequence[float]) -> list[float]:
-        return [max(0.0, sum(rate * count for rate, count in zip(rates, one))) for one in self.features]
+    def _rows(self, rates: Sequence[Sequence[float]]) -> list[list[float]]:
+        """[row][microbatch] of [row][feature]."""
+        table = np.zeros((len(rates), len(self.features)))
+        for own, counts in zip(np.array(rates, dtype=np.float64).T, np.array(self.features, dtype=np.float64).T):
+            table += own[:, None] * counts
+        found: list[list[float]] = np.maximum(table, 0.0).tolist()
+        return found
 
 
 @dataclass(frozen=True)

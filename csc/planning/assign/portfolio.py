@@ -20,6 +20,7 @@ from csc.planning.assign.polish import polished
 from csc.planning.assign.step import Floats, Groups, Step
 from csc.planning.schedules.memory import reserve
 
+MOVES = 40  # a move takes as long as a candidate of the portfolio
 PARTS = (1.0, 0.75, 0.5, 0.3, 0.15)  # of the mean, for the first microbatch
 
 
@@ -32,7 +33,7 @@ class Assignment:
     peaks: tuple[float, ...]
 
 
-def assign(step: Step, room: Sequence[float] | None = None, moves: int = 0) -> Assignment:
+def assign(step: Step, room: Sequence[float] | None = None, moves: int = MOVES) -> Assignment:
     """The fastest assignment of the portfolio whose activations fit. room: bytes by rank, None: no limit; moves: how
     many local changes are tried afterwards.
 
@@ -78,13 +79,22 @@ def _replicas(step: Step) -> list[list[int]]:
 def _candidates(step: Step, own: Sequence[int]) -> Iterator[list[list[int]]]:
     """The portfolio: how much the ends are graded, on which ends, by which load bins are filled."""
     loads = step.shares[list(own)]
-    seen = set()
     for by_sum in (False, True):
         for targets in _targets(step.microbatches, len(step.orders)):
-            bins = tuple(filled(loads, targets, by_sum))
-            if bins not in seen:
-                seen.add(bins)
-                yield [[own[i] for i, b in enumerate(bins) if b == place] for place in range(step.microbatches)]
+            bins = filled(loads, targets, by_sum)
+            groups = [[own[i] for i, b in enumerate(bins) if b == place] for place in range(step.microbatches)]
+            yield groups
+            if targets.min() == 1.0:
+                yield _smallest_outside(groups, step)
+
+
+def _smallest_outside(groups: list[list[int]], step: Step) -> list[list[int]]:
+    """The smallest microbatch first, the next ones last, as many as make the drain: where they are nearly equal that is
+    worth more than another filling.
+    """
+    ascending = sorted(groups, key=lambda group: float(step.shares[group].sum()))
+    ranks = len(step.orders)
+    return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
 
 
 def _targets(microbatches: int, ranks: int) -> Iterator[Floats]:

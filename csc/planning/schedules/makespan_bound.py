@@ -50,13 +50,13 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
         early = _most(work, before, [work.growth[lane] for lane in before], bytes_)
         late = _most(work, after, [[-size for size in work.growth[lane]] for lane in after], bytes_)
         ramp = min(head[lane] for lane in backs)
-        way_back = min(way_back(work, tail, lane) for lane in backs)
+        back = min(way_back(work, tail, lane) for lane in backs)
         lead_in = min(head[lane] for lane in before)
         best = max(
             best,
             ramp + seconds - early,
-            ramp + seconds - early - late + way_back,
-            lead_in + seconds - late + way_back,
+            ramp + seconds - early - late + back,
+            lead_in + seconds - late + back,
         )
     return best
 
