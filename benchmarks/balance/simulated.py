@@ -12,6 +12,7 @@ Terms
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from csc.planning.assign.step import Floats, Step
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
 from csc.planning.rates import Rates, loads, mean
+from csc.planning.schedules.timing import peaks
 from csc.planning.schedules.work import orders_of
 
 HARDWARE = "h100"
@@ -34,6 +36,7 @@ SHAPES = (  # ranks, microbatches, replicas, samples
     (4, 8, 1, 32), (4, 32, 1, 128), (4, 32, 2, 256), (4, 16, 4, 256), (8, 32, 1, 128), (8, 64, 1, 256), (8, 32, 4, 256),
 )  # fmt: skip
 MULTIPLE = (1.0, 1.0, 64.0, 1.0)  # text is padded to this
+ROOM = 1.5  # times the activations of equal microbatches, for csc; others are not held to it
 QUICK_SHAPES = SHAPES[1:3]
 
 
@@ -62,14 +65,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds by way, each the mean of the batches; over_equal: the worst batch. decision: CPU seconds of csc's."""
+    """Seconds by way, the mean of the batches; decision: CPU seconds of csc's, the most. taken: by way the most bytes
+    of activations of a rank, in times what it takes of equal microbatches.
+    """
 
     cell: Cell
     seconds: dict[str, float]
     bound: float
     equal: float
     decision: float
-    largest: float  # microbatch, in means
+    taken: dict[str, float]
 
 
 def cells(quick: bool = False) -> list[Cell]:
@@ -101,23 +106,27 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     whole = replace(mean(rates, problem, (1.0, *typical)), ranks=ranks, microbatches=microbatches)
     planned = _planned(cell, whole)
     sums: dict[str, float] = dict.fromkeys((OURS, *RIVALS), 0.0)
-    bounds, equals, decisions, largest = 0.0, 0.0, [], 0.0
+    taken = dict.fromkeys(sums, 0.0)
+    bounds, equals, decisions = 0.0, 0.0, []
     for seed in range(batches):
         step = _step(cell, rates, whole, planned, drawn(lengths, count, 100 + seed), typical)
+        even = equal(step)
+        held = peaks(step.work(even[0]), step.orders)
         start = time.process_time()
-        own = assign(step)
+        own = assign(step, [ROOM * peak for peak in held])
         decisions.append(time.process_time() - start)
         sums[OURS] += own.seconds
         asked = Question(step, *_loads_of(step, rates), seed, ilp_seconds)
         for name, divide in RIVALS.items():
-            sums[name] += max(map(step.seconds_of, divide(asked)))
+            divided = divide(asked)
+            sums[name] += max(map(step.seconds_of, divided))
+            taken[name] = max(taken[name], *(_over(peaks(step.work(one), step.orders), held) for one in divided))
+        taken[OURS] = max(taken[OURS], _over(own.peaks, held))
         bounds += bound(step)
-        equals += max(map(step.seconds_of, equal(step)))
-        seconds = [float((step.features(groups) @ step.rank_rates).sum(axis=1).max()) for groups in own.groups]
-        largest = max(largest, max(seconds) / float((np.array([1.0, *typical]) @ step.rank_rates).sum()))
+        equals += max(map(step.seconds_of, even))
     return Row(
         cell, {name: total / batches for name, total in sums.items()}, bounds / batches, equals / batches,
-        max(decisions), largest,
+        max(decisions), taken,
     )  # fmt: skip
 
 
@@ -144,3 +153,7 @@ def _loads_of(step: Step, rates: Rates) -> tuple[Floats, Floats]:
     encoding = np.array([unit.component.startswith("vision") for unit in rates.units[0]])
     each = step.samples @ seconds
     return each[:, encoding].sum(axis=1), each[:, ~encoding].sum(axis=1)
+
+
+def _over(taken: Sequence[float], held: Sequence[float]) -> float:
+    return max(own / even for own, even in zip(taken, held) if even)

@@ -1,6 +1,6 @@
 """Small changes to an assignment, kept where the step is not longer for them.
 
-polished(step, groups, moves, cost) -> groups of one replica
+polished(groups, moves, cost) -> groups of one replica
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from csc.planning.assign.step import Groups, Step
+from csc.planning.assign.step import Groups
 
 Lists = list[list[int]]
 
 
-def polished(step: Step, groups: Groups, moves: int, cost: Callable[[Groups], Any]) -> Lists:
+def polished(groups: Groups, moves: int, cost: Callable[[Groups, Any], Any]) -> Lists:
     """After so many tries of moving a sample, swapping two, or exchanging two groups' places. The same arguments give
-    the same result.
+    the same result. cost: of groups, given what is to be beaten.
     """
     best = [list(group) for group in groups]
     if moves < 1 or len(best) < 2:
         return best
-    least, random = cost(best), Random(0)
+    least, random = cost(best, None), Random(0)
     for _ in range(moves):
         tried = _changed(best, random)
         if tried is None:
             continue
-        now = cost(tried)
+        now = cost(tried, least)
         if now <= least:
             best, least = tried, now
     return best

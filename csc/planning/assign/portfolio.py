@@ -3,14 +3,18 @@
     assign(step, room, moves) -> Assignment
 
 Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
-sooner. So the targets of the first and last p - 1 positions grow from a part of the mean up to it, by several parts;
-which one pays is told by the schedule's own times. The same samples give the same assignment on every rank.
+sooner. So the targets of the first and last positions grow from a part of the others' up to it: over p - 1 positions
+and multiples of that, from several parts. Which ramp pays is told by the schedule's own times, then which drain. The
+microbatches between get larger for it, so it is memory that ends this. The same samples give the same assignment on
+every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,9 +23,13 @@ from csc.planning.assign.filling import filled
 from csc.planning.assign.polish import polished
 from csc.planning.assign.step import Floats, Groups, Step
 from csc.planning.schedules.memory import reserve
+from csc.planning.schedules.timing import makespan, peaks
 
-MOVES = 40  # a move takes as long as a candidate of the portfolio
-PARTS = (1.0, 0.75, 0.5, 0.3, 0.15)  # of the mean, for the first microbatch
+MOVES = 24  # a move takes as long as a candidate of the portfolio
+PARTS = (0.05, 0.2, 0.5)  # of the others' size, for the first microbatch
+LENGTHS = (1, 2, 4, 6)  # of a ramp, in p - 1
+Figures = tuple[float, float]  # by how many bytes the room is exceeded, seconds
+Cost = Callable[[Groups, Figures | None], Figures]  # the figures to be beaten: of what does not, bytes are left out
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,16 @@ def assign(step: Step, room: Sequence[float] | None = None, moves: int = MOVES) 
     of_replica = _replicas(step)
     found = []
     for own in of_replica:
-        best = min(_candidates(step, own), key=lambda groups: _cost(step, groups, room))
-        found.append(polished(step, best, moves, lambda groups: _cost(step, groups, room)))
-    peaks = step.peaks(found)
-    if room is not None and any(peak > limit for peak, limit in zip(peaks, room)):
+        cost = partial(_cost, step, room)
+        found.append(polished(_best(step, own, cost), moves, cost))
+    taken = step.peaks(found)
+    if room is not None and any(peak > limit for peak, limit in zip(taken, room)):
         raise InputError(
-            f"no assignment was found whose activations fit: {max(peaks):.4g} bytes where there is room for "
+            f"no assignment was found whose activations fit: {max(taken):.4g} bytes where there is room for "
             f"{min(room):.4g}", "memory", "take more microbatches, or a schedule that holds fewer of them",
         )  # fmt: skip
     groups = tuple(tuple(tuple(sorted(group)) for group in own) for own in found)
-    return Assignment(groups, max(step.seconds(groups)), tuple(peaks))
+    return Assignment(groups, max(step.seconds(groups)), tuple(taken))
 
 
 def _replicas(step: Step) -> list[list[int]]:
@@ -76,16 +84,41 @@ def _replicas(step: Step) -> list[list[int]]:
     return found
 
 
-def _candidates(step: Step, own: Sequence[int]) -> Iterator[list[list[int]]]:
-    """The portfolio: how much the ends are graded, on which ends, by which load bins are filled."""
+def _best(step: Step, own: Sequence[int], cost: Cost) -> list[list[int]]:
+    """The fastest filling of a replica's microbatches: with equal targets, then with a ramp, then with a drain too."""
     loads = step.shares[list(own)]
-    for by_sum in (False, True):
-        for targets in _targets(step.microbatches, len(step.orders)):
-            bins = filled(loads, targets, by_sum)
-            groups = [[own[i] for i, b in enumerate(bins) if b == place] for place in range(step.microbatches)]
-            yield groups
-            if targets.min() == 1.0:
-                yield _smallest_outside(groups, step)
+
+    def filling(targets: Floats) -> list[list[int]]:
+        bins = filled(loads, targets)
+        return [[own[i] for i, b in enumerate(bins) if b == place] for place in range(step.microbatches)]
+
+    count = step.microbatches
+    even = filling(np.ones(count))
+    best, targets = _first(cost, [(even, np.ones(count)), (_smallest_outside(even, step), np.ones(count))])
+    ramps = list(_ramps(count, len(step.orders)))
+    best, targets = _first(cost, [(best, targets), *((filling(one), one) for one in ramps)])
+    drains = [np.minimum(targets, one[::-1]) for one in ramps]
+    best, _ = _first(cost, [(best, targets), *((filling(one), one) for one in drains)])
+    return best
+
+
+def _first(cost: Cost, ways: Sequence[tuple[list[list[int]], Floats]]) -> tuple[list[list[int]], Floats]:
+    """The way that costs the least, the first of equal ones."""
+    best, least = ways[0], cost(ways[0][0], None)
+    for way in ways[1:]:
+        figures = cost(way[0], least)
+        if figures < least:
+            best, least = way, figures
+    return best
+
+
+def _ramps(count: int, ranks: int) -> Iterator[Floats]:
+    """Targets that rise at the front."""
+    for length in dict.fromkeys(min(many * (ranks - 1), count - 1) for many in LENGTHS):
+        for part in PARTS if length > 0 else ():
+            rising = np.ones(count)
+            rising[:length] = np.linspace(part, 1.0, length, endpoint=False)
+            yield rising
 
 
 def _smallest_outside(groups: list[list[int]], step: Step) -> list[list[int]]:
@@ -97,26 +130,14 @@ def _smallest_outside(groups: list[list[int]], step: Step) -> list[list[int]]:
     return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
 
 
-def _targets(microbatches: int, ranks: int) -> Iterator[Floats]:
-    ramp = min(ranks - 1, microbatches // 2)
-    yield np.ones(microbatches)
-    for part in PARTS[1:]:
-        rising = np.ones(microbatches)
-        rising[:ramp] = np.linspace(part, 1.0, ramp, endpoint=False)
-        yield rising
-        both = rising.copy()
-        if ramp:
-            both[-ramp:] = rising[:ramp][::-1]
-        yield both
-
-
-def _cost(step: Step, groups: Groups, room: Sequence[float] | None) -> tuple[float, float]:
-    """(by how much the room is exceeded, seconds)."""
-    features = step.features(groups)
-    over = 0.0
-    if room is not None:
-        over = max(0.0, *(peak - limit for peak, limit in zip(step.peaks([groups]), room)))
-    return over, step.seconds_of(features)
+def _cost(step: Step, room: Sequence[float] | None, groups: Groups, least: Figures | None) -> Figures:
+    work = step.work(step.features(groups))
+    seconds = makespan(work, step.orders)
+    if room is None:
+        return 0.0, seconds
+    if least is not None and not least[0] and seconds > least[1]:
+        return math.inf, seconds
+    return max(0.0, *(peak - limit for peak, limit in zip(peaks(work, step.orders), room))), seconds
 
 
 def _check_alone(step: Step, room: Sequence[float]) -> None:
