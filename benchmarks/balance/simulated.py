@@ -12,7 +12,6 @@ Terms
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,7 +35,7 @@ SHAPES = (  # ranks, microbatches, replicas, samples
     (4, 8, 1, 32), (4, 32, 1, 128), (4, 32, 2, 256), (4, 16, 4, 256), (8, 32, 1, 128), (8, 64, 1, 256), (8, 32, 4, 256),
 )  # fmt: skip
 MULTIPLE = (1.0, 1.0, 64.0, 1.0)  # text is padded to this
-ROOM = 1.5  # times the activations of equal microbatches, for csc; others are not held to it
+ROOM = 1.5  # for csc, times the activations of equal microbatches on the rank with the most; others take what they do
 QUICK_SHAPES = SHAPES[1:3]
 
 
@@ -66,7 +65,7 @@ class Cell:
 @dataclass(frozen=True)
 class Row:
     """Seconds by way, the mean of the batches; decision: CPU seconds of csc's, the most. taken: by way the most bytes
-    of activations of a rank, in times what it takes of equal microbatches.
+    of activations of any rank, in times those of equal microbatches.
     """
 
     cell: Cell
@@ -111,17 +110,17 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     for seed in range(batches):
         step = _step(cell, rates, whole, planned, drawn(lengths, count, 100 + seed), typical)
         even = equal(step)
-        held = peaks(step.work(even[0]), step.orders)
+        held = max(peaks(step.work(even[0]), step.orders))
         start = time.process_time()
-        own = assign(step, [ROOM * peak for peak in held])
+        own = assign(step, [ROOM * held] * ranks)
         decisions.append(time.process_time() - start)
         sums[OURS] += own.seconds
         asked = Question(step, *_loads_of(step, rates), seed, ilp_seconds)
         for name, divide in RIVALS.items():
             divided = divide(asked)
             sums[name] += max(map(step.seconds_of, divided))
-            taken[name] = max(taken[name], *(_over(peaks(step.work(one), step.orders), held) for one in divided))
-        taken[OURS] = max(taken[OURS], _over(own.peaks, held))
+            taken[name] = max(taken[name], *(max(peaks(step.work(one), step.orders)) / held for one in divided))
+        taken[OURS] = max(taken[OURS], max(own.peaks) / held)
         bounds += bound(step)
         equals += max(map(step.seconds_of, even))
     return Row(
@@ -153,7 +152,3 @@ def _loads_of(step: Step, rates: Rates) -> tuple[Floats, Floats]:
     encoding = np.array([unit.component.startswith("vision") for unit in rates.units[0]])
     each = step.samples @ seconds
     return each[:, encoding].sum(axis=1), each[:, ~encoding].sum(axis=1)
-
-
-def _over(taken: Sequence[float], held: Sequence[float]) -> float:
-    return max(own / even for own, even in zip(taken, held) if even)
