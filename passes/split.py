@@ -12,6 +12,7 @@ from torch import fx
 from csc.analysis.flops import call_flops, count
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
+from csc.ir.rewrite import narrow_outputs
 from csc.torch_private import OpOverload
 
 # Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
@@ -173,6 +174,7 @@ class _Parts:
             outputs = (outputs, tuple(mapping[s] for s in saved))
         graph.output(outputs)
         g.erase_dead(graph)
+        narrow_outputs(graph)
         return graph
 
     def _body(self, part: set[fx.Node], finals: list[fx.Node], entry: set[fx.Node]) -> list[fx.Node]:
