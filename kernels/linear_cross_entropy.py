@@ -175,10 +175,9 @@ class _Sweep:
 
     def _logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logits, tanh of those under a soft cap), wide; both may be written over."""
-        product = torch.mm(x, self.weight.t())
+        logits = torch.mm(x, self.weight.t()).to(self.wide)
         if self.bias is not None:
-            product.add_(self.bias)
-        logits = product.to(self.wide)
+            logits.add_(self.bias)
         if self.scale != 1:
             logits.mul_(self.scale)
         if not self.softcap:
