@@ -8,7 +8,7 @@ Terms
 
     linear_cross_entropy(x, weight, labels, bias, ...) -> loss         what a model calls
     csc::linear_cross_entropy(..., rows, output_mask) -> (loss, d_x, d_weight, d_bias)
-    rows_of(classes, dtype, device) -> tokens of a chunk
+    rows_of(weight) -> tokens of a chunk       room_on(device) -> bytes of their logits
 
 x: [.., D]; weight: [V, D]; bias: [V] or None; labels: int64 [tokens], `ignored` where a token has none.
 
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-# Bytes that the logits of one chunk may take. Fewer tokens in a chunk read the weight more often: on a CPU with one
-# thread, 1,024 tokens, 150,000 classes, width 256, chunks of 64, 128 and 256 tokens take 3.7, 3.2 and 3.0 s.
+# Bytes that the logits of one chunk may take; half of what the weight takes if that is more, as its gradient is there,
+# too. Fewer tokens in a chunk read the weight and its gradient more often (docs/memory.md has seconds).
 ROOM_ON_CPU, ROOM = 128 * 2**20, 2**30
 FEWEST = 16  # tokens of a chunk
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -36,10 +36,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rows_of(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+def room_on(device: torch.device) -> int:
+    """Bytes for the logits of one chunk, whatever the weight takes."""
+    return ROOM_ON_CPU if device.type == "cpu" else ROOM
+
+
+def rows_of(weight: torch.Tensor) -> int:
     """Tokens of a chunk: the power of two whose logits fill the room for them."""
-    room = ROOM_ON_CPU if device.type == "cpu" else ROOM
-    return max(FEWEST, 1 << max(0, (room // (classes * wide(dtype).itemsize)).bit_length() - 1))
+    classes, width = weight.shape
+    most = max(room_on(weight.device) // (classes * wide(weight.dtype).itemsize), width // 2)
+    return max(FEWEST, 1 << max(0, most.bit_length() - 1))
 
 
 def linear_cross_entropy(
@@ -60,7 +66,7 @@ def linear_cross_entropy(
     wanted = [True, *(one is not None and one.requires_grad for one in (x, weight, bias))]
     if not torch.is_grad_enabled():
         wanted = [True, False, False, False]
-    chunk = rows or rows_of(weight.shape[0], x.dtype, x.device)
+    chunk = rows or rows_of(weight)
     given = (x, weight, bias, labels.reshape(-1), scale, softcap, ignored, mean, chunk, wanted)
     return torch.ops.csc.linear_cross_entropy(*given)[0]
 

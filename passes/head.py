@@ -3,7 +3,7 @@
 Terms
   head     the linear layer that makes the logits, and what bends or scales them before the loss
   logits   what it makes: tokens x classes, the largest value of most steps, held three times by a backward
-  large    with logits that fill more than two chunks (csc.kernels.linear_cross_entropy.rows_of)
+  large    with logits that take more than twice the room for those of a chunk (csc.kernels.linear_cross_entropy)
 
     head(program, options) -> Program
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from csc.kernels.linear_cross_entropy import rows_of, wide
+from csc.kernels.linear_cross_entropy import room_on, rows_of, wide
 from torch import fx
 
 from csc.analysis.samples.loss_rules import MEAN
@@ -26,7 +26,7 @@ from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 SUM = 2
-LARGE = 2  # chunks
+LARGE = 2  # rooms
 RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
 PRODUCTS = frozenset({"aten::linear", "aten::matmul"})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # float16 has too little room for gradients not yet scaled
@@ -83,8 +83,8 @@ def _rows(found: _Head, asked: int | None) -> int:
     if asked is not None:
         return asked
     weight = found.weight.meta["val"]
-    rows = rows_of(weight.shape[0], weight.dtype, weight.device)
-    return rows if found.labels.meta["val"].numel() > LARGE * rows else 0
+    logits = found.labels.meta["val"].numel() * weight.shape[0] * wide(weight.dtype).itemsize
+    return rows_of(weight) if logits > LARGE * room_on(weight.device) else 0
 
 
 def _found(node: fx.Node) -> _Head | None:
