@@ -168,7 +168,7 @@ class _Sweep:
         most = logits.amax(1, keepdim=True)
         powers = logits.sub_(most).exp_()
         total = powers.sum(1, keepdim=True)
-        losses = total.log() + most - own
+        losses = total.log() + (most - own)  # a sure token's is far smaller than its logits
         if self.to_x or self.to_weight or self.to_bias:
             d_logits = powers.mul_(share / total)
             d_logits[torch.arange(len(x), device=x.device), classes[:, 0]] -= share[:, 0]
