@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels.linear_cross_entropy import FEWEST, ROOM, ROOM_ON_CPU, linear_cross_entropy, rows_of
+from csc.kernels.linear_cross_entropy import FEWEST, ROOM, ROOM_ON_CPU, _Sweep, linear_cross_entropy, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -175,3 +175,16 @@ def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
         held += change
         most = max(most, held)
     assert 0 < most < 512 * 400 * 4 / 4, f"{most} bytes at once"
+
+
+def test_the_path_of_narrow_operands_on_a_gpu_fits_together() -> None:
+    """Its product of bfloat16 in float32 runs on CUDA alone: shapes and dtypes, on meta tensors."""
+    x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((12, 8), (100, 8), (100,)))
+    sweep = _Sweep(x, weight, bias, 2.0, 0.5, [True] * 4)
+    sweep.sums_in_product = True
+    for part in (slice(0, 8), slice(8, 12)):
+        rows = part.stop - part.start
+        classes = torch.zeros(rows, 1, dtype=torch.int64, device="meta")
+        assert sweep.chunk(part, classes, torch.ones(rows, 1, device="meta")).shape == (rows,)
+    for one, other in zip(sweep.gradients(), (x, weight, bias), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
