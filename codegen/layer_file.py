@@ -29,7 +29,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    families = ("opaque", "context")
+    families = ("opaque", "context", "linear_cross_entropy")
     return sorted({
         next((family for family in families if name.startswith(family)), seeded.get(name, "attention"))
         for name in called

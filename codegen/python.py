@@ -78,7 +78,8 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], s
         operands += _items(value, names, f"{argument.name}=" if named else "")
     for key, value in node.kwargs.items():
         operands += _items(value, names, f"{key}=")
-    return f"{namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}(", operands, ")"
+    name = target._schema.name.split("::")[1] + ("_" if node.meta.get("in_place") else "")
+    return f"{namespace}.{name}.{target._overloadname}(", operands, ")"
 
 
 def _items(value: Any, names: Mapping[fx.Node, str], before: str) -> list[str]:

@@ -42,6 +42,7 @@ def compile(
     loss_weight: str = "auto",
     precision: str | None = None,
     keep_fp32: Sequence[str] | None = None,
+    loss_chunk: int | None = None,
     recompute: str | Mapping[str, Any] | None = None,
     context: Mapping[str, int] | None = None,
     fuse: bool | None = None,
@@ -70,6 +71,8 @@ def compile(
     loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
     precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they are.
     keep_fp32: components, parts of paths or globs of modules that compute in float32 all the same.
+    loss_chunk: tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for all of
+    them; None: by their size (on a CPU, in chunks from 256 MiB on); see docs/memory.md.
     recompute: what F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto" (as
     `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
     context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
@@ -103,6 +106,7 @@ def compile(
         loss_weight=loss_weight,
         precision=precision,
         keep_fp32=keep_fp32,
+        loss_chunk=loss_chunk,
         recompute=recompute,
         context=context,
         fuse=fuse,

@@ -211,9 +211,14 @@ RESULTS = {
     "context_attention": "results",
     "context_attention_backward": "gradients",
     "context_gather_backward": "share",
+    "linear_cross_entropy": "results",
     "scaled_dot_product_flash_attention_for_cpu": "results",
     "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
 }
+
+
+# Names for the items of a tuple that are no results of the model's operation.
+ITEMS = {"csc::linear_cross_entropy": ("loss", "d_x", "d_weight", "d_bias")}
 
 
 def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
@@ -223,6 +228,9 @@ def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:
     if not origin:
         return identifier(f"d_{op}")
     if not origin["backward"]:
+        items = ITEMS.get(g.op_name(node.all_input_nodes[0]), ()) if node.target is operator.getitem else ()
+        if items:
+            return identifier(f"{origin['name']}_{items[int(node.args[1])]}")  # type: ignore[arg-type]
         return identifier(origin["name"] if node in last_of else f"{origin['name']}_{op}")
     return identifier(f"d_{origin['name']}" if op == "getitem" else f"d_{origin['name']}_{op}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
-from csc.ir.rewrite import add_call, replace_call
+from csc.ir.rewrite import add_call, narrow_outputs, replace_call
 from csc.torch_private import OpOverload
 
 
@@ -112,7 +111,7 @@ def specialise(template: Template, dx: Sequence[bool], dw: Sequence[bool], tange
     graph.output_node().args = (tuple(kept),)
     changed = True
     while changed:
-        changed = bool(g.erase_dead(graph)) | _mask_outputs(graph)
+        changed = bool(g.erase_dead(graph)) | narrow_outputs(graph)
     present = {template.outputs[i] for i, here in enumerate(tangents) if here}
     present |= {template.activations[i] for i in template.threaded if dx[i]}
     for node in g.placeholders(graph):
@@ -122,27 +121,6 @@ def specialise(template: Template, dx: Sequence[bool], dw: Sequence[bool], tange
         elif kind == "tangent" and name not in present:
             _zero(graph, node)
     return graph
-
-
-def _mask_outputs(graph: fx.Graph) -> bool:
-    """Backward ops with several outputs (layer norm, convolution) compute only those that are still used."""
-    changed = False
-    for node in g.calls(graph):
-        if not isinstance(node.target, OpOverload):
-            continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        if "output_mask" not in names:
-            continue
-        used = {user.args[1] for user in node.users if user.target is operator.getitem}
-        mask = g.bind(node)["output_mask"]
-        narrowed = [bool(flag) and i in used for i, flag in enumerate(mask)]
-        if narrowed != [bool(flag) for flag in mask]:
-            position = names.index("output_mask")
-            node.args = (*node.args[:position], narrowed, *node.args[position + 1 :])
-            val = node.meta["val"]
-            node.meta["val"] = type(val)(v if keep else None for v, keep in zip(val, narrowed))
-            changed = True
-    return changed
 
 
 def _zero(graph: fx.Graph, tangent: fx.Node) -> None:

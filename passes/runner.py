@@ -17,6 +17,7 @@ from csc.passes.context import context
 from csc.passes.differentiate import differentiate
 from csc.passes.dropout import dropout
 from csc.passes.freeze import freeze
+from csc.passes.head import head
 from csc.passes.loss import loss
 from csc.passes.partition import partition
 from csc.passes.precision import precision
@@ -36,7 +37,7 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, dropout, precision, attention, context, loss, regions, differentiate)
+TRACING: tuple[Pass, ...] = (shapes, dropout, precision, attention, context, loss, head, regions, differentiate)
 PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
 
 

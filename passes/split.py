@@ -12,6 +12,7 @@ from torch import fx
 from csc.analysis.flops import call_flops, count
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
+from csc.ir.rewrite import narrow_outputs
 from csc.torch_private import OpOverload
 
 # Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
@@ -154,7 +155,7 @@ class _Parts:
         again: Set[fx.Node] = frozenset(),
     ) -> fx.Graph:  # fmt: skip
         """The function of the part: placeholders `entry` (those it uses; all saved ones), outputs (results, saved).
-        Calls of `again` in it are marked in their meta.
+        Calls of `again` in it are marked in their meta, and those that are emitted in place.
         """
         graph = fx.Graph()
         mapping: dict[fx.Node, Any] = {}
@@ -168,11 +169,14 @@ class _Parts:
             copied = g.copy_node(graph, node, mapping)
             if node in again:
                 copied.meta["again"] = True
+            if _may_write_over(node):
+                copied.meta["in_place"] = True
         outputs: Any = tuple(mapping[r] for r in results)
         if saved is not None:
             outputs = (outputs, tuple(mapping[s] for s in saved))
         graph.output(outputs)
         g.erase_dead(graph)
+        narrow_outputs(graph)
         return graph
 
     def _body(self, part: set[fx.Node], finals: list[fx.Node], entry: set[fx.Node]) -> list[fx.Node]:
@@ -191,6 +195,20 @@ class _Parts:
 def _marked(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls of F that B runs again."""
     return (n for n in g.calls(graph) if n.meta.get("again") and isinstance(n.target, OpOverload))
+
+
+def _may_write_over(node: fx.Node) -> bool:
+    """True for the product that finishes a gradient made by F, if nothing else reads that: two of a large head's weight
+    would be the most that a step holds.
+    """
+    if g.op_name(node) != "aten::mul":
+        return False
+    made, by = node.args
+    if not isinstance(made, fx.Node) or made is by or made.target is not operator.getitem or len(made.users) != 1:
+        return False
+    before, after = made.meta["val"], node.meta["val"]
+    same = before.dtype is after.dtype and before.shape == after.shape and before.stride() == after.stride()
+    return same and g.op_name(made.all_input_nodes[0]) == "csc::linear_cross_entropy"
 
 
 def is_cheap(node: fx.Node) -> bool:

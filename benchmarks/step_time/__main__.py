@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.step_time.cases import FULL, QUICK, Case, select
-from benchmarks.step_time.measure import CSC, EAGER, FUSED, RIVALS
+from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
+from benchmarks.step_time.measure import CSC, EAGER, FUSED, RIVALS, WHOLE
 from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.summary import Row, summary
 
@@ -35,6 +35,7 @@ ENVIRONMENT = {
 def run(case: Case, rivals: list[str], rounds: int, again: bool) -> Row:
     """A case, in processes of its own. RuntimeError with what one said if it failed."""
     alone = [name for name in rivals if case.pp == 1 or name in (EAGER, CSC, FUSED)]
+    alone = [name for name in alone if name != WHOLE or case.model == HEAD.model]
     with tempfile.TemporaryDirectory() as home:
         found = _process(case, home, "--rounds", str(rounds), "--rivals", *alone)
         for name in alone[1:] if again else ():

@@ -32,6 +32,7 @@ class Case:
 
 
 MULTIMODAL = ("llava", "qwen2.5-vl", "whisper")
+HEAD = Case("head", 256, 512, layers=1, padded=False)
 SIZES = ((128, 128), (512, 256), (512, 1024), (1024, 512))
 
 QUICK = [
@@ -39,6 +40,7 @@ QUICK = [
     Case("llama", 512, 256),
     Case("llama", 512, 256, padded=False),
     Case("llava", 512, 256, frozen="encoder"),
+    HEAD,
 ]
 FULL = [
     *(Case("llama", width, tokens, padded=padded) for width, tokens in SIZES for padded in (True, False)),
@@ -51,6 +53,7 @@ FULL = [
     *(Case(model, 128, 128, frozen="encoder") for model in MULTIMODAL),
     *(Case("llama", 512, 256, layers=layers) for layers in (16, 32)),
     *(Case(model, 512, 256, frozen="encoder", pp=2) for model in ("llama", "llava")),
+    HEAD,
 ]
 
 

@@ -30,14 +30,16 @@ from benchmarks.step_time.models import build
 from csc.commands.timings import peak_memory
 
 EAGER, COMPILE, CSC, FUSED = "eager", "torch.compile", "csc", "csc fused"
-RIVALS = (EAGER, COMPILE, CSC, FUSED)
+WHOLE = "csc, whole logits"  # of cases in which csc would not make them whole
+RIVALS = (EAGER, COMPILE, CSC, FUSED, WHOLE)
 Step = Callable[[], torch.Tensor]
 
 
 def step_of(name: str, model: nn.Module, batch: Mapping[str, torch.Tensor], case: Case) -> Step:
     """A function that makes a step: loss, and gradients in `.grad`."""
-    if name in (CSC, FUSED):
-        compiled = csc.compile(model, example=dict(batch), mesh={"pp": case.pp}, check=False, fuse=name == FUSED)
+    if name in (CSC, FUSED, WHOLE):
+        options: dict[str, Any] = {"fuse": name == FUSED, "loss_chunk": 0 if name == WHOLE else None}
+        compiled = csc.compile(model, example=dict(batch), mesh={"pp": case.pp}, check=False, **options)
         return lambda: compiled.train_step(dict(batch))
     forward: Any = torch.compile(model, dynamic=False) if name == COMPILE else model
 

@@ -22,16 +22,21 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     WhisperConfig,
 )
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from benchmarks.step_time.cases import Case
 
 SAMPLES, VOCABULARY, IGNORED = 2, 4096, -100
 IMAGE, VIDEO, START, END = 4095, 4094, 4093, 4092
+MANY_WORDS = 150_000
 FEATURES = 16  # of an image or clip, in the language model
 SIDE = 4  # patches of a row of an image
 Batch = dict[str, torch.Tensor]
-PARTS = {  # of each model: the encoder and the projector, by what their parameters' names start with
+PARTS: dict[
+    str, tuple[tuple[str, ...], tuple[str, ...]]
+] = {  # of each model: the encoder and the projector, by what their parameters' names start with
+    "head": ((), ()),
     "llama": ((), ()),
     "llava": (("model.vision_tower",), ("model.multi_modal_projector",)),
     "qwen2.5-vl": (("model.visual",), ("model.visual.merger",)),
@@ -163,4 +168,23 @@ def whisper(case: Case) -> tuple[nn.Module, Batch]:
     return WhisperLlama(case), words(case) | {"input_features": signal(SAMPLES, 80, 2 * FEATURES)}
 
 
-MODELS = {"llama": llama, "llava": llava, "qwen2.5-vl": qwen, "whisper": whisper}
+class Head(nn.Module):
+    """A linear layer and the end of a language model with many words, as Hugging Face's give it: logits too."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first = nn.Linear(case.width, case.width)
+        self.lm_head = nn.Linear(case.width, MANY_WORDS, bias=False)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.lm_head(self.first(hidden))
+        loss = nn.functional.cross_entropy(logits.float().view(-1, MANY_WORDS), labels.view(-1))
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def head(case: Case) -> tuple[nn.Module, Batch]:
+    labels = torch.arange(SAMPLES * case.tokens).view(SAMPLES, case.tokens) * 97 % MANY_WORDS
+    return Head(case), {"hidden": signal(SAMPLES, case.tokens, case.width), "labels": labels}
+
+
+MODELS = {"head": head, "llama": llama, "llava": llava, "qwen2.5-vl": qwen, "whisper": whisper}

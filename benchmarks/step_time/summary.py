@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from benchmarks.step_time.cases import Case
-from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, WHOLE
 
 Row = tuple[Case, Mapping[str, Mapping[str, float]]]
 DEEP = 32  # layers
@@ -30,6 +30,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "compile_seconds_over_compile_32_layers": _most(_ratios(deep, FUSED, COMPILE, "first_s")),
         "warm_seconds": _most([row[FUSED]["warm_s"] for _, row in rows if "warm_s" in row.get(FUSED, {})]),
         "peak_over_compile_geomean": _mean(_ratios(single, FUSED, COMPILE, "peak_mb")),
+        "loss_peak_over_whole_logits": _most(_ratios(rows, CSC, WHOLE, "peak_mb")),
+        "loss_cpu_over_whole_logits": _most(_ratios(rows, CSC, WHOLE, "cpu_ms")),
         "difference_max": _most([one["difference"] for _, row in rows for one in row.values() if "difference" in one]),
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis import head_costs
 from csc.analysis.flops import call_flops
 from csc.analysis.hardware import Hardware, Seconds
 from csc.ir import graph as g
@@ -303,6 +304,8 @@ def call_of(node: fx.Node) -> Call | None:
         moved += moved + sum(map(_bytes, inputs[1:]))
     else:
         moved += sum(map(_bytes, inputs))
+    if name == head_costs.NAME:
+        moved += head_costs.traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
 

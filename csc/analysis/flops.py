@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from csc.analysis import head_costs
+from csc.ir import graph as g
 from csc.torch_private import OpOverload
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
 class FlopCount(NamedTuple):
-    """flops: floating-point operations (2 for a multiply-add); matmuls: calls of mm, addmm, bmm or baddbmm."""
+    """flops: floating-point operations (2 for a multiply-add); matmuls: calls of mm, addmm, bmm or baddbmm, and those
+    inside of csc::linear_cross_entropy.
+    """
 
     flops: int
     matmuls: int
@@ -27,12 +31,17 @@ def count(graph: fx.Graph | None) -> FlopCount:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload):
             flops += call_flops(node)
-            matmuls += node.target._schema.name in MATMULS
+            matmuls += _matmuls(node)
     return FlopCount(flops, matmuls)
 
 
+def _matmuls(node: fx.Node) -> int:
+    name = g.op_name(node)
+    return head_costs.products(node) if name == head_costs.NAME else int(name in MATMULS)
+
+
 def call_flops(node: fx.Node) -> int:
-    """The work of one call, by PyTorch's formula where it has one and by that of attention here."""
+    """The work of one call, by PyTorch's formula where it has one, else by those of csc's own operators."""
     assert isinstance(node.target, OpOverload)
     formula = flop_registry.get(node.target.overloadpacket)
     name = node.target._schema.name
@@ -42,6 +51,8 @@ def call_flops(node: fx.Node) -> int:
         return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
     if name.removesuffix("_backward") == CONTEXT_ATTENTION:
         return _context_attention(node, backward=name != CONTEXT_ATTENTION)
+    if name == head_costs.NAME:
+        return head_costs.flops(node)
     if name in ATTENTION:
         return _attention(*fx.map_arg(node.args[:3], _value))
     if name.removesuffix("_backward") in ATTENTION:

@@ -33,7 +33,8 @@ from csc.ir.groups import Group
 from csc.ir.program import Options
 
 FORMAT = 3
-OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32")  # of the options; and the mesh within layers
+# Of the options; and the mesh within layers.
+OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
 __all__ = ["Opaque", "model_key", "program_key", "trace_key"]

@@ -60,6 +60,7 @@ def _options(
     keep_fp32: Annotated[
         list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
     ] = None,
+    loss_chunk: Annotated[int | None, typer.Option(help="tokens whose logits are there at once; 0: all")] = None,
     fuse: Annotated[
         bool | None, typer.Option("--fuse/--no-fuse", help="compile the layers' functions with Inductor")
     ] = None,
@@ -110,7 +111,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
         changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
-        changes["fuse"] = given["fuse"]
+        changes |= {"fuse": given["fuse"], "loss_chunk": given["loss_chunk"]}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["context"] = _context(given["context"])

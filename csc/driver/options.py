@@ -73,6 +73,12 @@ def _positive(option: str, value: int) -> int:
     return value
 
 
+def _chunk(option: str, given: int) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise InputError(f"{option} is {given!r}", "compile", "pass the tokens of a chunk, or 0 for whole logits")
+    return given
+
+
 def _bytes(option: str, given: int | str) -> int:
     if isinstance(given, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", given)
@@ -137,6 +143,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "loss_weight": _loss_weight,
     "precision": _precision,
     "keep_fp32": _names,
+    "loss_chunk": _chunk,
     "recompute": _recompute,
     "context": _context,
     "fuse": _switch,

@@ -18,7 +18,7 @@ from torch import fx
 
 from csc.torch_private import OpOverload
 
-KEPT_META = ("val", "source", "module", "role", "hint", "backward_of")
+KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place")
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
 

@@ -24,6 +24,7 @@ CARRIES_NAME = g.VIEWS | {
 }
 SHORTER = {
     "scaled_dot_product_attention": "attention", "context_attention": "attention", "cross_entropy_loss": "loss",
+    "linear_cross_entropy": "head",
     "context_gather": "whole",
 }  # fmt: skip
 # What emitted files call by these names themselves: their modules, arguments, local variables and functions.
@@ -61,7 +62,7 @@ def snake(class_name: str) -> str:
 
 def value_name(node: fx.Node, module: str) -> str:
     """A name for the result of a call inside the region of `module`: `q_proj`, `self_attn_view`, `act_fn`."""
-    op = SHORTER.get(g.short_op(node), g.short_op(node))
+    op = _said(node)
     own = node.meta.get("module", "")
     relative = own.removeprefix(module).removeprefix(".") if own.startswith(module) else own
     words = [word for word in relative.split(".") if word and not word.isdigit()]
@@ -71,6 +72,14 @@ def value_name(node: fx.Node, module: str) -> str:
     if last and _leaves_module(node, own):
         return identifier(last)
     return identifier(f"{last}_{op}" if last else op)
+
+
+def _said(node: fx.Node) -> str:
+    """What a call is called; the first item of a loss with its gradients is the loss."""
+    maker = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    if isinstance(maker, fx.Node) and g.op_name(maker) == "csc::linear_cross_entropy":
+        return "loss"
+    return SHORTER.get(g.short_op(node), g.short_op(node))
 
 
 def _leaves_module(node: fx.Node, own: str) -> bool:

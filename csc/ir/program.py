@@ -232,6 +232,7 @@ class Options:
     memory: bytes that one rank may hold; None: what the hardware has.
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
     keep_fp32: modules that compute in float32 with precision="bf16".
+    loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as large as they are.
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
     fuse: the templates' functions are compiled by Inductor where they run; of the program itself it changes nothing.
@@ -253,6 +254,7 @@ class Options:
     loss_weight: str = "auto"
     precision: str = "model"
     keep_fp32: tuple[str, ...] = ()
+    loss_chunk: int | None = None
     recompute: tuple[tuple[str, Choice], ...] = ()
     context: tuple[tuple[str, int], ...] = ()
     fuse: bool = False

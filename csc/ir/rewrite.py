@@ -9,10 +9,12 @@ Terms
     Writer(graph, mode).call(like, target, ..)  calls whose values are computed
     replace_call(node, new)                     let `new` stand for a call
     extract(graph, outputs) -> fx.Graph         what makes these values, alone
+    narrow_outputs(graph) -> bool               operations make no results that nothing reads
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
-from csc.torch_private import FakeTensorMode
+from csc.torch_private import FakeTensorMode, OpOverload
 
 
 def values_of(arguments: Any) -> Any:
@@ -90,3 +92,26 @@ def extract(
             g.copy_node(part, node, mapping, name=node.name if node.op == "placeholder" else name(node))
     part.output(fx.map_arg(tuple(results), mapping.__getitem__))
     return part
+
+
+def narrow_outputs(graph: fx.Graph) -> bool:
+    """Operations with an output mask (backward of layer norm and convolution, a loss with its gradients) compute only
+    what is still used. Returns whether anything changed.
+    """
+    changed = False
+    for node in g.calls(graph):
+        if not isinstance(node.target, OpOverload):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        if "output_mask" not in names:
+            continue
+        used = {user.args[1] for user in node.users if user.target is operator.getitem}
+        mask = g.bind(node)["output_mask"]
+        narrowed = [bool(flag) and i in used for i, flag in enumerate(mask)]
+        if narrowed != [bool(flag) for flag in mask]:
+            position = names.index("output_mask")
+            node.args = (*node.args[:position], narrowed, *node.args[position + 1 :])
+            val = node.meta["val"]
+            node.meta["val"] = type(val)(v if keep else None for v, keep in zip(val, narrowed))
+            changed = True
+    return changed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.step_time.cases import FULL, QUICK, Case, select
-from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED
+from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, WHOLE
 from benchmarks.step_time.models import MODELS, build
 from benchmarks.step_time.summary import summary
 
@@ -30,10 +30,19 @@ def test_figures_are_of_the_rows_that_have_them() -> None:
     assert "warm_seconds" not in found, "not measured"
 
 
+def test_a_head_is_measured_against_whole_logits() -> None:
+    row = {EAGER: measured(10), CSC: measured(3), WHOLE: measured(12)}
+    assert summary([(HEAD, row)])["loss_peak_over_whole_logits"] == pytest.approx(0.25)
+    model, batch = build(Case("head", 8, 4, layers=1))
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert HEAD in QUICK and HEAD in FULL
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("frozen", ["encoder", "lora"])
 def test_models_train_what_the_case_says(model: str, frozen: str) -> None:
-    if (model, frozen) == ("llama", "encoder"):
+    if model == "head" or (model, frozen) == ("llama", "encoder"):
         pytest.skip("it has none")
     made, batch = build(Case(model, 128, 32, layers=1, frozen=frozen))
     made(**batch).loss.backward()

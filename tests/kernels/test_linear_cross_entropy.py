@@ -1,0 +1,204 @@
+"""A head and its loss in chunks equal the dense ones: the loss and every gradient, whatever the chunks are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from csc.kernels.linear_cross_entropy import FEWEST, ROOM, ROOM_ON_CPU, _Sweep, linear_cross_entropy, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from csc.torch_private import FakeTensorMode
+
+IGNORED = -7
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative, of a norm
+
+
+def operands(tokens: int, classes: int, width: int, dtype: torch.dtype, biased: bool, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
+
+    labels = torch.randint(0, classes, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < 0.3] = IGNORED
+    return {"x": tensor(tokens, width), "weight": tensor(classes, width), "labels": labels,
+            "bias": tensor(classes) if biased else None}  # fmt: skip
+
+
+def dense(x, weight, labels, bias, scale: float = 1.0, softcap: float = 0.0, mean: bool = True) -> torch.Tensor:
+    """As models write it: what bends the logits in their dtype, the loss in at least float32."""
+    logits = F.linear(x, weight, bias) * scale
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="mean" if mean else "sum")
+
+
+def results(loss: torch.Tensor, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of a multiple of it, in float64."""
+    leaves = {name: given[name] for name in ("x", "weight", "bias") if given[name] is not None}
+    found = torch.autograd.grad(3.5 * loss, list(leaves.values()))
+    assert all(one.dtype is leaf.dtype for one, leaf in zip(found, leaves.values(), strict=True))
+    return {"loss": loss.detach().double(), **{n: one.double() for n, one in zip(leaves, found, strict=True)}}
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative, of norms; a gradient that cancels to nothing is measured by the operand's own size."""
+    assert found.keys() == expected.keys()
+    return {name: float((found[name] - one).norm() / one.norm().clamp(min=1e-3)) for name, one in expected.items()}
+
+
+def sizes(given: dict[str, Any], scale: float, softcap: float, mean: bool) -> dict[str, torch.Tensor]:
+    """Of the terms that results are sums of: a sure token's p - 1 and its loss are far smaller than those."""
+    x, weight, bias, labels = (given[name] for name in ("x", "weight", "bias", "labels"))
+    with torch.no_grad():
+        logits = F.linear(x, weight, bias) * scale
+        logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+        counts = (labels != IGNORED)[:, None]
+        share = 3.5 * counts / (counts.sum() if mean else 1)
+        d_logits = (logits.softmax(1) + F.one_hot(labels.clamp(min=0), len(weight))) * share * abs(scale)
+        found = {"x": d_logits @ weight.abs(), "weight": d_logits.t() @ x.abs(), "bias": d_logits.sum(0)}
+        return {"loss": (logits.abs().amax(1) * share[:, 0]).sum(), **{name: one.norm() for name, one in found.items()}}
+
+
+def in_float64(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: one.detach().double().requires_grad_(True) if one is not None and one.is_floating_point() else one
+        for name, one in given.items()
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tokens=st.integers(1, 40), classes=st.integers(1, 30), width=st.integers(1, 9), rows=st.integers(1, 45),
+    dtype=st.sampled_from(list(TOLERANCE)), biased=st.booleans(), mean=st.booleans(), seed=st.integers(0, 99),
+    scale=st.sampled_from([1.0, 0.3, -2.0]), softcap=st.sampled_from([0.0, 1.5, 30.0]),
+)  # fmt: skip
+def test_any_head(tokens, classes, width, rows, dtype, biased, mean, seed, scale, softcap) -> None:
+    given = operands(tokens, classes, width, dtype, biased, seed)
+    if (given["labels"] == IGNORED).all():
+        given["labels"][0] = 0
+    settings = {"mean": mean, "scale": scale, "softcap": softcap}
+    found = results(linear_cross_entropy(**given, **settings, rows=rows, ignored=IGNORED), given)
+    exact = in_float64(given)
+    expected, terms = results(dense(**exact, **settings), exact), sizes(exact, scale, softcap, mean)
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        error = float((found[name] - one).norm() / max(one.norm(), terms[name]))
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("rows", [8, 50, 200])
+def test_bfloat16_is_as_near_to_float64_as_eager_is(softcap: float, rows: int) -> None:
+    given = operands(200, 300, 32, torch.bfloat16, biased=True, seed=3)
+    exact = in_float64(given)
+    expected = results(dense(**exact, softcap=softcap), exact)
+    eager = difference(results(dense(**given, softcap=softcap), given), expected)
+    found = difference(
+        results(linear_cross_entropy(**given, softcap=softcap, rows=rows, ignored=IGNORED), given), expected
+    )
+    for name, error in found.items():
+        assert error <= 1.5 * eager[name] + 1e-5, f"{name}: {error:.2e}, eager {eager[name]:.2e}"
+
+
+def test_tokens_may_lie_in_any_dimensions_and_strides() -> None:
+    given = operands(24, 11, 6, torch.float64, biased=False, seed=0)
+    x = given["x"].detach().view(2, 6, 2, 6).transpose(0, 2).requires_grad_(True)
+    loss = linear_cross_entropy(x, given["weight"], given["labels"].view(2, 12), ignored=IGNORED, rows=5)
+    flat = x.reshape(-1, 6)
+    expected = dense(flat, given["weight"], given["labels"], None)
+    (one,), (other,) = (torch.autograd.grad(value, [x]) for value in (loss, expected))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def call(given: dict[str, Any], output_mask: list[bool], rows: int = 7) -> tuple[torch.Tensor, ...]:
+    values = [None if given[n] is None else given[n].detach() for n in ("x", "weight", "bias", "labels")]
+    return torch.ops.csc.linear_cross_entropy(*values, 1.0, 0.0, IGNORED, True, rows, output_mask)
+
+
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])
+def test_what_is_not_wanted_is_empty_and_changes_no_bit_of_the_rest(wanted: tuple[bool, bool]) -> None:
+    given = operands(20, 13, 4, torch.float32, biased=True, seed=1)
+    whole = call(given, [True, True, True, True])
+    part = call(given, [True, *wanted, False])
+    for one, other, there in zip(part, whole, (True, *wanted, False), strict=True):
+        assert torch.equal(one, other) if there else one.numel() == 0
+
+
+def test_without_labels_the_mean_is_no_number_and_the_gradients_are_zero() -> None:
+    given = operands(9, 5, 3, torch.float32, biased=True, seed=0)
+    given["labels"][:] = IGNORED
+    found = results(linear_cross_entropy(**given, rows=2, ignored=IGNORED), given)
+    expected = results(dense(**given), given)
+    assert math.isnan(found.pop("loss")) and math.isnan(expected.pop("loss"))
+    assert all(torch.equal(found[name], one) and not one.any() for name, one in expected.items())
+
+
+@pytest.mark.parametrize("label", [5, -1])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    given = operands(9, 5, 3, torch.float32, biased=False, seed=0)
+    given["labels"][4] = label
+    with pytest.raises((IndexError, RuntimeError)):
+        linear_cross_entropy(**given, ignored=IGNORED)
+
+
+@pytest.mark.parametrize("change", [{"labels": torch.zeros(8, dtype=torch.int64)}, {"rows": -1},
+                                    {"bias": torch.zeros(4)}, {"weight": torch.zeros(5, 4)}])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        linear_cross_entropy(**{**operands(9, 5, 3, torch.float32, biased=True, seed=0), **change})
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_an_operator_as_torch_wants_one(biased: bool) -> None:
+    given = operands(9, 5, 3, torch.float32, biased=biased, seed=0)
+    values = [given[name] for name in ("x", "weight", "bias", "labels")]
+    mask = [True, True, True, biased]
+    torch.library.opcheck(torch.ops.csc.linear_cross_entropy, (*values, 0.5, 2.0, IGNORED, True, 4, mask))
+
+
+@pytest.mark.parametrize("classes", [10, 32_000, 150_000, 300_000])
+@pytest.mark.parametrize("width", [64, 256, 4096])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_chunk_fills_its_room(classes: int, width: int, device: str) -> None:
+    with FakeTensorMode():
+        weight = torch.empty(classes, width, dtype=torch.bfloat16, device=device)
+    rows, logit = rows_of(weight), 4 * classes
+    room = max(ROOM_ON_CPU if device == "cpu" else ROOM, classes * width * 4 // 2)
+    assert rows & (rows - 1) == 0 and rows >= FEWEST
+    assert rows * logit <= room < 2 * rows * logit
+    assert rows_of(weight.double()) in (max(FEWEST, rows // 2), width // 2)
+
+
+def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    given = operands(512, 400, 4, torch.float32, biased=False, seed=0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        linear_cross_entropy(**given, rows=16, ignored=IGNORED)
+    moments = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for change in moments:
+        held += change
+        most = max(most, held)
+    assert 0 < most < 512 * 400 * 4 / 4, f"{most} bytes at once"
+
+
+def test_the_path_of_narrow_operands_on_a_gpu_fits_together() -> None:
+    """Its product of bfloat16 in float32 runs on CUDA alone: shapes and dtypes, on meta tensors."""
+    x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((12, 8), (100, 8), (100,)))
+    sweep = _Sweep(x, weight, bias, 2.0, 0.5, [True] * 4)
+    sweep.sums_in_product = True
+    for part in (slice(0, 8), slice(8, 12)):
+        rows = part.stop - part.start
+        classes = torch.zeros(rows, 1, dtype=torch.int64, device="meta")
+        assert sweep.chunk(part, classes, torch.ones(rows, 1, device="meta")).shape == (rows,)
+    for one, other in zip(sweep.gradients(), (x, weight, bias), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
