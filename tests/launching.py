@@ -5,13 +5,15 @@ Terms
                for every rank of every test took most of the time of the tests with processes
 
     torchrun(processes, *command) -> CompletedProcess          as users start them: python -m torch.distributed.run
-    ranks(main, processes, *arguments)                         main(*arguments) on so many ranks
+    ranks(main, processes, *arguments) -> [str]                main(*arguments) on so many ranks; what each wrote
+    script(processes, path, *arguments) -> [str]               the same of a file of Python
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -50,9 +52,21 @@ def torchrun(
     )
 
 
-def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> None:
+def script(processes: int, path: str, *arguments: str) -> list[str]:
+    """The file, from the root of the repository, on so many ranks that have imported most of what it does already."""
+    return ranks(_script, processes, path, arguments)
+
+
+def _script(path: str, arguments: tuple[str, ...]) -> None:
+    os.chdir(ROOT)
+    sys.argv, sys.path = [path, *arguments], [str(Path(path).parent), *sys.path]
+    runpy.run_path(path, run_name="__main__")
+
+
+def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[str]:
     """main(*arguments) on so many processes with the environment that torchrun would give them, and torchrun's kind of
-    store, which outlives any rank. AssertionError with what the first rank that failed wrote, if one did.
+    store, which outlives any rank; what each of them wrote. AssertionError with what the first rank that failed wrote,
+    if one did.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
@@ -71,6 +85,7 @@ def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> None:
             f"rank {failed} ended with {started[failed].exitcode}:\n"
             + Path(folder, f"{failed}.txt").read_text()[-4000:]
         )
+        return [Path(folder, f"{rank}.txt").read_text() for rank in range(processes)]
 
 
 def _first_failure(started: list[Any]) -> int | None:

@@ -8,7 +8,6 @@ program_key(trace, options, trainable) -> hex     and the frozen set, the mesh, 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -23,7 +22,7 @@ from torch import nn
 from csc import devices
 from csc.cache.describe import Describer
 from csc.cache.indescribable import Opaque
-from csc.cache.origins import Origins, csc_folders
+from csc.cache.origins import Origins, csc_folders, version
 from csc.cache.patched import patched
 from csc.cache.reads import reads
 from csc.cache.switches import switches
@@ -78,8 +77,13 @@ def _option(name: str, value: Any) -> str:
 
 def _environment(model: nn.Module) -> Any:
     device = device_of(model)
-    versions = [[name, importlib.metadata.version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
-    return [platform.python_version(), versions, device.type, devices.capability(device), switches(), _own_sources()]
+    here = [device.type, devices.capability(device), switches()]
+    return [platform.python_version(), _versions(), *here, _own_sources()]
+
+
+@cache
+def _versions() -> list[list[str]]:
+    return [[name, version(name)] for name in DISTRIBUTIONS if importlib.util.find_spec(name)]
 
 
 @cache

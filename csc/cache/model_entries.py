@@ -58,6 +58,19 @@ class ModelEntries:
         self._keys: dict[str, str] = {}  # of the model with plain batch entries
         self._left: dict[str, set[str]] = {}  # what captures left of it: keys of the same model
         self._said = False
+        self._at_rest: dict[str, str | None] | None = None  # descriptions, by the plain batch entries
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """The model is described once in the context, and once more behind each capture: nothing else runs it there."""
+        if self._at_rest is not None:
+            yield
+            return
+        self._at_rest = {}
+        try:
+            yield
+        finally:
+            self._at_rest = None
 
     def guards(self, microbatch: Mapping[str, Any], known: Guards) -> Iterator[Guards]:
         """What others knew of the model, with this microbatch's plain entries, beside all that is known here."""
@@ -195,7 +208,11 @@ class ModelEntries:
     def capturing(self, microbatch: Mapping[str, Any]) -> Iterator[None]:
         """Around a capture: what the model's own forward changes in it leaves it the same model."""
         before = self._model_key(microbatch)
-        yield
+        try:
+            yield
+        finally:
+            if self._at_rest is not None:
+                self._at_rest.clear()
         after = self._described(microbatch)
         if before is not None and after is not None:
             self._left.setdefault(before, set()).add(after)
@@ -217,8 +234,17 @@ class ModelEntries:
     def _described(self, microbatch: Mapping[str, Any]) -> str | None:
         if self._store is None:
             return None
+        extra = split_batch(microbatch)[1]
+        if self._at_rest is None:
+            return self._key_with(extra)
+        entries = repr(extra)
+        if entries not in self._at_rest:
+            self._at_rest[entries] = self._key_with(extra)
+        return self._at_rest[entries]
+
+    def _key_with(self, extra: Mapping[str, Any]) -> str | None:
         try:
-            return model_key(self._model, split_batch(microbatch)[1])
+            return model_key(self._model, extra)
         except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
             self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
             return None

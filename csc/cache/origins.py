@@ -49,7 +49,7 @@ class Origins:
 
     def _installed(self, name: str) -> None:
         if name not in self._distributions:
-            self._distributions[name] = importlib.metadata.version(name)
+            self._distributions[name] = version(name)
 
     def tree(self) -> list[list[str]]:
         """What was taken in; own files by their own names and contents, wherever they lie."""
@@ -58,8 +58,19 @@ class Origins:
 
 
 def is_source(path: str) -> bool:
-    """True for a Python file that is there."""
-    return path.endswith(".py") and os.path.isfile(path)
+    """True for a Python file that is there. One of a distribution stays for as long as the process runs."""
+    return _is_installed(path) or (path.endswith(".py") and os.path.isfile(path))
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    return path.endswith(".py") and distribution(path) is not None and os.path.isfile(path)
+
+
+@cache
+def version(name: str) -> str:
+    """Of an installed distribution, which no process changes while it runs."""
+    return importlib.metadata.version(name)
 
 
 @cache

@@ -86,6 +86,10 @@ class CompiledPrograms:
 
     def prepare(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
         """Find the program of a microbatch in the cache, or compile it."""
+        with self._compiler.kept.at_rest():
+            return self._prepared(microbatch, options, progress)
+
+    def _prepared(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
         match = self._compiler.match(microbatch)
         key = _key(match, options)
         if key in self._histories or key in self._finished or key in self._packed:
@@ -219,13 +223,14 @@ class CompiledPrograms:
         """The program of a microbatch, handed out once, and how it came about: one that was MADE is written to the
         directory.
         """
-        packed = self._packed.pop(self.prepare(microbatch, options, progress), None)
-        if packed is not None:
-            return self._compiler.match(microbatch), packed, "from the cache"
-        key = self._finish(microbatch, options, progress)
-        match, settled = self._compiler.match(microbatch), self._settled[key]
-        self._compiler.emit(self._program(key), settled, directory, match.batch)
-        return match, self._pack(match, settled, directory), MADE
+        with self._compiler.kept.at_rest():
+            packed = self._packed.pop(self.prepare(microbatch, options, progress), None)
+            if packed is not None:
+                return self._compiler.match(microbatch), packed, "from the cache"
+            key = self._finish(microbatch, options, progress)
+            match, settled = self._compiler.match(microbatch), self._settled[key]
+            self._compiler.emit(self._program(key), settled, directory, match.batch)
+            return match, self._pack(match, settled, directory), MADE
 
 
 def _key(match: Match, options: Options) -> Key:

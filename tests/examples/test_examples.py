@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import launching
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,7 +26,11 @@ def output(*command: str) -> str:
 
 
 def losses(*command: str, step: int = 9) -> list[float]:
-    return [float(number) for number in re.findall(rf"step {step}: loss ([\d.]+)", output(*command))]
+    return losses_in(output(*command), step)
+
+
+def losses_in(said: str, step: int = 9) -> list[float]:
+    return [float(number) for number in re.findall(rf"step {step}: loss ([\d.]+)", said)]
 
 
 @pytest.mark.gloo
@@ -36,10 +42,10 @@ def test_llava_trains_alike_in_one_process_and_under_torchrun() -> None:
 
 
 @pytest.mark.gloo
-def test_packed_documents_train_alike_in_one_process_and_under_torchrun() -> None:
+def test_packed_documents_train_alike_in_one_process_and_on_ranks() -> None:
     """Four context-parallel ranks, other documents in every step."""
     alone = losses("examples/packed.py")
-    ranks = losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/packed.py")
+    ranks = losses_in("".join(launching.script(4, "examples/packed.py")))
     assert len(alone) == 1 and len(ranks) == 4
     assert ranks == pytest.approx(alone * 4, abs=2e-3)  # gloo adds four gradients in an order of its own
     assert alone[0] < 3.5  # ten steps from log(100) = 4.605
@@ -53,8 +59,8 @@ def test_a_composed_model_learns_to_see_and_hear() -> None:
     assert all(int(share) <= 45 for share in shares[0][1:])
     assert int(shares[1][1]) >= 70 and int(shares[1][2]) >= 95
     alone = re.findall(r"step 20: loss ([\d.]+)", said)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    assert losses(*launcher, "examples/compose.py", "21", step=20) == [float(loss) for loss in alone] * 3
+    ranks = launching.script(3, "examples/compose.py", "21")
+    assert losses_in("".join(ranks), step=20) == [float(loss) for loss in alone] * 3
 
 
 @pytest.mark.slow

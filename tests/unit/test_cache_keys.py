@@ -165,8 +165,8 @@ def test_what_is_around_it_matters(what: str, folder: Path, monkeypatch: pytest.
     if what == "csc":
         monkeypatch.setattr(keys, "_own_sources", lambda: "another")
     elif what == "torch":
-        version = keys.importlib.metadata.version
-        monkeypatch.setattr(keys.importlib.metadata, "version", lambda name: version(name) + "1")
+        versions = [[name, version + "1"] for name, version in keys._versions()]
+        monkeypatch.setattr(keys, "_versions", lambda: versions)
     elif what == "default dtype":
         monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     else:

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from csc.capture.dedup.equality import PLAIN
+from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
 
 LIBRARIES = {*NOT_THE_MODELS, *sys.stdlib_module_names, "mpmath", "networkx", "numpy", "sympy"}  # called by traces
@@ -52,13 +53,12 @@ class Looked:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note what the functions look at that run inside of the context."""
-        before, collects = sys.getprofile(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()
-        sys.setprofile(self._called)
         try:
-            yield
+            with unprofiled(self._called):
+                yield
         finally:
-            sys.setprofile(before)
             self._telling = None
             if collects:
                 gc.enable()

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.diagnostics import calling_line
 from csc.errors import InputError
-from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree
+from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 GRAD_FN, DATA = (getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data"))
@@ -55,14 +55,16 @@ class Asked(TorchFunctionMode):
                 "leave it out, and shorten the rows of the table after the optimizer's step",
             )
         tensors = [one for one in args if type(one) is FakeTensor]
-        versions = [one._version for one in tensors]
+        with unwatched():
+            versions = [one._version for one in tensors]
         result = func(*args, **kwargs)
         if func == GRAD_FN and result is not None:
             return _Node(result)
-        for one, version in zip(tensors, versions):
-            if one._version != version:
-                self._check(one)
-        self._note(result)
+        with unwatched():
+            for one, version in zip(tensors, versions):
+                if one._version != version:
+                    self._check(one)
+            self._note(result)
         if func is torch.autograd.grad:
             self.gradients = calling_line() or "model"
             if not kwargs.get("create_graph", False):

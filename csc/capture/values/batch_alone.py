@@ -23,7 +23,7 @@ from csc.capture.values.call_log import writes
 from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
 from csc.ir.sizes import expression_to_tree
 from csc.ir.unstorable import Unstorable
-from csc.torch_private import outside_tracing, pytree, random_state
+from csc.torch_private import outside_tracing, pytree, random_state, unwatched
 
 MISSING = object()
 LONGEST = 64  # numbers of an answer
@@ -224,10 +224,13 @@ class Alone:
         """What a call has made that is not of the batch alone: it may be a view of something that is."""
         self._origin.pop(id(made), None)
         self._alive.append(made)
-        for leaf in pytree.tree_leaves((args, kwargs)) if name not in COPIES else ():
-            known = isinstance(leaf, torch.Tensor) and leaf.dtype == made.dtype and id(leaf) in self._origin
-            if known and leaf is not made:
-                self._join(("constant", id(made)), self._origin[id(leaf)][:2])
+        if name in COPIES:
+            return
+        with unwatched():
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                known = id(leaf) in self._origin and leaf is not made
+                if known and isinstance(leaf, torch.Tensor) and leaf.dtype == made.dtype:
+                    self._join(("constant", id(made)), self._origin[id(leaf)][:2])
 
     def _spoil(self, tensor: torch.Tensor) -> None:
         origin = self._origin.get(id(tensor), ("constant", id(tensor)))
