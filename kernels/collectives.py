@@ -129,3 +129,6 @@ def _returned(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
 
 
 _all_to_all.register_autograd(_returned, setup_context=_remember)
+
+ALL_REDUCE = torch.ops.csc.all_reduce.default
+SHARE = torch.ops.csc.share.default

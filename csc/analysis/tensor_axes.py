@@ -45,8 +45,8 @@ from csc.analysis.operators.reductions import CLASSES, LABELS
 from csc.analysis.operators.relation import End, Use
 from csc.analysis.operators.table import relation
 from csc.ir import graph as g
+from csc.ir.program import Box
 
-Box = tuple[tuple[tuple[int, int], ...], ...]
 _WHOLE = ("normalised", "blocked", "repeated", "padded")
 
 

@@ -40,12 +40,7 @@ def changed(options: Options, **changes: Any) -> Options:
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
     }
-    found = replace(options, **read)
-    if found.mesh.tp > 1:
-        raise InputError(
-            f"the mesh asks for tp={found.mesh.tp}", "mesh", "this version runs dp, pp and cp; leave tp at 1"
-        )
-    return found
+    return replace(options, **read)
 
 
 def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
