@@ -7,7 +7,8 @@ Terms
   shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A parameter
            needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
 
-    Divided(graph, inexact, trees, axes, ranks, mode).run()        .graph, .shared_reads, .equal_reads, .flops, .summed
+    Divided(graph, inexact, trees, axes, ranks, mode, evaluate, number).run()
+    .graph, .meets, .shared_reads, .equal_reads, .flops, .summed
 
 Each call is allowed by name. One that is not, on a shard, is Undivided, with the call; so is one whose result does not
 have the sizes that the trees say.
@@ -28,11 +29,12 @@ from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
-from csc.analysis.operators.products import ATTENTION, PRODUCTS
+from csc.analysis.operators.products import ATTENTION, PRODUCTS, SDPA
 from csc.analysis.operators.reductions import NORMS
 from csc.analysis.operators.table import RULES, relation
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
 from csc.ir.rewrite import Writer
 from csc.torch_private import FakeTensorMode
 
@@ -41,11 +43,11 @@ aten = torch.ops.aten
 SAME = COPIES | NORMS | {
     f"aten::{name}"
     for name in ("permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "softmax",
-                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
+                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "slice_scatter")
 }  # fmt: skip
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
-TUPLES = (pointwise.broadcasting, pointwise.elementwise)
+ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
 
 
 class Undivided(Exception):
@@ -65,12 +67,12 @@ class Divided:
 
     def __init__(
         self, graph: fx.Graph, inexact: Collection[fx.Node], trees: Trees, axes: Sequence[Dim], ranks: int,
-        mode: FakeTensorMode, number: torch.Tensor, operators: Collection[str] = (),
+        mode: FakeTensorMode, evaluate: Evaluation, number: torch.Tensor, operators: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.old, self.trees, self.axes, self.ranks, self.operators = graph, trees, axes, ranks, operators
         self.mode, self.number, self.inexact = mode, number, inexact
         self.graph = fx.Graph()
-        self.writer = Writer(self.graph, mode)
+        self.writer = Writer(self.graph, evaluate)
         self.mapping: dict[fx.Node, Any] = {}
         self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
         self.carrying = self._carrying()
@@ -158,7 +160,7 @@ class Divided:
             several, which = node.args
             self.mapping[node] = self.writer.named(node.name, node, node.target, self.mapping[several], which)  # type: ignore[index]
             return
-        cut = [used for used in node.all_input_nodes if self._is_cut(used)]
+        cut = [used for used in node.all_input_nodes if self._is_cut(used) and not self._is_unread(node, used)]
         if not cut and not self._is_cut(node):
             self.equal_reads |= {used.meta["role"][1] for used in node.all_input_nodes if _is_parameter(used)}
             g.copy_node(self.graph, node, self.mapping)
@@ -173,13 +175,13 @@ class Divided:
             self._product(node, cut)
         elif name in ("aten::sum", "aten::mean"):
             self._reduction(node)
-        elif name == ATTENTION:
+        elif name in (ATTENTION, SDPA):
             self._attention(node)
         elif name in ("aten::slice", "aten::split", "aten::split_with_sizes"):
             self._part(node, name)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
-        elif name in SAME or RULES.get(name, pointwise.broadcasting) in TUPLES:
+        elif name in SAME or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
             self._same(node)
         else:
             raise Undivided(node, "is none that csc can divide")
@@ -258,10 +260,10 @@ class Divided:
     def _attention(self, node: fx.Node) -> None:
         """Each rank its key heads, with the query heads that read them."""
         query, key, value = node.args[:3]
-        if any(self._cut_dims(one) != [1] for one in (query, key, value)):  # type: ignore[arg-type]
+        assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+        if any(self._cut_dims(one) != [one.meta["val"].dim() - 3] for one in (query, key, value)):
             raise Undivided(node, "can be divided by its heads alone")
-        batch, heads, tokens, width = (dim.size for dim in self._dims(query)[0])  # type: ignore[arg-type]
-        self.flops += 4 * batch * heads * tokens * width * key.meta["val"].shape[2]  # type: ignore[union-attr]
+        self.flops += 4 * query.meta["val"].numel() * key.meta["val"].shape[-2]
         self._same(node)
 
     def _product(self, node: fx.Node, cut: Sequence[fx.Node]) -> None:
@@ -309,6 +311,12 @@ class Divided:
             raise Undivided(node, f"gives parts of {list(part.meta['val'].shape)}")
         self.summed += prod(part.meta["val"].shape)
         return self.writer.named(name, node, ALL_REDUCE, part, self.group)
+
+    def _is_unread(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether an operand is looked at for its type alone."""
+        found = relation(node)
+        uses = [use for use in found.uses if use.node is operand] if found is not None else []
+        return bool(uses) and all(use.rest.how == "unread" for use in uses)
 
     def _ends(self, node: fx.Node, operand: fx.Node, how: str) -> bool:
         """Whether the divided dimension of an operand ends so in a call."""

@@ -56,7 +56,7 @@ class Rank:
     @property
     def shard(self) -> int:
         """Index on the tp axis."""
-        return self.program.manifest.mesh.coordinates(self.rank).tp
+        return self.program.manifest.mesh.shard(self.rank)
 
     def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """As `Mesh.group`, of this rank."""

@@ -4,7 +4,7 @@ Terms: a *box* is what one of these ranks holds (csc.runtime.boxes). A process t
 whole and gives each rank a copy of its box in every step; one of several keeps its own rank's box alone.
 
     shards = Shards(mesh, transport, device)
-    .parameters(program, specs, given)          nn.Parameters by name, and which of them have no values
+    .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
     .box(spec)                                  what this process keeps; None: all of it
     .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
     .whole(spec, own)                           from all processes
@@ -31,6 +31,7 @@ from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.transport import Endpoint, Transport
 
+Kept = tuple[Box, nn.Parameter]
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
@@ -46,7 +47,7 @@ class Shards:
     def __init__(self, mesh: Mesh, transport: Transport, device: torch.device) -> None:
         self._mesh, self._device, self._transport = mesh, device, transport
         self._alone = len(transport.ranks) == mesh.size
-        self._shard = mesh.coordinates(transport.ranks[0]).tp
+        self._shard = mesh.shard(transport.ranks[0])
 
     def box(self, spec: ParameterSpec) -> Box | None:
         """What this process keeps of a parameter; None: all of it."""
@@ -61,33 +62,33 @@ class Shards:
         return cut(tensor, spec.boxes[rank.shard]) if self.divides(spec.boxes) else tensor
 
     def parameters(
-        self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given
+        self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given, kept: Mapping[str, Kept]
     ) -> tuple[dict[str, nn.Parameter], set[str]]:
-        """The parameters of `specs`, and which of them have no values. given: tensors by name, whole or as this process
-        keeps them; where they are read from; None: from the program's directory.
+        """The parameters of `specs`, and which of them have no values. given: whole tensors by name; where they are
+        read from; None: from the program's directory. kept: boxes that this process has already, of which those of
+        this program stay what they are: an optimizer knows them.
         """
         if given is None:
             given = program.directory / "weights.safetensors"
         tensors = given if isinstance(given, Mapping) else weights.read(given, specs, self._device)
-        kept = {spec.name for spec in specs if spec.name in tensors and self._is_kept(spec, tensors[spec.name])}
-        weights.check([spec.local if spec.name in kept else spec for spec in specs], tensors)
+        weights.check(specs, tensors)
         found, empty = {}, set()
         for spec in specs:
             tensor, box = tensors[spec.name], self.box(spec)
+            before, parameter = kept.get(spec.name, (None, None))
+            if box is not None and box == before and parameter is not None:
+                found[spec.name] = parameter
+                continue
             if tensor.is_meta and self._device.type != "meta":
                 shape = spec.shape if box is None else spec.local.shape
                 tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
                 empty.add(spec.name)
-            elif box is not None and spec.name not in kept:
+            elif box is not None:
                 tensor = cut(tensor.detach(), box)
             if not isinstance(tensor, nn.Parameter) or tensor.device != self._device:
                 tensor = nn.Parameter(tensor.detach().to(self._device), requires_grad=spec.trainable)
             found[spec.name] = tensor
         return found, empty
-
-    def _is_kept(self, spec: ParameterSpec, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is this process' part already, of a trainer before."""
-        return self.box(spec) is not None and tuple(tensor.shape) == spec.local.shape
 
     def whole(self, spec: ParameterSpec, own: torch.Tensor | None) -> torch.Tensor:
         """A parameter with all its entries. own: as this process keeps it; None: it does not. All ranks call it."""
@@ -98,8 +99,8 @@ class Shards:
         if not spec.boxes:
             return self._from(sources[0][0], own, spec.shape, spec.dtype)
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        for source, box in zip(sources, spec.boxes, strict=True):
-            mine = own if self._mesh.coordinates(source[0]).tp == self._shard else None
+        for shard, (source, box) in enumerate(zip(sources, spec.boxes, strict=True)):
+            mine = own if shard == self._shard else None
             put(found, box, self._from(source[0], mine, spec.local.shape, spec.dtype))
         return found
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from csc.runtime.metrics import counted, metrics
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
-from csc.runtime.shards import Shards, met_of
+from csc.runtime.shards import Kept, Shards, met_of
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
@@ -68,7 +69,7 @@ class Trainer:
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
     fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
-    whether a profiler is on, which ranges are for (csc.runtime.ranges).
+    whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -84,6 +85,7 @@ class Trainer:
         meeting: Meeting | None = None,
         fused: bool = False,
         is_profiled: Callable[[], bool] = bool,
+        kept: Mapping[str, Kept] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.device = _device(program, device)
@@ -92,7 +94,7 @@ class Trainer:
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._shards = Shards(mesh, self.transport, self.device)
-        self._weights, self._empty = self._shards.parameters(program, self._specs, weights)
+        self._weights, self._empty = self._shards.parameters(program, self._specs, weights, kept)
         self._compare_weights()
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
@@ -398,8 +400,14 @@ class Trainer:
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of this process, frozen ones too: what trains, not copies."""
-        return dict(self._weights)
+        """The whole parameters of this process, frozen ones too: what trains, not copies."""
+        return {spec.name: self._weights[spec.name] for spec in self._specs if self._shards.box(spec) is None}
+
+    @property
+    def shards(self) -> Mapping[str, Kept]:
+        """Those of which it keeps a part for itself, with what that is; without those that have no values."""
+        boxes = {spec.name: self._shards.box(spec) for spec in self._specs if spec.name not in self._empty}
+        return {name: (box, self._weights[name]) for name, box in boxes.items() if box is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names."""
