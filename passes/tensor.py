@@ -31,11 +31,6 @@ def tensor(program: Program, options: Options) -> Program:
     ranks = options.mesh.tp
     if ranks == 1:
         return program
-    if options.mesh.cp > 1:
-        raise InputError(
-            f"the mesh asks for cp={options.mesh.cp} and tp={ranks}", "mesh",
-            "this version divides either the tokens or the layers: leave one of them at 1",
-        )  # fmt: skip
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     found = _Agreement(program, ranks, number).choices()

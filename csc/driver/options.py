@@ -40,7 +40,13 @@ def changed(options: Options, **changes: Any) -> Options:
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
     }
-    return replace(options, **read)
+    found = replace(options, **read)
+    if found.mesh.tp > 1 and found.mesh.cp > 1:
+        raise InputError(
+            f"the mesh asks for cp={found.mesh.cp} and tp={found.mesh.tp}", "mesh",
+            "this version divides either tokens or layers: leave one of them at 1",
+        )  # fmt: skip
+    return found
 
 
 def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ whole and gives each rank a copy of its box in every step; one of several keeps 
     .box(spec)                                  what this process keeps; None: all of it
     .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
     .whole(spec, own)                           from all processes
-    met_of(mesh, rank, endpoint) -> Met         where a rank's collectives meet; None with tp = 1
+    met_of(mesh, rank, endpoint, fused) -> Met         where a rank's collectives meet; None with tp = 1
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Kept = tuple[Box, nn.Parameter]
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
-def met_of(mesh: Mesh, rank: int, endpoint: Endpoint) -> Met | None:
-    """A rank's place among those that divide its layers."""
+def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> Met | None:
+    """A rank's place among those that divide its layers. fused: its functions are compiled by Inductor."""
     group = mesh.group(Group.TENSOR, rank)
-    return Met(Membership(endpoint, group.index(rank), group)) if len(group) > 1 else None
+    return Met(Membership(endpoint, group.index(rank), group), copies=fused) if len(group) > 1 else None
 
 
 class Shards:

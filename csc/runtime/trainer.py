@@ -181,7 +181,7 @@ class Trainer:
                 constants[mesh.coordinates(rank).pp],
                 self.device,
                 visibility(program),
-                met_of(mesh, rank, self.transport.endpoint(rank)),
+                met_of(mesh, rank, self.transport.endpoint(rank), self._fused),
             )
             for rank in self.transport.ranks
         ]
