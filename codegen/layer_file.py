@@ -16,6 +16,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
+VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
 COLLECTIVES = ("all_reduce", "share", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -31,7 +32,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    others = seeded | dict.fromkeys(COLLECTIVES, "collectives")
+    others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary")
     families = ("opaque", "context")
     return sorted({
         next((family for family in families if name.startswith(family)), others.get(name, "attention"))

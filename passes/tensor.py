@@ -54,13 +54,14 @@ class _Agreement:
 
     def choices(self) -> dict[str, Choice]:
         found: dict[str, Choice] = {}
+        ids = _made_of_the_batch(self.program)
         changed = set(self.program.templates)
         while changed:
             for name in sorted(changed):
                 template = self.program.templates[name]
                 found[name] = chosen(
                     template, self.program.fake_mode, self.number, self.ranks, self._of(name, self.whole),
-                    self._of(name, self.operators),
+                    self._of(name, self.operators), ids,
                 )  # fmt: skip
             changed = self._apart(found)
         return found
@@ -87,6 +88,15 @@ class _Agreement:
                 changed |= shared
                 self.operators |= shared
         return {template for template, _ in changed}
+
+
+def _made_of_the_batch(program: Program) -> set[str]:
+    """The tables that are."""
+    assert program.shared is not None
+    tables = zip(program.shared.output_node().meta["names"], g.outputs(program.shared), strict=True)
+    return {
+        name for name, node in tables if any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([node]))
+    }
 
 
 def _check(found: Mapping[str, Choice], ranks: int) -> None:

@@ -5,7 +5,7 @@ call that needs it whole, nor the region's edge, where values are equal on all r
 divided with it for each element that ranks then have to sum. Candidates of more worth come first; one that shares a
 parameter with those before it is left out.
 
-    chosen(template, mode, number, ranks, whole, operators) -> Choice
+    chosen(template, mode, number, ranks, whole, operators, ids) -> Choice
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from csc.torch_private import FakeTensorMode
 
 EDGE = "it is part of what regions hand each other"
 LEAST_WORTH = 64  # below, a sum takes longer than it saves
-ROWS = ("vocabulary", "positions")  # of tables: they may stay whole if they do not divide
+VOCABULARY = "vocabulary"  # divided for the memory it takes, whatever its sums cost; it may stay whole
+POSITIONS = "positions"
 # A function's own backward stands in its template as calls of its own.
 OWN_BACKWARD = {"csc::incoming", "csc::own_gradient", "csc::checkpointed", "csc::with_hooks"}
 
@@ -53,13 +54,15 @@ class Choice:
 
 def chosen(
     template: Template, mode: FakeTensorMode, number: torch.Tensor, ranks: int, whole: Collection[str],
-    operators: Collection[str],
+    operators: Collection[str], ids: Collection[str],
 ) -> Choice:  # fmt: skip
-    """whole: parameters that are not to be divided. operators: those whose gradient calls in the graph add up."""
+    """whole: parameters that are not to be divided. operators: those whose gradient calls in the graph add up. ids:
+    tables that are made of the batch.
+    """
     reads = frozenset(template.parameters)
     if any(g.op_name(node) in OWN_BACKWARD for node in g.calls(template.graph)):
         return Choice(equal_reads=reads, reasons=(f"{template.name}, which has a backward of its own",))
-    return _Choosing(template, mode, number, ranks, operators).choice(whole)
+    return _Choosing(template, mode, number, ranks, operators, ids).choice(whole)
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,24 @@ class _Axis:
 
     @property
     def what(self) -> str:
-        """`heads`, `rows`; of an axis that is called after a parameter `features`."""
-        name = self.name.split("#")[0]
-        return "features" if "." in name else "rows" if name in ROWS else name
+        """`heads`, `vocabulary`; of an axis that is called after a parameter `features`."""
+        return "features" if "." in self.name else self.name.split("#")[0]
 
 
 class _Choosing:
     """For one template."""
 
     def __init__(
-        self, template: Template, mode: FakeTensorMode, number: torch.Tensor, ranks: int, operators: Collection[str]
+        self,
+        template: Template,
+        mode: FakeTensorMode,
+        number: torch.Tensor,
+        ranks: int,
+        operators: Collection[str],
+        ids: Collection[str],
     ) -> None:
         self.template, self.mode, self.number, self.ranks, self.operators = template, mode, number, ranks, operators
-        self.trees = dimensions(template.graph)
+        self.trees = dimensions(template.graph, ids)
         self.evaluate = Evaluation(mode)
         self.inexact = {g.placeholders(template.graph)[i] for i in template.inexact}
         self.odd: list[_Axis] = []
@@ -95,7 +103,10 @@ class _Choosing:
             if self._meets(axis, axes):
                 continue
             if axis.dim.size % self.ranks:
-                self.odd += [axis] if axis.what != "rows" else []
+                if axis.what == VOCABULARY:
+                    self.whole.append((axis, f"{axis.dim.size} words cannot be divided by {self.ranks}"))
+                else:
+                    self.odd.append(axis)
                 continue
             try:
                 made = self._divided([*axes, axis], self.ranks)
@@ -141,6 +152,8 @@ class _Choosing:
             _block(self.trees, node)
         for name, dim in self.trees.axes().items():
             held = sharded(self.trees, dim)
+            if name.startswith(POSITIONS):
+                continue
             if held and not dim.blocked:
                 yield _Axis(name, dim, tuple(held))
             elif held and dim.blocked != EDGE:
@@ -157,7 +170,7 @@ class _Choosing:
             except Undivided as error:
                 self.whole.append((axis, error))
                 continue
-            if tried.flops >= LEAST_WORTH * tried.summed:
+            if tried.flops >= LEAST_WORTH * tried.summed or axis.what == VOCABULARY:
                 found.append((tried.flops / max(tried.summed, 1), axis))
         return [axis for _, axis in sorted(found, key=lambda one: -one[0])]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, SHARE
+from csc.kernels.vocabulary import DIVIDED_LOSS, ROWS
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index, shard_size
@@ -39,6 +40,7 @@ from csc.ir.rewrite import Writer
 from csc.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
+MEAN, SUM = 1, 2  # reductions of a loss
 # On shards the same as on the whole, whatever its arguments: what they do along an axis is blocked in the trees.
 SAME = COPIES | NORMS | {
     f"aten::{name}"
@@ -175,6 +177,10 @@ class Divided:
             self._product(node, cut)
         elif name in ("aten::sum", "aten::mean"):
             self._reduction(node)
+        elif name == "aten::embedding" and self._ends(node, node.args[0], "picked"):  # type: ignore[arg-type]
+            self._look_up(node)
+        elif name == "aten::cross_entropy_loss":
+            self._loss(node)
         elif name in (ATTENTION, SDPA):
             self._attention(node)
         elif name in ("aten::slice", "aten::split", "aten::split_with_sizes"):
@@ -305,6 +311,31 @@ class Divided:
         mean = g.op_name(node) == "aten::mean"
         total = self._total(node, part, f"{node.name}_sum" if mean else node.name)
         self.mapping[node] = self._made(node, node.name, aten.div.Tensor, total, self.ranks) if mean else total
+
+    def _look_up(self, node: fx.Node) -> None:
+        """Each rank in its own rows: a part, since others have zeros."""
+        bound = g.bind(node)
+        if bound["scale_grad_by_freq"] or bound["sparse"] or bound["weight"].op != "placeholder":
+            raise Undivided(node, "looks up in another way than in a parameter, row by row")
+        part = self._made(
+            node, f"{node.name}_part", ROWS, self._given(bound["weight"]), self._given(bound["indices"]), self.group,
+            bound["padding_idx"],
+        )  # fmt: skip
+        self.mapping[node] = self._total(node, part, node.name)
+
+    def _loss(self, node: fx.Node) -> None:
+        """Cross entropy over logits of which each rank has those of its words."""
+        bound = g.bind(node)
+        logits, labels = bound["self"], bound["target"]
+        plain = bound["weight"] is None and not bound["label_smoothing"] and bound["reduction"] in (MEAN, SUM)
+        if self._cut_dims(logits) != [1] or logits.meta["val"].dim() != 2 or not plain or g.is_inexact(labels):
+            raise Undivided(node, "is no plain mean or sum over labels")
+        self.summed += 3 * labels.meta["val"].numel()
+        several = self._made(
+            node, f"{node.name}_results", DIVIDED_LOSS, self._given(logits), self._given(labels), self.group,
+            bound["ignore_index"], bound["reduction"] == MEAN,
+        )  # fmt: skip
+        self.mapping[node] = self._made(node, node.name, operator.getitem, several, 0)
 
     def _total(self, node: fx.Node, part: fx.Node, name: str) -> fx.Node:
         if list(part.meta["val"].shape) != list(node.meta["val"].shape):

@@ -21,7 +21,8 @@ class Met:
     """
 
     def __init__(self, group: Membership, copies: bool = False) -> None:
-        self._group, self.ranks, self._copies = group, len(group.members), copies
+        self._group, self._copies = group, copies
+        self.ranks, self.index = len(group.members), group.piece
         self.number = numbered(self)
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
