@@ -4,7 +4,7 @@
     setting: what differs from PLAIN. freeze: globs over parameter names; off: they are frozen by requires_grad, before
     compilation; steps: train three steps with SGD instead of one, the second on a batch of another size; accumulate:
     how many steps before the optimizer's one; replaced: the weights have new memory (`p.data = ...`) before each step
-    but the first.
+    but the first; evaluate: behind the last step the loss in eval mode too.
 
 The reference is the loss of the whole batch through the model as it is, and `.grad` by named_parameters(). What differs
 is measured against what eager itself gives for weights that are moved by their last bit, so that neither a sum in
@@ -31,6 +31,7 @@ SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
     "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
+    "evaluate": False,
 }  # fmt: skip
 Values = dict[str, torch.Tensor | None]
 
@@ -90,6 +91,7 @@ def train(
     model: nn.Module,
     batches: list[dict[str, Any]],
     step: Callable[[dict[str, Any]], torch.Tensor],
+    evaluate: Callable[[dict[str, Any]], torch.Tensor],
     setting: Mapping[str, Any],
 ) -> Values:
     """Losses and gradients of one step, or of three steps the losses, parameters and buffers behind them."""
@@ -105,6 +107,8 @@ def train(
         found[f"loss {number}"] = loss.detach().clone().reshape(())
         if len(batches) > 1:
             optimizer.step()
+    if setting["evaluate"]:
+        found["loss in eval mode"] = evaluate(batches[0]).detach().clone().reshape(())
     if len(batches) == 1:
         return found | {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     found |= {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -129,10 +133,15 @@ def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: tor
         loss.backward()
         return loss
 
+    def evaluate(batch: dict[str, Any]) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            return loss_of(model(**batch))
+
     batches = [module.batch(*size) for size in sizes(setting)]
     if dtype is not None:
         batches = [{n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()} for batch in batches]
-    return train(model, batches, step, setting)
+    return train(model, batches, step, evaluate, setting)
 
 
 def norm(value: torch.Tensor) -> float:
@@ -195,7 +204,7 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
         compiled = csc.compile(model, example=batches[0], cache=False, **options)
     else:
         compiled = compiled.with_options(**options)
-    return train(model, batches, compiled.train_step, setting)
+    return train(model, batches, compiled.train_step, compiled.eval_step, setting)
 
 
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:

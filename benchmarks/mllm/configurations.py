@@ -109,7 +109,7 @@ class Configuration:
         return tuple(f"{part.name}: {part.notes}" for part in self.components.values() if part.notes)
 
 
-def _tiles(side: int) -> tuple[int, ...]:
+def tiles_of(side: int) -> tuple[int, ...]:
     return (math.ceil(IMAGE_WIDTH / side) * math.ceil(IMAGE_HEIGHT / side), 3, side, side)
 
 
@@ -126,7 +126,7 @@ def _decoder(width: int, inner: int, heads: int, groups: int, vocabulary: int, *
     }
 
 
-def _vision(width: int, inner: int, heads: int, image: Any, patch: Any, **more: Any) -> dict[str, Any]:
+def vision_sizes(width: int, inner: int, heads: int, image: Any, patch: Any, **more: Any) -> dict[str, Any]:
     return {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -207,7 +207,7 @@ PIXTRAL_400M = Component(
     PixtralVisionModel,
     PixtralVisionConfig,
     24,
-    _vision(1024, 4096, 16, IMAGE_WIDTH, 16),
+    vision_sizes(1024, 4096, 16, IMAGE_WIDTH, 16),
     input=(1, 3, IMAGE_HEIGHT, IMAGE_WIDTH),
 )
 INTERN_VIT_6B = Component(
@@ -215,8 +215,8 @@ INTERN_VIT_6B = Component(
     InternVLVisionModel,
     InternVLVisionConfig,
     45,
-    _vision(3200, 12800, 25, [448, 448], [14, 14], use_qk_norm=True, norm_type="rms_norm"),
-    input=_tiles(448),
+    vision_sizes(3200, 12800, 25, [448, 448], [14, 14], use_qk_norm=True, norm_type="rms_norm"),
+    input=tiles_of(448),
     dropped=CLASS_TOKEN,
     merged=4,
     notes="the sizes of V1-5",
@@ -226,8 +226,8 @@ VIT_22B = Component(
     _vit,
     ViTConfig,
     48,
-    _vision(6144, 24576, 48, 448, 14),
-    input=_tiles(448),
+    vision_sizes(6144, 24576, 48, 448, 14),
+    input=tiles_of(448),
     dropped=CLASS_TOKEN,
     merged=4,
     notes="the ViT class: attention and MLP one after the other, not side by side; queries and keys not normalised",
@@ -237,8 +237,8 @@ SIGLIP_878M = Component(
     SiglipVisionModel,
     SiglipVisionConfig,
     27,
-    _vision(1152, 4304, 16, 384, 14),
-    input=_tiles(384),
+    vision_sizes(1152, 4304, 16, 384, 14),
+    input=tiles_of(384),
     notes="the vision half of so400m; the name counts the text half too",
 )
 EVACLIP_18B = Component(
@@ -246,8 +246,8 @@ EVACLIP_18B = Component(
     CLIPVisionModel,
     CLIPVisionConfig,
     48,
-    _vision(5120, 25600, 40, 448, 14),
-    input=_tiles(448),
+    vision_sizes(5120, 25600, 40, 448, 14),
+    input=tiles_of(448),
     dropped=CLASS_TOKEN,
     merged=4,
     notes="the CLIP class: layer norms and biases where EVA-CLIP has RMS norms and none",
@@ -257,7 +257,7 @@ QWEN2_VISION_675M = Component(
     _vit,
     ViTConfig,
     32,
-    _vision(1280, 5120, 16, (728, 1288), 14),
+    vision_sizes(1280, 5120, 16, (728, 1288), 14),
     input=(1, 3, 728, 1288),
     dropped=CLASS_TOKEN,
     merged=4,

@@ -35,13 +35,13 @@ def problem(
     whole = program(configuration, frozen)
     sizes = value_bytes(whole)
     units = tuple(
-        _checkpointed(cost, sum(sizes[value][0] for value in region.activations))
+        checkpointed(cost, sum(sizes[value][0] for value in region.activations))
         for cost, region in zip(region_costs(whole, hardware), whole.regions, strict=True)
     )
     return Problem(units, values(whole), ranks, microbatches, memory, network(hardware))
 
 
-def _checkpointed(cost: RegionTimes, inputs: int) -> Unit:
+def checkpointed(cost: RegionTimes, inputs: int) -> Unit:
     """A region that keeps its inputs alone and whose B starts with F."""
     figures = {name: value for name, value in asdict(cost).items() if name != "again"}
     unit = Unit(**figures)

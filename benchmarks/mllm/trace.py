@@ -47,7 +47,7 @@ def captured(configuration: Configuration, depths: Mapping[str, int]) -> Program
     with meta_init(torch.bfloat16):
         model = build(configuration, depths)
     program = capture(model, batch(configuration))
-    return _run(program, (shapes, loss, regions, differentiate), Options())
+    return run(program, (shapes, loss, regions, differentiate), Options())
 
 
 @cache
@@ -66,10 +66,10 @@ def program(configuration: Configuration, frozen: str) -> Program:
 
 def pruned(whole: Program, frozen: tuple[str, ...]) -> Program:
     """A traced Program with these components frozen, after pass `split`."""
-    return _run(whole, (freeze, prune, split), Options(freeze=frozen))
+    return run(whole, (freeze, prune, split), Options(freeze=frozen))
 
 
-def _run(program: Program, passes: Sequence[Pass], options: Options) -> Program:
+def run(program: Program, passes: Sequence[Pass], options: Options) -> Program:
     for one in passes:
         program = one(program, options)
         verify(program, after=one.__name__)

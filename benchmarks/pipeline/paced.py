@@ -35,7 +35,7 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline
+from csc.simulation.pipeline import Link, Network, Pipeline, slower
 from csc.simulation.pipeline_file import to_json
 from csc.simulation.simulate import makespan
 
@@ -167,20 +167,17 @@ def stretched(numbers: Pipeline, home: Sequence[int], factor: float, link: Link)
     """The pipeline with all times `factor` times as long, on `link`: a message between two ranks becomes so large that
     its bytes take as long there as on the link they were planned for, stretched.
     """
-    stages = tuple(
-        replace(
-            stage,
-            forward=factor * stage.forward,
-            backward_input=factor * stage.backward_input,
-            backward_weight=factor * stage.backward_weight,
-        )
-        for stage in numbers.stages
-    )
-    sizes = {}
-    for (kind, source, destination), size in numbers.messages.items():
+    slow = slower(numbers, factor)
+    more = {}
+    for kind, source, destination in numbers.messages:
         planned = numbers.network.link(home[source], home[destination])
-        sizes[kind, source, destination] = factor * size / planned.bandwidth * link.bandwidth
-    return Pipeline(stages, sizes, Network(link, link), numbers.scale)
+        more[kind, source, destination] = factor / planned.bandwidth * link.bandwidth
+    sizes = {channel: size * more[channel] for channel, size in numbers.messages.items()}
+    loads = slow.loads
+    if loads is not None:
+        rates = {channel: tuple(rate * more[channel] for rate in own) for channel, own in loads.messages.items()}
+        loads = replace(loads, messages=rates)
+    return Pipeline(slow.stages, sizes, Network(link, link), loads)
 
 
 def work(jobs: Sequence[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Torch's own switches that decide what code computes: precision of products, kernels, dtypes, modes.
 
-switches() -> tree
+switches() -> tree                those that a capture depends on
 tracing_switches() -> tree        but for modes that compiled steps do not depend on
 """
 
@@ -18,7 +18,6 @@ backends: Any = torch.backends
 SWITCHES: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
-    "gradients": torch.is_grad_enabled,
     "inference": torch.is_inference_mode_enabled,
     "autocast": lambda: [[torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)] for d in devices.TYPES],
     "autocast cache": torch.is_autocast_cache_enabled,
@@ -42,8 +41,8 @@ def switches() -> list[Any]:
 
 
 def tracing_switches() -> list[Any]:
-    """Those that what is traced depends on. Compiled steps make gradients whatever mode they are called in."""
-    return [[name, _state(read)] for name, read in SWITCHES.items() if name not in ("gradients", "inference")]
+    """Those that what is traced depends on. A compiled step is in no inference mode, wherever it is called."""
+    return [[name, _state(read)] for name, read in SWITCHES.items() if name != "inference"]
 
 
 def _state(read: Callable[[], Any]) -> str:

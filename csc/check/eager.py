@@ -4,7 +4,7 @@ Terms: a batch goes through the model *whole*, as it is, once. Listed microbatch
 count is seen by the targets that the loss is a mean over, and by the loss of all of them as one batch where they fit.
 
     eager_step(model, batch, trainable, rule) -> Step
-    loss_again(model, batch, rule) -> loss   of another forward
+    loss_again(model, batch, trainable, rule) -> loss   of another forward
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
     joined(microbatches) -> batch            None if they do not fit together
 """
@@ -48,11 +48,11 @@ class Step:
 def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> Step:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
-    trainable: names of the parameters that train; of none, the loss alone. rule: how the losses of listed microbatches
-    combine: "mean", "sum",
-    "tokens" (counted targets of the loss), or "auto", as in one batch of all of them.
+    trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
+    listed microbatches combine: "mean", "sum", "tokens" (counted targets of the loss), or "auto", as in one batch of
+    all of them.
     """
-    with torch.enable_grad(), undisturbed(model), training(model), without_kv_cache(model):
+    with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             parameter.grad = None
@@ -66,11 +66,14 @@ def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[
     return Step(float(loss.detach()), gradients, mode.unknown, sure)
 
 
-def loss_again(model: nn.Module, batch: Batch | Sequence[Batch], rule: str = "auto") -> float:
+def loss_again(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> float:
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
     """
-    with undisturbed(model), training(model), without_kv_cache(model), WithoutChance():
+    with (
+        torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model),
+        WithoutChance(),
+    ):  # fmt: skip
         torch.manual_seed(0)
         return float(_loss(model, batch, rule)[0].detach())
 

@@ -101,7 +101,7 @@ def check(
         right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)
     )
     if not (steady and result.good):
-        _refuse_unsteady(model, right.loss, loss_again(model, given, rule))
+        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
     seconds = time.perf_counter() - start
     if result.good or not right.sure:
         if not result.good:

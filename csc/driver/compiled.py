@@ -168,11 +168,11 @@ class CompiledModel:
         """
         options = self._options(microbatches)
         ready = self._ready(self.example if batch is None else batch, options)
-        return self._current_programs().history(fullest(ready), options, self.progress)
+        return self._current_programs().compiled.history(fullest(ready), options, self.progress)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
-        self._current_programs().prepare(self.microbatch, self.options, self.progress)
+        self._current_programs().compiled.prepare(self.microbatch, self.options, self.progress)
 
     def _options(self, microbatches: int | None) -> Options:
         return replace(self.options, microbatches=microbatches or self.options.microbatches)
@@ -180,7 +180,7 @@ class CompiledModel:
     @property
     def program(self) -> Program:
         """The finished Program for the example batch."""
-        return self._current_programs().finished(self.microbatch, self.options, self.progress)
+        return self._current_programs().compiled.finished(self.microbatch, self.options, self.progress)
 
     @property
     def microbatch(self) -> dict[str, Any]:
@@ -201,14 +201,14 @@ class CompiledModel:
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
         programs = self._current_programs()
-        guards = programs.finished(self.microbatch, self.options, self.progress).guards
+        guards = programs.compiled.finished(self.microbatch, self.options, self.progress).guards
         if guards is not None and guards.decisions:
             raise InputError(
                 f"the model decides by its batch, and a directory is for one answer: {'; '.join(guards.answers)}",
                 str(directory),
                 "train with compiled.train_step, which asks every batch; or pass the answer in as a plain value",
             )
-        return programs.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
+        return programs.compiled.write(self.microbatch, self.options, home, self.progress, with_weights, wanted)
 
     def _ready(self, batch: Any, options: Options, parts: int | None = None) -> list[dict[str, Any]]:
         """The microbatches of a global batch, replica after replica; a list of them as it is. parts: how many, where it
@@ -339,7 +339,8 @@ class CompiledModel:
         Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
         raise, no gradient is touched on any of them, and the next step is in order.
         """
-        return self._step(STEP, batch, self._options(microbatches), local)
+        with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
+            return self._step(STEP, batch, self._options(microbatches), local)
 
     def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
         programs = self._programs
@@ -404,7 +405,7 @@ class CompiledModel:
         result and errors are those of `train_step`; all ranks call it. The model's own mode is as before afterwards.
         """
         own = self._evaluation
-        with evaluated(self.model):
+        with evaluated(self.model), torch.no_grad():
             return own._step(EVALUATION, batch, own._options(microbatches or self.options.microbatches), local)
 
     @property
@@ -414,7 +415,7 @@ class CompiledModel:
         training = self._programs
         if self._evaluating is None or self._evaluating._training is not training:
             options = options_for(self.options)
-            compiler = Compiler(self.model, store() if self._cache else None)
+            compiler = Compiler(self.model, store() if self._cache else None, gradients=False)
             made = CompiledModel(
                 self._model, options, self._example, None, compiler, self._cache, self._check, self._timeout
             )
@@ -438,7 +439,7 @@ class CompiledModel:
         if changed:
             log.info("%s has changed since it was compiled: %s", type(self.model).__name__, changed)
             if changed.structure:
-                self._compiler = Compiler(self.model, store() if self._cache else None)
+                self._compiler = Compiler(self.model, store() if self._cache else None, self._training is None)
             self._before = None if changed.parameters else programs.trained
             self._was = None
             self._made = ProgramSet(

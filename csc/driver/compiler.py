@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from csc.analysis.samples.combining import combination
@@ -58,6 +59,7 @@ class Compiler:
 
     model: nn.Module
     store: Store | None = None
+    gradients: bool = True  # False: the model is captured as it runs under torch.no_grad
     captures: dict[str, Program] = field(default_factory=dict)  # by the names of their guards
     restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
@@ -74,6 +76,10 @@ class Compiler:
 
     def match(self, microbatch: Mapping[str, Any]) -> Match:
         """By what captures of this process assumed, else by what the cache knows of others, which is known then."""
+        with torch.set_grad_enabled(self.gradients):
+            return self._match(microbatch)
+
+    def _match(self, microbatch: Mapping[str, Any]) -> Match:
         match = self.guards.match(self.model, microbatch)
         if match.capture is not None:
             return match
@@ -162,9 +168,10 @@ class Compiler:
         if self.captures and match.capture is None:
             log.info("%s is captured again: %s", type(self.model).__name__, match.why)
         progress(CAPTURE)
-        with self.kept.capturing(microbatch):
-            made = capture(self.model, microbatch, self.guards)
-        own = self.guards.of(name_of(made)).match(self.model, microbatch)
+        with torch.set_grad_enabled(self.gradients):
+            with self.kept.capturing(microbatch):
+                made = capture(self.model, microbatch, self.guards)
+            own = self.guards.of(name_of(made)).match(self.model, microbatch)
         if own.capture is None:
             raise InputError(
                 f"what the model makes of a batch on the host is not the same twice: {own.why}", "model",

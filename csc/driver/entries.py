@@ -26,19 +26,19 @@ def check_entries(example: Batch, batch: Batch, model: nn.Module) -> None:
         found, other = split_batch(microbatch)
         for name in expected.keys() | found.keys():
             if name not in found and not _may_lack(found, expected, name):
-                raise InputError(f"the batch has no entry {name!r}", "train_step", _keys_remedy(expected))
+                raise InputError(f"the batch has no entry {name!r}", "batch", _keys_remedy(expected))
             if name not in expected:
                 raise InputError(
-                    f"the batch has an entry {name!r} that the example had not", "train_step", _keys_remedy(expected)
+                    f"the batch has an entry {name!r} that the example had not", "batch", _keys_remedy(expected)
                 )
             if name in found and found[name].dtype != expected[name].dtype:
                 raise InputError(
                     f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
-                    "train_step", f"convert it with .to({expected[name].dtype}), or compile with such an example",
+                    "batch", f"convert it with .to({expected[name].dtype}), or compile with such an example",
                 )  # fmt: skip
         if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
             raise InputError(
-                f"the batch's plain values are {other!r}, the example's were {extra!r}", "train_step",
+                f"the batch's plain values are {other!r}, the example's were {extra!r}", "batch",
                 "values that are no tensors are compiled in: compile again with an example that has these",
             )  # fmt: skip
         _check_lacking(expected.keys() - found.keys(), found, model)
@@ -72,7 +72,7 @@ def _check_lacking(names: Set[str], found: Mapping[str, torch.Tensor], model: nn
         places = 0 if ids is None or token is None else int((ids == token).sum())
         if places:
             raise InputError(
-                f"the batch has no entry {name!r}, and the text has {places} placeholders for it", "train_step",
+                f"the batch has no entry {name!r}, and the text has {places} placeholders for it", "batch",
                 f"add it, or leave out the placeholders (token {token})",
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ Terms
     programs = ProgramSet(compiler, directory)
     programs.match(microbatches) -> [Match]                               before every step
     programs.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
-    programs.history(microbatch, options, progress) -> [Program]          programs.finished(...) -> Program
+    programs.compiled: CompiledPrograms                                    what the trainers' programs are loaded from
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
 from csc.errors import InputError
-from csc.ir.program import Options, Program
+from csc.ir.program import Options
 from csc.ir.unstorable import Unstorable
 from csc.runtime.broadcast import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
@@ -82,8 +82,8 @@ class ProgramSet:
         self._compiler = compiler
         self._directory = directory
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
-        alike = training._made if training is not None else None
-        self._made: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
+        alike = training.compiled if training is not None else None
+        self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
         self._trainers: dict[Family, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
@@ -95,36 +95,6 @@ class ProgramSet:
         self.checking = Checking(compiler)
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
-
-    # --- programs ------------------------------------------------------------------------------------------------
-
-    def prepare(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
-        """Find the program of a microbatch in the cache, or compile it."""
-        self._made.prepare(microbatch, options, progress)
-
-    def history(self, microbatch: Microbatch, options: Options, progress: Progress) -> list[Program]:
-        """The Program after capture and each pass; traced for it if it came from the cache."""
-        return self._made.history(microbatch, options, progress)
-
-    def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
-        """The Program after the last pass."""
-        return self._made.finished(microbatch, options, progress)
-
-    def write(
-        self,
-        microbatch: Microbatch,
-        options: Options,
-        directory: Path,
-        progress: Progress,
-        with_weights: bool = False,
-        ranks: Sequence[int] | None = None,
-    ) -> Path:
-        """Write the program directory of a microbatch, of these ranks alone if any are named. InputError if something
-        else is there.
-        """
-        return self._made.write(microbatch, options, directory, progress, with_weights, ranks)
-
-    # --- training ------------------------------------------------------------------------------------------------
 
     def trainer(
         self,
@@ -188,15 +158,15 @@ class ProgramSet:
         """
         first, kept = ready[0], self._compiler.kept
         match = self._compiler.match(first)
-        if match.capture is not None and kept.checked(match, self._made.options(match, options)):
+        if match.capture is not None and kept.checked(match, self.compiled.options(match, options)):
             return Checked(skipped="that was done before, as the cache knows")
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
-            written = self.write(first, options, Path(folder) / "program", progress, ranks=[0])
+            written = self.compiled.write(first, options, Path(folder) / "program", progress, ranks=[0])
             progress(CHECK)
             found = check_by_layer(self._compiler, ready, options, contents(written))
         if not found.skipped:
             match = self._compiler.match(first)
-            kept.keep_checked(str(found), match, self._made.options(match, options))
+            kept.keep_checked(str(found), match, self.compiled.options(match, options))
         return found
 
     def match(self, ready: Sequence[Microbatch]) -> list[Match]:
@@ -297,10 +267,10 @@ class ProgramSet:
             self._trainers[family].add(loaded)
         else:
             own: dict[str, torch.Tensor] = dict(self._compiler.model.named_parameters())
-            if self._training is not None and self._training.last is not None:
+            if self._training is not None:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
-                own |= self._training.last.held
-                self._shards |= self._training.last.shards
+                own |= self._training.trained_now
+                self._shards |= self._training.shards_now
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
                 kept=self._shards,
@@ -315,7 +285,7 @@ class ProgramSet:
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
         compiled = self._compiler.match(microbatch)
-        self.checking.made(match.key, NewProgram(compiled, self._made.options(compiled, options), packed))
+        self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed))
 
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
@@ -341,14 +311,14 @@ class ProgramSet:
         if files is None:
             return self._written(microbatch, options, directory, progress)
         packed = packed_from(files, self._compiler.model)
-        self._made.take(packed, microbatch, options)
+        self.compiled.take(packed, microbatch, options)
         return self._written(microbatch, options, directory, progress)[0], "from rank 0"
 
     def _written(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
     ) -> tuple[Packed, str]:
         own = _own_rank()
-        match, packed, how = self._made.packed(microbatch, options, directory, progress)
+        match, packed, how = self.compiled.packed(microbatch, options, directory, progress)
         if own is None and how == MADE:
             return packed, how
         files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
@@ -362,6 +332,20 @@ class ProgramSet:
         home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
         rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
         return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
+
+    @property
+    def trained_now(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of this process' ranks that train, but for those that the model has others for since."""
+        held = self.last.held if self.last is not None else {}
+        replaced = self.guards.changed().parameters
+        return {name: parameter for name, parameter in held.items() if name not in replaced}
+
+    @property
+    def shards_now(self) -> Mapping[str, Kept]:
+        """Of parameters that ranks divide, what this process trains, but for those that the model has others for."""
+        kept = self.last.shards if self.last is not None else {}
+        replaced = self.guards.changed().parameters
+        return {name: one for name, one in kept.items() if name not in replaced}
 
     @property
     def met(self) -> Meeting | None:

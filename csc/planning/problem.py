@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from csc.ir.schedule import Message
-from csc.simulation.pipeline import Network, Pipeline, StageWork
+from csc.simulation.pipeline import Loads, Network, Pipeline, StageWork
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Value:
 @dataclass(frozen=True)
 class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
-    state and activations; None: no limit. scale: as in Pipeline.
+    state and activations; None: no limit. scale: for each microbatch what its
+    seconds and bytes are multiplied by; None if all are equal.
     """
 
     units: tuple[Unit, ...]
@@ -134,4 +135,5 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
         channel: sum(problem.values[v].size if channel[0] == "F" else problem.values[v].gradient_size for v in carried)
         for channel, carried in channels(problem.values, home).items()
     }
-    return Pipeline(tuple(built), sizes, problem.network, problem.scale)
+    loads = None if problem.scale is None else Loads.scaled(built, sizes, problem.scale)
+    return Pipeline(tuple(built), sizes, problem.network, loads)

@@ -15,8 +15,8 @@ stretch them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from csc.runtime.program import LoadedProgram, StageFunctions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueSpec
 from csc.runtime.transport import Transport
-from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline import Pipeline, slower
 from csc.simulation.pipeline_file import from_json
 from csc.simulation.simulate import makespan
 
@@ -117,32 +117,24 @@ def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.
         for rank in transport.ranks
     ]
     count = program.program.manifest.microbatches
-    factors = [{"factor": factor * program.pipeline.factor(mb)} for mb in range(count)]
+    microbatches = [{"factor": factor, "microbatch": mb} for mb in range(count)]
     timelines = []
     for _ in range(steps):
         transport.begin_step()
         transport.sum_over_processes(torch.zeros(1), "start of a paced step")
-        results = interleave({rank.rank: step(rank, [rank] * len(factors), factors, {}, trace=True) for rank in ranks})
+        results = interleave({rank.rank: step(rank, [rank] * count, microbatches, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
 
 
 def expected(program: Paced, factor: float = 1.0) -> float:
     """The simulated makespan with waits stretched by `factor`, over the modelled network as it is."""
-    stages = tuple(
-        replace(
-            stage,
-            forward=stage.forward * factor,
-            backward_input=stage.backward_input * factor,
-            backward_weight=stage.backward_weight * factor,
-        )
-        for stage in program.pipeline.stages
-    )
-    return makespan(replace(program.pipeline, stages=stages), program.program.schedule)
+    return makespan(slower(program.pipeline, factor), program.program.schedule)
 
 
 def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:
     manifest = program.program.manifest
+    stages = [program.pipeline.stages_of(mb) for mb in range(manifest.microbatches)]
     found = {}
     for spec in manifest.stages_of(position):
         parts: dict[str, Callable[..., Any]] = {}
@@ -155,28 +147,32 @@ def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:
             }
             if kind == "F" and spec.stage == manifest.loss.stage:
                 sent["loss"] = torch.zeros(())
-            seconds = program.pipeline.stages[spec.stage].seconds(kind)
+            seconds = [one[spec.stage].seconds(kind) for one in stages]
             parts[name] = partial(_weights, seconds) if kind == "W" else partial(_work, seconds, sent)
             if kind == "B":
-                parts["backward"] = partial(_backward, program.pipeline.stages[spec.stage].seconds("BW"), sent)
+                parts["backward"] = partial(_backward, [one[spec.stage].seconds("BW") for one in stages], sent)
         found[spec.stage] = StageFunctions(**parts)
     return found
 
 
-def _work(seconds: float, sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, float], *_: Any) -> tuple:
-    """F or B. What is saved from F to B to W is the microbatch's factor alone."""
-    time.sleep(seconds * microbatch["factor"])
+def _wait(seconds: Sequence[float], microbatch: Mapping[str, Any]) -> None:
+    time.sleep(seconds[microbatch["microbatch"]] * microbatch["factor"])
+
+
+def _work(seconds: Sequence[float], sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, Any], *_: Any) -> tuple:
+    """F or B. What is saved from F to B to W is the microbatch's number and factor alone."""
+    _wait(seconds, microbatch)
     return sent, microbatch
 
 
 def _backward(
-    seconds: float, sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, float], *_: Any
+    seconds: Sequence[float], sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, Any], *_: Any
 ) -> Generator[Any, None, Mapping[str, torch.Tensor]]:
-    time.sleep(seconds * microbatch["factor"])
+    _wait(seconds, microbatch)
     yield from ()
     return sent
 
 
-def _weights(seconds: float, microbatch: Mapping[str, float], *_: Any) -> list[Any]:
-    time.sleep(seconds * microbatch["factor"])
+def _weights(seconds: Sequence[float], microbatch: Mapping[str, Any], *_: Any) -> list[Any]:
+    _wait(seconds, microbatch)
     return []

@@ -51,7 +51,7 @@ class Losses:
             raise CscError(
                 f"the loss of microbatch {', '.join(names)} is not finite "
                 f"({', '.join(sorted({str(self.parts[i]) for i in bad}))})",
-                "train_step",
+                "step",
                 "No gradient was touched. Look at that part of the batch (no label, no mean), "
                 "or lower the learning rate",
             )

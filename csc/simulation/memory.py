@@ -4,12 +4,14 @@ Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's sta
 `kept`; those go at W's end. BW takes `fused` while it runs and leaves nothing. A stage with W but no B holds `saved`
 until W's end; one with neither holds nothing.
 
-    changes(pipeline) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
+    changes(stages) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
     peak_memory(pipeline, schedule) -> [bytes for each rank]
     states(pipeline, schedule) -> [bytes for each rank]
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from csc.ir.schedule import PARTS, Schedule
 from csc.simulation.pipeline import Pipeline, StageWork
@@ -17,9 +19,9 @@ from csc.simulation.pipeline import Pipeline, StageWork
 Change = tuple[float, float]
 
 
-def changes(pipeline: Pipeline) -> dict[str, list[Change]]:
+def changes(stages: Sequence[StageWork]) -> dict[str, list[Change]]:
     """By how much each action of each stage changes the bytes alive of its rank, at its start and at its end."""
-    per_stage = [_changes(stage) for stage in pipeline.stages]
+    per_stage = [_changes(stage) for stage in stages]
     return {kind: [change[i] for change in per_stage] for i, kind in enumerate(PARTS)}
 
 
@@ -45,18 +47,18 @@ def states(pipeline: Pipeline, schedule: Schedule) -> list[float]:
 
 def peak_memory(pipeline: Pipeline, schedule: Schedule) -> list[float]:
     """Per rank, the most bytes alive at once, state included. O(actions)."""
-    change = changes(pipeline)
-    scale = pipeline.scale
+    alike = changes(pipeline.stages)
+    loads = pipeline.loads
+    each = [] if loads is None else [changes(pipeline.stages_of(m)) for m in range(len(loads.features))]
     peaks = states(pipeline, schedule)
     for rank, actions in enumerate(schedule.ranks):
         now = peak = peaks[rank]
         for action in actions:
-            if action.kind in change:
-                before, after = change[action.kind][action.stage]
-                factor = 1.0 if scale is None else scale[action.microbatch]
-                now += before * factor
+            if action.kind in alike:
+                before, after = (each[action.microbatch] if each else alike)[action.kind][action.stage]
+                now += before
                 peak = max(peak, now)
-                now += after * factor
+                now += after
                 peak = max(peak, now)
         peaks[rank] = peak
     return peaks

@@ -3,18 +3,27 @@
 Terms: see csc.ir.schedule. Times are seconds and sizes bytes, all of one microbatch and one data-parallel
 replica. A *rank* is a position on the pp axis.
 
-    Stage      times of F, B and W; bytes that a microbatch leaves alive between them; bytes that are always there
+    StageWork  times of F, B and W; bytes that a microbatch leaves alive between them; bytes that are always there
     Network    latency and bandwidth between two ranks, within a node and between nodes
-    Pipeline   stages, bytes by channel, network, and how much larger than 1 each microbatch is
+    Loads      features of each microbatch (tiles, tokens, ...), and what one of each takes on every stage
+    Pipeline   stages, bytes by channel, network, and the loads of microbatches that differ
+
+    slower(pipeline, factor) -> Pipeline
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from csc.ir.schedule import PARTS, Message
+
+FIGURES = ("forward", "backward_input", "backward_weight", "saved", "kept", "fused")  # that microbatches change
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,76 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Loads:
+    """What each microbatch of a step is, and what that takes: every stage by other features.
+
+    features[m]: of microbatch m, numbers such as (1, tiles, tokens, sum of squared lengths). stages[s]: seconds and
+    bytes that one of each feature adds on that stage; messages: bytes that it adds to a channel.
+    """
+
+    features: tuple[tuple[float, ...], ...]
+    stages: tuple[tuple[StageWork, ...], ...]
+    messages: Mapping[Message, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def scaled(cls, stages: Sequence[StageWork], messages: Mapping[Message, float], factors: Sequence[float]) -> Loads:
+        """Of microbatches that take so many times what one takes."""
+        return cls(
+            tuple((factor,) for factor in factors),
+            tuple((stage,) for stage in stages),
+            {channel: (size,) for channel, size in messages.items()},
+        )
+
+    @cached_property
+    def tables(self) -> dict[str, list[list[float]]]:
+        """Of each of FIGURES [stage][microbatch]. Sums of features in their order, none below 0."""
+        return {name: self._rows([[getattr(one, name) for one in rates] for rates in self.stages]) for name in FIGURES}
+
+    @cached_property
+    def sizes(self) -> dict[Message, list[float]]:
+        """Bytes of each channel by microbatch."""
+        return dict(zip(self.messages, self._rows(list(self.messages.values()))))
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Seconds of each microbatch on all stages together."""
+        rows = [row for name in FIGURES[:3] for row in self.tables[name]]
+        return [sum(row[m] for row in rows) for m in range(len(self.features))]
+
+    def _rows(self, rates: Sequence[Sequence[float]]) -> list[list[float]]:
+        """[row][microbatch] of [row][feature]."""
+        table = np.zeros((len(rates), len(self.features)))
+        for own, counts in zip(np.array(rates, dtype=np.float64).T, np.array(self.features, dtype=np.float64).T):
+            table += own[:, None] * counts
+        found: list[list[float]] = np.maximum(table, 0.0).tolist()
+        return found
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """Everything that a simulation needs besides a schedule.
 
-    messages: bytes of one microbatch by channel (kind, source stage, destination stage). scale: for each microbatch
-    what its times and bytes are multiplied by; None if all are equal.
+    stages and messages (bytes by channel: kind, source stage, destination stage) are those of one microbatch; with
+    `loads` of their mean, and each microbatch is what its features make of it. loads: None if all are equal.
     """
 
     stages: tuple[StageWork, ...]
     messages: Mapping[Message, float] = field(default_factory=dict)
     network: Network = Network()
-    scale: tuple[float, ...] | None = None
+    loads: Loads | None = None
 
-    def factor(self, microbatch: int) -> float:
-        """What the times and bytes of this microbatch are multiplied by."""
-        return 1.0 if self.scale is None else self.scale[microbatch]
+    def stages_of(self, microbatch: int) -> tuple[StageWork, ...]:
+        """What the stages take of this microbatch."""
+        if self.loads is None:
+            return self.stages
+        tables = self.loads.tables
+        return tuple(
+            _with(stage, {name: tables[name][s][microbatch] for name in FIGURES}) for s, stage in enumerate(self.stages)
+        )
+
+    def size(self, channel: Message, microbatch: int) -> float:
+        """Bytes of a message of this microbatch."""
+        return self.messages[channel] if self.loads is None else self.loads.sizes[channel][microbatch]
 
     @property
     def has_b(self) -> list[bool]:
@@ -98,3 +162,20 @@ class Pipeline:
     @property
     def has_w(self) -> list[bool]:
         return [stage.has_w for stage in self.stages]
+
+
+def slower(pipeline: Pipeline, factor: float) -> Pipeline:
+    """All seconds of the stages times `factor`; messages as they are."""
+
+    def stretched(stage: StageWork) -> StageWork:
+        return _with(stage, {name: factor * getattr(stage, name) for name in FIGURES[:3]})
+
+    loads = pipeline.loads
+    if loads is not None:
+        loads = replace(loads, stages=tuple(tuple(map(stretched, rates)) for rates in loads.stages))
+    return replace(pipeline, stages=tuple(map(stretched, pipeline.stages)), loads=loads)
+
+
+def _with(stage: StageWork, figures: Mapping[str, float]) -> StageWork:
+    changed: dict[str, Any] = dict(figures)
+    return replace(stage, **changed)

@@ -6,11 +6,12 @@ to_json(pipeline) -> dict        from_json(data, where) -> Pipeline
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 
 _REMEDY = "Compile the program again"
 
@@ -26,7 +27,15 @@ def to_json(pipeline: Pipeline) -> dict[str, Any]:
             "between": _link(network.between),
             "ranks_per_node": network.ranks_per_node,
         },
-        "scale": list(pipeline.scale) if pipeline.scale is not None else None,
+        "loads": _loads(pipeline.loads) if pipeline.loads is not None else None,
+    }
+
+
+def _loads(loads: Loads) -> dict[str, Any]:
+    return {
+        "features": [list(one) for one in loads.features],
+        "stages": [[asdict(rate) for rate in rates] for rates in loads.stages],
+        "messages": [[*channel, list(rates)] for channel, rates in sorted(loads.messages.items())],
     }
 
 
@@ -42,16 +51,27 @@ def from_json(data: Any, where: str = "pipeline") -> Pipeline:
             stages=tuple(_stage(row) for row in data["stages"]),
             messages={(str(kind), int(a), int(b)): _size(size) for kind, a, b, size in data["messages"]},
             network=Network(_read(network["within"]), _read(network["between"]), network["ranks_per_node"]),
-            scale=tuple(_size(factor) for factor in data["scale"]) if data["scale"] is not None else None,
+            loads=_read_loads(data["loads"]) if data["loads"] is not None else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"these are no figures of a pipeline: {error!r}", where, _REMEDY) from None
 
 
-def _stage(row: dict[str, Any]) -> StageWork:
+def _read_loads(data: dict[str, Any]) -> Loads:
+    found = Loads(
+        features=tuple(tuple(map(_size, one)) for one in data["features"]),
+        stages=tuple(tuple(_stage(rate, _number) for rate in rates) for rates in data["stages"]),
+        messages={(str(kind), int(a), int(b)): tuple(map(_number, rates)) for kind, a, b, rates in data["messages"]},
+    )
+    if len({len(one) for one in (*found.features, *found.stages, *found.messages.values())}) > 1:
+        raise ValueError("features and their rates differ in number")
+    return found
+
+
+def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) -> StageWork:
     flags = ("has_b", "has_w")
     figures: dict[str, Any] = {
-        field.name: _size(row[field.name]) for field in fields(StageWork) if field.name not in flags
+        field.name: (number or _size)(row[field.name]) for field in fields(StageWork) if field.name not in flags
     }
     return StageWork(**figures, **{name: bool(row[name]) for name in flags})
 
@@ -61,6 +81,12 @@ def _read(row: dict[str, Any]) -> Link:
 
 
 def _size(number: Any) -> float:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+    if _number(number) < 0:
         raise ValueError(f"{number!r} is not a number of at least 0")
+    return float(number)
+
+
+def _number(number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(f"{number!r} is no number")
     return float(number)

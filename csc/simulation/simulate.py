@@ -28,9 +28,11 @@ _REMEDY = "Check it with csc.ir.schedule_verifier against the program's stages a
 
 
 class _Channel(NamedTuple):
-    """Seconds that a message of factor 1 takes up its link, latency, and the rank it goes to."""
+    """Seconds that a message takes up its link (of each microbatch, or the one number of all), latency, and the rank it
+    goes to.
+    """
 
-    seconds: float
+    seconds: Sequence[float]
     latency: float
     target: int
 
@@ -68,7 +70,7 @@ def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
             placement[action.destination],
             start,
             end,
-            pipeline.messages[action.channel] * pipeline.factor(action.microbatch),
+            pipeline.size(action.channel, action.microbatch),
         )
         for rank, action, start, end in sorted(run.moves, key=lambda move: move[2])
     )
@@ -91,7 +93,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
     if jitter is not None:
         seconds = disturbed(jitter, seconds)
     channels = _channels(pipeline, schedule)
-    scale = pipeline.scale
+    alike = pipeline.loads is None
     count = len(schedule.ranks)
     clock = [0.0] * count
     left = [iter(actions) for actions in schedule.ranks]
@@ -120,9 +122,8 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
                 channel = (action.message, action.source, action.destination)
                 if channel not in channels:
                     raise _unknown_message(schedule, rank, action)
-                busy, latency, target = channels[channel]
-                if scale is not None:
-                    busy *= scale[action.microbatch]
+                seconds_of, latency, target = channels[channel]
+                busy = seconds_of[0 if alike else action.microbatch]
                 departure = free.get((rank, target), 0.0)
                 if now > departure:
                     departure = now
@@ -149,19 +150,20 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
 def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
     """Per rank, the modelled length of every compute in its order."""
     per_kind = {kind: [stage.seconds(kind) for stage in pipeline.stages] for kind in PARTS}
-    scale = pipeline.scale
-    if scale is None:
+    if pipeline.loads is None:
         return [[per_kind[a.kind][a.stage] for a in actions if a.kind in per_kind] for actions in schedule.ranks]
+    each = [pipeline.stages_of(m) for m in range(len(pipeline.loads.features))]
     return [
-        [per_kind[a.kind][a.stage] * scale[a.microbatch] for a in actions if a.kind in per_kind]
+        [each[a.microbatch][a.stage].seconds(a.kind) for a in actions if a.kind in per_kind]
         for actions in schedule.ranks
     ]
 
 
 def _check_size(pipeline: Pipeline, schedule: Schedule) -> None:
+    loads = pipeline.loads
     for what, has, needs in (
         ("stages", len(pipeline.stages), 1 + max(schedule.placement, default=-1)),
-        ("microbatches", *((0, 0) if pipeline.scale is None else (len(pipeline.scale), schedule.microbatches))),
+        ("microbatches", *((0, 0) if loads is None else (len(loads.features), schedule.microbatches))),
     ):
         if needs > has:
             raise ScheduleError(
@@ -177,20 +179,23 @@ def _channels(pipeline: Pipeline, schedule: Schedule) -> dict[Message, _Channel]
         source, target = placement.get(channel[1]), placement.get(channel[2])
         if source is not None and target is not None and source != target:
             link = pipeline.network.link(source, target)
-            found[channel] = _Channel(size / link.bandwidth, link.latency, target)
+            sizes = [size] if pipeline.loads is None else pipeline.loads.sizes[channel]
+            found[channel] = _Channel([one / link.bandwidth for one in sizes], link.latency, target)
     return found
 
 
 def _curve(pipeline: Pipeline, events: Sequence[Event], state: float) -> Curve:
-    change = changes(pipeline)
+    alike = changes(pipeline.stages)
+    several = {event.action.microbatch for event in events} if pipeline.loads is not None else set()
+    each = {m: changes(pipeline.stages_of(m)) for m in several}
     now = state
     points = [(0.0, now)]
     for event in events:
         action = event.action
-        factor = pipeline.factor(action.microbatch)
-        for time, size in zip((event.start, event.end), change[action.kind][action.stage]):
+        change = each.get(action.microbatch, alike)[action.kind][action.stage]
+        for time, size in zip((event.start, event.end), change):
             if size:
-                now += size * factor
+                now += size
                 points.append((time, max(now, 0.0)))  # a sum of floats may end a hair below
     return tuple(points)
 

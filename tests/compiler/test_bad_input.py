@@ -380,7 +380,7 @@ def test_a_loss_that_is_not_a_number_leaves_the_gradients_alone(models: Models) 
     before = {name: p.grad.clone() for name, p in compiled.named_parameters()}
     nothing = with_entry(good, labels=torch.cat([good["labels"][:2], torch.full_like(good["labels"][2:], -100)]))
     nothing["labels"][:2] = -100
-    refused(lambda: compiled.train_step(nothing), "is not finite", "train_step", "No gradient was touched")
+    refused(lambda: compiled.train_step(nothing), "is not finite", "step", "No gradient was touched")
     assert before
     assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters())
     weight = compiled.model.norm.weight

@@ -116,3 +116,41 @@ def test_processes_with_their_own_samples(tmp_path: Path) -> None:
     for result in results:
         assert result["loss"] == pytest.approx(loss, rel=FLOAT32)
         assert result["evaluated"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_parameters_that_the_model_has_since() -> None:
+    compiled = compiled_for("pp=2,dp=2")
+    compiled.train_step(SAMPLES)
+    before = float(compiled.eval_step(SAMPLES))
+    compiled.model.load_state_dict({n: p.detach() * 1.25 for n, p in compiled.model.state_dict().items()}, assign=True)
+    found = float(compiled.eval_step(SAMPLES))
+    assert found == pytest.approx(eager(compiled.model, SAMPLES), rel=FLOAT32) and found != pytest.approx(before)
+
+
+class AsksForGradients(nn.Module):
+    """Another function where no gradients are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(hidden if torch.is_grad_enabled() else hidden.tanh()).square().mean()
+
+
+def test_each_step_is_traced_in_its_own_grad_mode() -> None:
+    model, batch = AsksForGradients(), {"x": torch.randn(4, 4)}
+    right = model(**batch)
+    right.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with torch.no_grad():
+        compiled = csc.compile(model, mesh="pp=2", example=batch, microbatches=2)
+        trained = compiled.train_step(batch)
+        without = model(**batch)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+    assert float(trained) == pytest.approx(float(right), rel=FLOAT32)
+    assert float(compiled.eval_step(batch)) == pytest.approx(float(without), rel=FLOAT32) != float(trained)

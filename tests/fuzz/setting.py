@@ -33,6 +33,7 @@ class Setting:
     steps: bool = False
     accumulate: int = 1
     replaced: bool = False
+    evaluate: bool = False
 
     def simpler(self) -> Iterator[Setting]:
         """Settings with one thing less."""
@@ -67,4 +68,5 @@ def random_setting(random: Random) -> Setting:
         steps=steps,
         accumulate=random.choice([1, 1, 1, 1, 2]),
         replaced=steps and random.random() < 0.2,
+        evaluate=random.random() < 0.15,
     )

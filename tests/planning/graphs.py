@@ -16,6 +16,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from csc.planning.problem import Problem, Unit, Value, pipeline
+from tests.simulation.random_loads import taken
 
 Op = tuple[str, int]
 
@@ -252,11 +253,11 @@ def best_makespan(problem: Problem, stages: Sequence[Sequence[int]], placement: 
     seconds: dict[tuple[str, int, int], float] = {}
     for s, stage in enumerate(numbers.stages):
         for k in range(count):
-            seconds["F", s, k] = stage.forward * numbers.factor(k)
+            seconds["F", s, k] = taken(numbers, "forward", s, k)
             if stage.has_b:
-                seconds["B", s, k] = stage.backward_input * numbers.factor(k)
+                seconds["B", s, k] = taken(numbers, "backward_input", s, k)
             if stage.has_w:
-                seconds["W", s, k] = stage.backward_weight * numbers.factor(k)
+                seconds["W", s, k] = taken(numbers, "backward_weight", s, k)
     ahead: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {op: [] for op in seconds}
     for kind, s, k in seconds:
         ahead[kind, s, k] += [(kind, a, k) for (channel, a, b) in numbers.messages if (channel, b) == (kind, s)]

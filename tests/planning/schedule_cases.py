@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Message
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from tests.simulation.random_loads import loads
 
 
 def chain(stages: int, stage: StageWork) -> Pipeline:
@@ -88,6 +89,5 @@ def cases(draw: st.DrawFn, most_stages: int = 6, most_microbatches: int = 7) -> 
     )
     number = {home: rank for rank, home in enumerate(sorted(set(homes)))}
     if draw(st.booleans()):
-        scale = tuple(draw(st.sampled_from([0.5, 1.0, 2.5])) for _ in range(microbatches))
-        pipeline = Pipeline(pipeline.stages, pipeline.messages, pipeline.network, scale)
+        pipeline = replace(pipeline, loads=draw(loads(pipeline, microbatches)))
     return Case(pipeline, tuple(number[home] for home in homes), microbatches)

@@ -11,7 +11,7 @@ from csc.ir.schedule import Schedule, parse, peak_in_flight, with_messages
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, StageWork
+from csc.simulation.pipeline import Loads, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
 from tests.planning.schedule_cases import Case, cases, chain
 
@@ -148,7 +148,7 @@ def check(case: Case, schedule: Schedule) -> None:
             if there
         }
         assert len(orders) == 1
-        if pipeline.scale is None:
+        if pipeline.loads is None:
             assert orders == {tuple(range(case.microbatches))}
 
 
@@ -225,8 +225,14 @@ def test_what_does_not_fit_is_said() -> None:
         SCHEDULES["1f1b"](pipeline, [0, 1, 3, 4], 4)
     with pytest.raises(InputError, match="cannot be 0 microbatches"):
         SCHEDULES["1f1b"](pipeline, range(4), 0)
-    with pytest.raises(InputError, match="scales 2 microbatches, the schedule has 3"):
-        SCHEDULES["1f1b"](Pipeline(pipeline.stages, pipeline.messages, scale=(1.0, 2.0)), range(4), 3)
+    with pytest.raises(InputError, match="the loads of 2 microbatches, the schedule has 3"):
+        SCHEDULES["1f1b"](
+            Pipeline(
+                pipeline.stages, pipeline.messages, loads=Loads.scaled(pipeline.stages, pipeline.messages, (1.0, 2.0))
+            ),
+            range(4),
+            3,
+        )
     with pytest.raises(ScheduleError, match="F 1>0 leads the wrong way"):
         SCHEDULES["1f1b"](Pipeline((StageWork(1.0),) * 2, {("F", 1, 0): 0.0}), range(2), 1)
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,7 +20,7 @@ from csc.planning.schedules.timing import makespan as replayed
 from csc.planning.schedules.timing import peaks
 from csc.planning.schedules.work import WorkTables
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 from csc.simulation.simulate import makespan
 from tests.planning.schedule_cases import Case, cases, chain
 
@@ -154,9 +155,8 @@ def test_reaches_the_published_bubbles() -> None:
 
 def test_small_microbatches_first_and_last() -> None:
     """One large microbatch among small ones: in the middle it costs the least, and all stages agree on it."""
-    pipeline = Pipeline(
-        (StageWork(1.0, 1.0, 1.0),) * 4, chain(4, StageWork(1.0)).messages, scale=(3.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    )
+    alike = Pipeline((StageWork(1.0, 1.0, 1.0),) * 4, chain(4, StageWork(1.0)).messages)
+    pipeline = replace(alike, loads=Loads.scaled(alike.stages, alike.messages, (3.0, 1.0, 1.0, 1.0, 1.0, 1.0)))
     schedule = auto(pipeline, range(4), 6)
     orders = {tuple(a.microbatch for a in actions if a.kind == "F") for actions in schedule.ranks}
     assert len(orders) == 1 and orders.pop()[0] != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import handmade
@@ -17,13 +18,14 @@ from csc.runtime.program import load
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 from csc.simulation.pipeline_file import from_json, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import from_json as read_timeline
 from tests.launching import torchrun
+from tests.simulation.random_loads import taken_for
 
-PIPELINE = Pipeline(
+ALIKE = Pipeline(
     (
         StageWork(0.002, has_b=False, has_w=False),
         StageWork(0.003, 0.002, 0.001, saved=100, kept=50, fused=5, state=7),
@@ -31,13 +33,13 @@ PIPELINE = Pipeline(
     ),
     {("F", 0, 1): 1000.0, ("F", 1, 2): 3.0, ("F", 0, 2): 1.0, ("B", 2, 1): 5.0},
     Network(Link(1e-4, 1e9), Link(1e-3), 2),
-    (1.0, 0.5, 2.0),
 )
+PIPELINE = replace(ALIKE, loads=Loads.scaled(ALIKE.stages, ALIKE.messages, (1.0, 0.5, 2.0)))
 
 
 def test_pipelines_survive_their_json() -> None:
     assert from_json(json.loads(json.dumps(to_json(PIPELINE)))) == PIPELINE
-    for broken in (None, {}, to_json(PIPELINE) | {"stages": [{"forward": "1"}]}, to_json(PIPELINE) | {"scale": [-1.0]}):
+    for broken in (None, {}, to_json(PIPELINE) | {"stages": [{"forward": "1"}]}, to_json(PIPELINE) | {"loads": [-1.0]}):
         with pytest.raises(InputError, match=r"program.json, plan: these are no figures of a pipeline"):
             from_json(broken, "program.json, plan")
 
@@ -54,8 +56,8 @@ def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...
         assert tuple(event.action for event in events) == schedule.ranks[rank]
         for event in events:
             if event.action.computes:
-                modelled = PIPELINE.stages[event.action.stage].seconds(event.action.kind)
-                assert event.seconds >= factor * modelled * PIPELINE.factor(event.action.microbatch)
+                action = event.action
+                assert event.seconds >= factor * taken_for(PIPELINE, action.kind, action.stage, action.microbatch)
     moved = [action for actions in schedule.ranks for action in actions if action.kind == "SEND"]
     assert len(found.transfers) == len(moved)
     assert all(transfer.start <= transfer.end for transfer in found.transfers)

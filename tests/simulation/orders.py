@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Action, Message, Schedule, fused, with_messages
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from tests.simulation.random_loads import loads
 
 
 def chain(stages: int, size: float = 0.0, has_b: tuple[bool, ...] | None = None) -> dict[Message, float]:
@@ -106,8 +108,8 @@ def runs(draw: Any) -> tuple[Pipeline, Schedule, int]:
                     messages["B", b, a] = draw(sizes)
     links = st.builds(Link, st.integers(0, 5).map(float), st.sampled_from([1.0, 2.0, 4.0, float("inf")]))
     network = Network(draw(links), draw(links), draw(st.sampled_from([None, 1, 2])))
-    scale = draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=microbatches, max_size=microbatches))
-    pipeline = Pipeline(tuple(stages), messages, network, None if scale is None else tuple(scale))
+    pipeline = Pipeline(tuple(stages), messages, network)
+    pipeline = replace(pipeline, loads=draw(st.none() | loads(pipeline, microbatches)))
 
     homes = draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
     ranks = sorted(set(homes))

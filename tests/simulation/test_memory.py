@@ -10,6 +10,7 @@ from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline
+from tests.simulation.random_loads import taken
 
 from .orders import chain, gpipe, one_f_one_b, runs
 
@@ -58,14 +59,13 @@ def alive(pipeline: Pipeline, timeline: Timeline, rank: int, time: float) -> flo
         span = (event.start, event.end)
         spans.setdefault((event.action.stage, event.action.microbatch), {})[event.action.kind] = span
     for (stage, mb), span in spans.items():
-        spec, factor = pipeline.stages[stage], pipeline.factor(mb)
         until = span.get("BW", span.get("B", span.get("W")))
         if until and span["F"][0] <= time < until[1]:
-            total += spec.saved * factor
+            total += taken(pipeline, "saved", stage, mb)
         if "BW" in span and span["BW"][0] <= time < span["BW"][1]:
-            total += spec.fused * factor
+            total += taken(pipeline, "fused", stage, mb)
         if "B" in span and "W" in span and span["B"][1] <= time < span["W"][1]:
-            total += spec.kept * factor
+            total += taken(pipeline, "kept", stage, mb)
     return total
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from csc.errors import ScheduleError
 from csc.ir.schedule import Action, Schedule, parse
 from csc.ir.schedule_verifier import verify
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
+from tests.simulation.random_loads import sent, taken_for
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
@@ -119,15 +120,32 @@ def test_latency_and_bandwidth_by_hand() -> None:
     assert timeline.bubble == (8.0, 8.0) and timeline.bubble_share == (8 / 11, 8 / 11)
 
 
-def test_scale_multiplies_times_and_bytes() -> None:
+def test_loads_multiply_times_and_bytes() -> None:
     schedule = parse(
         "rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1\nrank 1: RECV F 0>1 0 | F 1 0 | RECV F 0>1 1 | F 1 1"
     )
     frozen = StageWork(1.0, has_b=False, has_w=False)
-    pipeline = Pipeline((frozen, frozen), {("F", 0, 1): 2.0}, Network(Link(0.0, 1.0)), scale=(3.0, 0.5))
+    messages = {("F", 0, 1): 2.0}
+    loads = Loads.scaled((frozen, frozen), messages, (3.0, 0.5))
+    pipeline = Pipeline((frozen, frozen), messages, Network(Link(0.0, 1.0)), loads)
     timeline = simulate(pipeline, schedule)
     assert [(t.start, t.end, t.size) for t in timeline.transfers] == [(3.0, 9.0, 6.0), (9.0, 10.0, 1.0)]
     assert [(e.start, e.end) for e in timeline.ranks[1]] == [(9.0, 12.0), (12.0, 12.5)]
+
+
+def test_stages_take_other_features() -> None:
+    """An encoder by tiles, a decoder by tokens: the microbatch without images costs the first stage nothing."""
+    schedule = parse(
+        "rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1\nrank 1: RECV F 0>1 0 | F 1 0 | RECV F 0>1 1 | F 1 1"
+    )
+    frozen = StageWork(1.0, has_b=False, has_w=False)
+    rates = ((replace(frozen, forward=2.0), replace(frozen, forward=0.0)), (replace(frozen, forward=0.0), frozen))
+    loads = Loads(((1.0, 3.0), (0.0, 5.0)), rates, {("F", 0, 1): (4.0, 0.0)})
+    pipeline = Pipeline((frozen, frozen), {("F", 0, 1): 2.0}, Network(Link(0.0, 1.0)), loads)
+    timeline = simulate(pipeline, schedule)
+    assert [(e.start, e.end) for e in timeline.ranks[0]] == [(0.0, 2.0), (2.0, 2.0)]
+    assert [(e.start, e.end) for e in timeline.ranks[1]] == [(6.0, 9.0), (9.0, 14.0)]
+    assert [t.size for t in timeline.transfers] == [4.0, 0.0]
 
 
 def test_links_within_and_between_nodes() -> None:
@@ -173,7 +191,7 @@ def reference(pipeline: Pipeline, schedule: Schedule) -> tuple[float, dict[Actio
     home = {a.stage: rank for rank, actions in enumerate(schedule.ranks) for a in actions if a.kind != "REDUCE"}
 
     def length(action: Action) -> float:
-        return pipeline.stages[action.stage].seconds(action.kind) * pipeline.factor(action.microbatch)
+        return taken_for(pipeline, action.kind, action.stage, action.microbatch)
 
     for rank, actions in enumerate(schedule.ranks):
         before: Action | None = None
@@ -183,7 +201,7 @@ def reference(pipeline: Pipeline, schedule: Schedule) -> tuple[float, dict[Actio
             if action.kind == "SEND":
                 target = home[action.destination]
                 link = pipeline.network.link(rank, target)
-                size = pipeline.messages[action.channel] * pipeline.factor(action.microbatch)
+                size = sent(pipeline, action.channel, action.microbatch)
                 edges["leave", action] = [(action, 0.0)]
                 if target in last_sent:
                     earlier, busy = last_sent[target]
@@ -258,7 +276,8 @@ def test_refuses(text: str, part: str) -> None:
 
 
 def test_refuses_more_microbatches_than_the_pipeline_has() -> None:
-    pipeline = replace(uniform(1, 1.0, 1.0), scale=(1.0, 2.0))
+    alike = uniform(1, 1.0, 1.0)
+    pipeline = replace(alike, loads=Loads.scaled(alike.stages, alike.messages, (1.0, 2.0)))
     assert makespan(pipeline, parse("rank 0: F 0 0 | F 0 1")) == 3.0
     refuse("rank 0: F 0 0 | F 0 2", pipeline, "it has 3 microbatches, the pipeline has 2")
 

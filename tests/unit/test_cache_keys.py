@@ -217,7 +217,6 @@ SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to another dtype": lambda: torch.autocast("cpu", torch.float16),
-    "gradients": torch.no_grad,
     "a mode of functions": Doubling,
 }
 

@@ -62,7 +62,7 @@ def auto(
     """The best schedule found: never slower than a named one that fits in the same memory.
 
     memory: bytes of each rank, or of all, for state and activations. budget: actions to simulate; by default 2,000 for
-    each action of the step. Where `pipeline.scale` gives microbatches different sizes, orders of the microbatches other
+    each action of the step. Where `pipeline.loads` gives microbatches different sizes, orders of the microbatches other
     than 0, 1, ... are tried too, the same on all stages: gradients are then summed in that order. in_turn: keep to
     0, 1, ..., so that gradients have the bits that the named schedules give.
     InputError if the memory cannot hold one microbatch at a time: the least that would do, and what takes it.
@@ -179,9 +179,10 @@ def _sequences(pipeline: Pipeline, microbatches: int) -> Iterator[list[int]]:
 
     A small first microbatch shortens the ramp, a small last one the way back.
     """
-    if pipeline.scale is None or len(set(pipeline.scale[:microbatches])) == 1:
+    loads = pipeline.loads
+    if loads is None or len(set(loads.features[:microbatches])) == 1:
         return
-    ascending = sorted(range(microbatches), key=lambda mb: (pipeline.factor(mb), mb))
+    ascending = sorted(range(microbatches), key=lambda mb: (loads.work[mb], mb))
     yield ascending[::2] + ascending[1::2][::-1]
     yield ascending
     yield ascending[::-1]

@@ -4,6 +4,7 @@ Terms: see work.py. The *head* of a lane is the least time before its first acti
 that must pass after its last action ends: the longest chain of actions and messages before and after.
 
     lower_bound(work, room=None) -> seconds         room: bytes for activations by rank
+    heads_and_tails(work) -> ([lane], [lane])       way_back(work, tail, lane of a B) -> its tail, its own W apart
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
     T >= min head of B + (all work - those F's - those W's) + min way back, and the same without the W's and the way.
     The way back is the tail of B without its own W, which is not behind it if the two are fused.
     """
-    head, tail = _heads_and_tails(work)
+    head, tail = heads_and_tails(work)
     total = [sum(row) for row in work.seconds]
     best = 0.0
     for own in work.lanes_of:
@@ -49,37 +50,35 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
         early = _most(work, before, [work.growth[lane] for lane in before], bytes_)
         late = _most(work, after, [[-size for size in work.growth[lane]] for lane in after], bytes_)
         ramp = min(head[lane] for lane in backs)
-        way_back = min(_way_back(work, tail, lane) for lane in backs)
+        back = min(way_back(work, tail, lane) for lane in backs)
         lead_in = min(head[lane] for lane in before)
         best = max(
             best,
             ramp + seconds - early,
-            ramp + seconds - early - late + way_back,
-            lead_in + seconds - late + way_back,
+            ramp + seconds - early - late + back,
+            lead_in + seconds - late + back,
         )
     return best
 
 
-def _heads_and_tails(work: WorkTables) -> tuple[list[float], list[float]]:
-    least = min(work.factors)
-    k = work.factors.index(least)
+def heads_and_tails(work: WorkTables) -> tuple[list[float], list[float]]:
+    """[lane]: the least seconds before its first action can start, and those after its last one's end."""
     head = [0.0] * len(work.needs)
     tail = [0.0] * len(work.needs)
     for lane in work.upstream_first:
         for fed, slot, latency, wire in work.feeds[lane]:
-            head[fed] = max(head[fed], head[lane] + work.seconds[lane][k] + (wire[k] + latency if slot >= 0 else 0.0))
+            head[fed] = max(head[fed], head[lane] + work.least[lane] + (min(wire) + latency if slot >= 0 else 0.0))
     for lane in reversed(work.upstream_first):
         for fed, slot, latency, wire in work.feeds[lane]:
-            tail[lane] = max(tail[lane], tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0))
+            tail[lane] = max(tail[lane], tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0))
     return head, tail
 
 
-def _way_back(work: WorkTables, tail: Sequence[float], lane: int) -> float:
+def way_back(work: WorkTables, tail: Sequence[float], lane: int) -> float:
     """The least time that passes after a B, its own W apart."""
-    k = work.factors.index(min(work.factors))
     return max(
         (
-            tail[fed] + work.seconds[fed][k] + (wire[k] + latency if slot >= 0 else 0.0)
+            tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0)
             for fed, slot, latency, wire in work.feeds[work.fused(lane // 3)]
         ),
         default=0.0,

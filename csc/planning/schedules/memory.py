@@ -35,10 +35,10 @@ def reserve(work: WorkTables, rank: int) -> Reserve:
     stages = work.pipeline.stages
     turning = tuple(s for s in own if stages[s].has_b)
     saved = {s: work.growth[3 * s] if stages[s].has_b else [0.0] * work.microbatches for s in own}
-    alike = {factor: k for k, factor in enumerate(work.factors)}  # a position for each size of microbatches
-    extra = {factor: _extra(work, own, k) for factor, k in alike.items()}
-    most = max(sum(saved[s][k] for s in own) + extra[factor] for factor, k in alike.items())
-    return Reserve(turning, saved, [extra[factor] for factor in work.factors], most)
+    alike = {features: k for k, features in enumerate(work.features)}  # a position for each kind of microbatches
+    extra = {features: _extra(work, own, k) for features, k in alike.items()}
+    most = max(sum(saved[s][k] for s in own) + extra[features] for features, k in alike.items())
+    return Reserve(turning, saved, [extra[features] for features in work.features], most)
 
 
 def _extra(work: WorkTables, own: Sequence[int], position: int) -> float:

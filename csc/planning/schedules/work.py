@@ -10,6 +10,7 @@ Terms
 
     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
     actions(work, orders) -> for each rank its F, B, W and BW as Actions
+    orders_of(schedule) -> orders                          of one in which all lanes run microbatches 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Action, Kind
+from csc.ir.schedule import PARTS, Action, Kind, Schedule
 from csc.simulation.pipeline import Pipeline
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -93,16 +94,29 @@ class WorkTables:
         return sorted(self.lanes, key=lambda lane: (lane % 3, lane // 3 if lane % 3 == 0 else -(lane // 3)))
 
     @cached_property
-    def factors(self) -> list[float]:
-        """For each position what its microbatch's times and bytes are multiplied by."""
-        return [self.pipeline.factor(mb) for mb in self.sequence]
+    def features(self) -> list[tuple[float, ...]]:
+        """For each position its microbatch's features; positions with the same ones are alike in all."""
+        loads = self.pipeline.loads
+        return [() if loads is None else loads.features[mb] for mb in self.sequence]
+
+    def _rows(self, figure: str) -> list[list[float]]:
+        """[stage][position]"""
+        loads = self.pipeline.loads
+        if loads is None:
+            return [[getattr(stage, figure)] * self.microbatches for stage in self.pipeline.stages]
+        return [[row[mb] for mb in self.sequence] for row in loads.tables[figure]]
 
     @cached_property
     def seconds(self) -> list[list[float]]:
         """[entry][position]"""
-        stages = self.pipeline.stages
-        times = [stage.seconds(kind) for stage in stages for kind in KINDS] + [stage.seconds("BW") for stage in stages]
-        return [[seconds * f for f in self.factors] for seconds in times]
+        forward, backward, weight = map(self._rows, ("forward", "backward_input", "backward_weight"))
+        apart = [row for three in zip(forward, backward, weight) for row in three]
+        return apart + [[b + w for b, w in zip(*both)] for both in zip(backward, weight)]
+
+    @cached_property
+    def least(self) -> list[float]:
+        """[entry]: the seconds of the position that takes the least."""
+        return [min(row) for row in self.seconds]
 
     @cached_property
     def growth(self) -> list[list[float]]:
@@ -112,18 +126,20 @@ class WorkTables:
         """
         rows = []
         both = []
-        for stage in self.pipeline.stages:
-            saved = stage.saved if stage.has_b or stage.has_w else 0.0
-            kept = (stage.kept if stage.has_b else saved) if stage.has_w else 0.0
-            for bytes_ in (saved, kept - saved if stage.has_b else 0.0, -kept):
-                rows.append([bytes_ * f for f in self.factors])
-            both.append([-saved * f for f in self.factors])
+        nothing = [0.0] * self.microbatches
+        for stage, saves, keeps in zip(self.pipeline.stages, self._rows("saved"), self._rows("kept")):
+            saved = saves if stage.has_b or stage.has_w else nothing
+            kept = (keeps if stage.has_b else saved) if stage.has_w else nothing
+            rows.append(saved)
+            rows.append([k - s for k, s in zip(kept, saved)] if stage.has_b else nothing)
+            rows.append([-k for k in kept])
+            both.append([-s for s in saved])
         return rows + both
 
     @cached_property
     def moment(self) -> list[list[float]]:
         """[stage][position]: the bytes that BW takes while it runs."""
-        return [[stage.fused * f for f in self.factors] for stage in self.pipeline.stages]
+        return self._rows("fused")
 
     @cached_property
     def feeds(self) -> list[tuple[Feed, ...]]:
@@ -143,7 +159,9 @@ class WorkTables:
                 found[3 * source + i].append((3 * destination + i, -1, 0.0, nothing))
                 continue
             link = self.pipeline.network.link(a, b)
-            wire = [size * f / link.bandwidth for f in self.factors]
+            loads = self.pipeline.loads
+            sizes = [size] * self.microbatches if loads is None else loads.sizes[kind, source, destination]
+            wire = [sizes[mb] / link.bandwidth for mb in self.sequence]
             found[3 * source + i].append(
                 (3 * destination + i, slots.setdefault((a, b), len(slots)), link.latency, wire)
             )
@@ -182,6 +200,29 @@ def actions(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[Acti
     return result
 
 
+def orders_of(schedule: Schedule) -> list[list[int]]:
+    """The orders that `actions` would make these of. ScheduleError if a lane does not take microbatches in turn."""
+    stages = len(schedule.placement)
+    done: dict[int, int] = {}
+    orders = []
+    for rank in schedule.ranks:
+        order = []
+        for action in rank:
+            if not action.computes:
+                continue
+            lanes = [3 * action.stage + KINDS.index(kind) for kind in PARTS[action.kind]]
+            for lane in lanes:
+                if action.microbatch != done.get(lane, 0):
+                    raise ScheduleError(
+                        f"'{action}' comes where microbatch {done.get(lane, 0)} would be next",
+                        f"schedule {schedule.name}", "use one whose stages take microbatches in turn",
+                    )  # fmt: skip
+                done[lane] = action.microbatch + 1
+            order.append(lanes[0] if len(lanes) == 1 else 3 * stages + action.stage)
+        orders.append(order)
+    return orders
+
+
 def _check(pipeline: Pipeline, placement: Sequence[int], microbatches: int) -> None:
     stages = len(pipeline.stages)
     if len(placement) != stages:
@@ -194,11 +235,12 @@ def _check(pipeline: Pipeline, placement: Sequence[int], microbatches: int) -> N
         raise InputError(
             f"the placement {list(placement)} leaves a rank without a stage", "schedule", "Number the ranks from 0"
         )
-    if pipeline.scale is not None and len(pipeline.scale) < microbatches:
+    if pipeline.loads is not None and len(pipeline.loads.features) < microbatches:
         raise InputError(
-            f"the pipeline scales {len(pipeline.scale)} microbatches, the schedule has {microbatches}",
+            f"the pipeline has the loads of {len(pipeline.loads.features)} microbatches, the schedule has "
+            f"{microbatches}",
             "schedule",
-            "Give one scale per microbatch",
+            "Give the features of each microbatch",
         )
     for kind, source, destination in pipeline.messages:
         if (source < destination) != (kind == "F"):

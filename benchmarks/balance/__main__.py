@@ -1,0 +1,44 @@
+"""python -m benchmarks.balance: csc's assignment of samples against others'. See benchmarks.balance and docs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from fnmatch import fnmatchcase
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+WIDTH = 160
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.balance", description="Divide real lengths among microbatches."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="the small model, two shapes, no integer programs")
+    parser.add_argument("--batches", type=int, default=2, help="of each cell (default: 2)")
+    parser.add_argument("--only", default="*", help="a glob over the names of cells")
+    given = parser.parse_args()
+    from benchmarks.balance.simulated import cells, measure
+    from benchmarks.balance.summary import document, show
+
+    chosen = [cell for cell in cells(given.quick) if fnmatchcase(cell.name, given.only)]
+    columns = (TextColumn("{task.description:<72}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(chosen))
+        for cell in chosen:
+            bar.update(task, description=cell.name)
+            rows.append(measure(cell, given.batches, 0.0 if given.quick or cell.shape[2] > 1 else 1.0))
+            bar.advance(task)
+    if given.json:
+        print(json.dumps(document(rows), indent=1))
+        return
+    console = Console()
+    show(console if console.is_terminal else Console(width=WIDTH), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which sample goes to which replica and microbatch: pure functions on lengths (csc.planning.assign.assign)."""

@@ -1,0 +1,92 @@
+"""One step's samples against one pipeline: what an assignment of them takes.
+
+Terms
+  sample     what a data loader's dataset gives for one index; features of a microbatch are sums over its samples
+  group      the samples of one microbatch; groups[replica][position], positions in the order in which they are run
+  multiple   features are rounded up to multiples of these, as batches are padded, so that few programs are compiled
+
+    Step(samples, pipeline, placement, orders, replicas, microbatches, multiple, room)
+    step.seconds(groups) -> seconds of each replica         step.features(groups) -> [microbatch][feature]
+    step.peaks(groups) -> bytes by rank, the largest of any replica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from csc.planning.schedules.timing import makespan, peaks
+from csc.planning.schedules.work import WorkTables
+from csc.simulation.pipeline import FIGURES, Loads, Pipeline
+
+Floats = npt.NDArray[np.float64]
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """samples: [sample][feature], without the constant one, which every microbatch has once. pipeline: with the rates
+    of (1, *features) in its loads, whose own features are not read. orders: of each rank, over positions.
+    multiple: by feature; 1 or 0 rounds nothing.
+    """
+
+    samples: Floats
+    pipeline: Pipeline
+    placement: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
+    replicas: int
+    microbatches: int
+    multiple: tuple[float, ...]
+
+    def features(self, groups: Groups) -> Floats:
+        """[microbatch][feature] of a replica's groups, the constant one first."""
+        sums = np.array([self.samples[list(group)].sum(axis=0) for group in groups])
+        return np.hstack([np.ones((len(groups), 1)), rounded(sums, self.multiple)])
+
+    def work(self, features: Floats) -> WorkTables:
+        """The tables of microbatches with these features."""
+        loads = self.pipeline.loads
+        assert loads is not None
+        each = Loads(tuple(map(tuple, features.tolist())), loads.stages, loads.messages)
+        return WorkTables.of(replace(self.pipeline, loads=each), self.placement, self.microbatches)
+
+    def seconds_of(self, features: Floats) -> float:
+        """Seconds of a replica whose microbatches have these features."""
+        return makespan(self.work(features), self.orders)
+
+    def seconds(self, replicas: Sequence[Groups]) -> list[float]:
+        """Of each replica."""
+        return [self.seconds_of(self.features(groups)) for groups in replicas]
+
+    def peaks(self, replicas: Sequence[Groups]) -> list[float]:
+        """For each rank the most bytes of activations, of any replica."""
+        each = [peaks(self.work(self.features(groups)), self.orders) for groups in replicas]
+        return [max(rank) for rank in zip(*each)]
+
+    @cached_property
+    def rank_rates(self) -> Floats:
+        """[feature][rank]: seconds that one of each feature adds to a rank's work, the constant one first."""
+        loads = self.pipeline.loads
+        assert loads is not None
+        ranks = 1 + max(self.placement)
+        found = np.zeros((len(self.multiple) + 1, ranks))
+        for rates, rank in zip(loads.stages, self.placement):
+            found[:, rank] += [sum(getattr(rate, name) for name in FIGURES[:3]) for rate in rates]
+        return found
+
+    @cached_property
+    def shares(self) -> Floats:
+        """[sample][rank]: what a sample takes of the rank's work for all samples."""
+        seconds = self.samples @ self.rank_rates[1:]
+        whole = seconds.sum(axis=0)
+        return np.divide(seconds, whole, out=np.zeros_like(seconds), where=whole > 0)
+
+
+def rounded(sums: Floats, multiple: Sequence[float]) -> Floats:
+    """Features as batches have them once they are padded."""
+    steps = np.array([one or 1.0 for one in multiple])
+    return np.where(steps > 1, np.ceil(sums / steps) * steps, sums)
