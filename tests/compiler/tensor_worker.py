@@ -30,10 +30,27 @@ def main(case: dict[str, Any], directory: Path) -> None:
     later = float(compiled.train_step(batch))
     compiled.load(directory / "weights")
     again = float(compiled.train_step(batch))
+    others = same_parameters(compiled, batch, own)
     whole = dict(compiled.gather().named_parameters())
     save_file({name: p.detach().contiguous() for name, p in whole.items()}, directory / f"whole_{rank}.safetensors")
-    (directory / f"result_{rank}.json").write_text(json.dumps({**trained, "later": later, "again": again}))
+    (directory / f"result_{rank}.json").write_text(
+        json.dumps({**trained, "later": later, "again": again, "others": others})
+    )
     dist.destroy_process_group()
+
+
+def same_parameters(compiled: csc.CompiledModel, batch: Any, own: dict[str, torch.nn.Parameter]) -> list[float]:
+    """Losses of programs for another number of microbatches, for evaluation, and for another frozen set, all of which
+    have the parameters that the optimizer knows.
+    """
+    compiled.zero_grad()
+    found = [float(compiled.train_step(batch, microbatches=4)), float(compiled.eval_step(batch))]
+    assert all(own[name] is p for name, p in compiled.named_parameters())
+    assert any(p.grad is not None for p in own.values())
+    later = compiled.with_options(freeze=[next(iter(compiled.model.state_dict()))])
+    found.append(float(later.train_step(batch)))
+    assert all(own[name] is p for name, p in later.named_parameters())
+    return found
 
 
 def steps(compiled: csc.CompiledModel, batch: Any) -> dict[str, list[float]]:
