@@ -156,7 +156,7 @@ class _Choosing:
                 continue
             if held and not dim.blocked:
                 yield _Axis(name, dim, tuple(held))
-            elif held and dim.blocked != EDGE:
+            elif dim.blocked != EDGE and any(len(self.trees.parameters[one]) > 1 for one in held):
                 self.whole.append((_Axis(name, dim, tuple(held)), f"{dim.blocked} needs them together"))
 
     def _by_worth(self, candidates: Sequence[_Axis]) -> list[_Axis]:

@@ -153,7 +153,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
 CASES = [
     {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1},
     {"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
-    {"model": "phi3", "mesh": "tp=2,dp=2", "samples": 4, "microbatches": 1},
+    {"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1},
     {"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
 ]
 
