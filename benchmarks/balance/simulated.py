@@ -35,7 +35,7 @@ SHAPES = (  # ranks, microbatches, replicas, samples
     (4, 8, 1, 32), (4, 32, 1, 128), (4, 32, 2, 256), (4, 16, 4, 256), (8, 32, 1, 128), (8, 64, 1, 256), (8, 32, 4, 256),
 )  # fmt: skip
 MULTIPLE = (1.0, 1.0, 64.0, 1.0)  # text is padded to this
-ROOM = 1.5  # for csc, times the activations of equal microbatches on the rank with the most; others take what they do
+ROOM = 1.5  # for csc, times the most activations of equal microbatches, or what LPT takes; others take what they do
 QUICK_SHAPES = SHAPES[1:3]
 
 
@@ -105,22 +105,23 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     whole = replace(mean(rates, problem, (1.0, *typical)), ranks=ranks, microbatches=microbatches)
     planned = _planned(cell, whole)
     sums: dict[str, float] = dict.fromkeys((OURS, *RIVALS), 0.0)
-    taken = dict.fromkeys(sums, 0.0)
+    taken, took = dict.fromkeys(sums, 0.0), {}
     bounds, equals, decisions = 0.0, 0.0, []
     for seed in range(batches):
         step = _step(cell, rates, whole, planned, drawn(lengths, count, 100 + seed), typical)
         even = equal(step)
         held = max(peaks(step.work(even[0]), step.orders))
-        start = time.process_time()
-        own = assign(step, [ROOM * held] * ranks)
-        decisions.append(time.process_time() - start)
-        sums[OURS] += own.seconds
         asked = Question(step, *_loads_of(step, rates), seed, ilp_seconds)
         for name, divide in RIVALS.items():
             divided = divide(asked)
             sums[name] += max(map(step.seconds_of, divided))
-            taken[name] = max(taken[name], *(max(peaks(step.work(one), step.orders)) / held for one in divided))
-        taken[OURS] = max(taken[OURS], max(own.peaks) / held)
+            took[name] = max(max(peaks(step.work(one), step.orders)) for one in divided) / held
+        start = time.process_time()
+        own = assign(step, [max(ROOM, took["LPT"]) * held] * ranks)
+        decisions.append(time.process_time() - start)
+        sums[OURS] += own.seconds
+        took[OURS] = max(own.peaks) / held
+        taken = {name: max(taken[name], bytes_) for name, bytes_ in took.items()}
         bounds += bound(step)
         equals += max(map(step.seconds_of, even))
     return Row(

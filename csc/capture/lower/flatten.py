@@ -19,7 +19,9 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from csc.analysis.own_backward import settle
 from csc.capture.dedup import bodies
 from csc.capture.lower.decompose import functional
+from csc.capture.lower.detached import own_memory
 from csc.capture.lower.masked_index import without_selections
+from csc.capture.lower.recorded import source_of
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
@@ -137,6 +139,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     one placeholder. Raises CscError if the model writes to a buffer.
     """
     inline_regions(exported.graph_module)
+    own_memory(exported.graph_module.graph)
     graph, signature = functional(exported)
     for written in _writes(graph, signature):
         if _plain(written) in dict(model.named_parameters(remove_duplicate=False)):
@@ -370,13 +373,3 @@ def _in_the_whole_list(sliced: re.Match[str]) -> str:
     """The index of `layers[2:].0` in `layers`: where modules are shared, the tracer records the slice."""
     start, step, index = sliced.groups()
     return str((0 if start == "None" else int(start)) + int(index) * (1 if step == "None" else int(step)))
-
-
-def source_of(node: fx.Node) -> str:
-    """`modeling_llama.py:182` of the innermost line in the recorded stack; "" if none was recorded."""
-    found = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
-    if not outside:
-        return ""
-    file, line = outside[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}"
