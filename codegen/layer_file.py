@@ -16,6 +16,9 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
+VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
+COLLECTIVES = ("all_reduce", "share", "all_gather", "reduce_scatter", "all_to_all")
+
 
 def header(functions: Sequence[str]) -> str:
     """The imports of a file that holds these functions."""
@@ -29,9 +32,10 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
+    others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary")
     families = ("opaque", "context", "linear_cross_entropy")
     return sorted({
-        next((family for family in families if name.startswith(family)), seeded.get(name, "attention"))
+        next((family for family in families if name.startswith(family)), others.get(name, "attention"))
         for name in called
     })  # fmt: skip
 
@@ -89,6 +93,9 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
         lines.append(f"{letter}        {text}")
     if variant.saves is not None:
         lines += _recomputation(variant)
+    for axis in template.divided:
+        what = f"{axis.size // axis.ranks} of {axis.size} {axis.name}: {', '.join(map(comment, axis.parameters))}"
+        lines += _listed("Shard", what)
     frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
     if frozen and any(variant.dw):
         shown = ", ".join(map(comment, frozen[:6])) + (", ..." if len(frozen) > 6 else "")

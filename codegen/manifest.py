@@ -13,8 +13,8 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir.groups import SUMMED, WHOLE
-from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
+from csc.ir.groups import ALL_SUMMED, SHARD, SHARD_SUMMED, SUMMED, WHOLE, Placement
+from csc.ir.program import LOSS, Context, Options, Parameter, Program, compute_dtypes
 
 FORMAT = 4
 
@@ -89,14 +89,24 @@ def _weights(program: Program) -> dict[str, Any]:
             {
                 "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
                 **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
-                "stages": holders[p.name], "weight": WHOLE.to_dict(),
-                **({"gradient": SUMMED.to_dict()} if p.trainable else {}),
+                "stages": holders[p.name], "weight": _weight(p).to_dict(),
+                **({"gradient": _gradient(p).to_dict()} if p.trainable else {}),
+                **({"boxes": p.boxes} if p.boxes else {}),
             }
             for p in program.parameters if p.name in holders
         ],
         "unused": [p.name for p in program.parameters if p.name not in holders],
         "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
     }  # fmt: skip
+
+
+def _weight(parameter: Parameter) -> Placement:
+    return SHARD if parameter.boxes else WHOLE
+
+
+def _gradient(parameter: Parameter) -> Placement:
+    """Before REDUCE."""
+    return SHARD_SUMMED if parameter.boxes else ALL_SUMMED if parameter.parts else SUMMED
 
 
 def _messages(program: Program) -> list[dict[str, Any]]:

@@ -93,6 +93,8 @@ def source(role: tuple[str, str]) -> str:
     kind, label = role
     if kind == "random":
         return 'batch["random"]'
+    if kind == "tensor":
+        return 'batch["tp"]'
     if kind == "context":
         component, _, what = label.rpartition(".")
         return f'batch["context"][{quoted(component)}].{what}'

@@ -11,6 +11,7 @@ parts. Shards are equally long and lie along `dim` in the order of the ranks. Pa
 or float64: every rank has the same bits. group: the number of a `Meeting`, whose group has `ranks` ranks.
 
     numbered(meeting) -> number            int64 without dimensions; as long as the meeting lives
+    meeting_of(number) -> meeting          RuntimeError if it is none, or gone
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from csc.kernels.numbered import Numbered
 
 
 class Meeting(Protocol):
-    """One rank's place in a group of `ranks` ranks, over whatever its transport is."""
+    """One rank's place in a group of `ranks` ranks, over whatever its transport is. index: which of them it is."""
 
     ranks: int
+    index: int
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """tensors: contiguous, one for each rank of the group, this one included, all of one shape. Returns what each
@@ -36,6 +38,7 @@ class Meeting(Protocol):
 
 _MEETINGS: Numbered[Meeting] = Numbered("a collective runs on the ranks of a compiled program only")
 numbered = _MEETINGS.number
+meeting_of = _MEETINGS.find
 csc = torch.ops.csc
 
 
@@ -129,3 +132,6 @@ def _returned(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
 
 
 _all_to_all.register_autograd(_returned, setup_context=_remember)
+
+ALL_REDUCE = torch.ops.csc.all_reduce.default
+SHARE = torch.ops.csc.share.default

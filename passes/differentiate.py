@@ -158,7 +158,7 @@ class _Replaying(fx.Interpreter):
 
 
 def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Graph:
-    """The traced graph with names and roles: `detach` gone (nothing here runs under autograd), t(t(x)) folded."""
+    """With names and roles: `detach` and `share` gone (nothing here runs under autograd), t(t(x)) folded."""
     tidy = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     incoming = g.placeholders(graph)
@@ -170,7 +170,7 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
         mapping[old] = g.add_placeholder(tidy, f"d_{name}", old.meta["val"], ("tangent", name))
     last_of = _last_by_origin(graph)
     for node in g.calls(graph):
-        if g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh"):
+        if g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh") or _only_types(node):
             mapping[node] = mapping[node.all_input_nodes[0]]
             continue
         argument = mapping[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -193,6 +193,13 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     return tidy
 
 
+def _only_types(node: fx.Node) -> bool:
+    """Whether a call gives its operand as it is: it was there for its gradient, which has been traced."""
+    if g.op_name(node) != "csc::share":
+        return False
+    return bool(node.args[0].meta["val"].stride() == node.meta["val"].stride())  # type: ignore[union-attr]
+
+
 def _last_by_origin(graph: fx.Graph) -> set[fx.Node]:
     """Of the nodes that one forward op was traced to, the last: it is the op's result and takes its name."""
     last: dict[str, fx.Node] = {}
@@ -212,6 +219,7 @@ RESULTS = {
     "context_attention_backward": "gradients",
     "context_gather_backward": "share",
     "linear_cross_entropy": "results",
+    "all_reduce": "sum",
     "scaled_dot_product_flash_attention_for_cpu": "results",
     "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
 }

@@ -37,11 +37,12 @@ def head(program: Program, options: Options) -> Program:
 
     Requires  pass `loss`, which has to see the loss as the model writes it.
     Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, or if
-              options.loss_chunk says how many tokens a chunk has; with 0, and everywhere else, nothing changes.
+              options.loss_chunk says how many tokens a chunk has; with 0, and everywhere else, nothing changes. With
+              tp > 1 the vocabulary is divided instead (pass `tensor`), unless the option is given.
     Before    %logits = aten.linear(%x, %w);  %loss = aten.cross_entropy_loss(aten.view(%logits), %labels)
     After     %results = csc.linear_cross_entropy(%x, %w, None, %labels, ..);  %loss = %results[0]
     """
-    if options.loss_chunk == 0:
+    if options.loss_chunk == 0 or (options.loss_chunk is None and options.mesh.tp > 1):
         return program
     graph, _ = g.copy_graph(program.graph)
     g.erase_dead(graph)

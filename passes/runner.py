@@ -27,6 +27,7 @@ from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.shapes import shapes
 from csc.passes.split import split
+from csc.passes.tensor import tensor
 from torch import fx
 
 from csc.errors import InputError
@@ -37,7 +38,9 @@ Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
 # Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (shapes, dropout, precision, attention, context, loss, head, regions, differentiate)
+TRACING: tuple[Pass, ...] = (
+    shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate,
+)  # fmt: skip
 PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
 
 

@@ -19,7 +19,7 @@ not know, blocks it; `Dim.blocked` says which, with its line.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -45,14 +45,16 @@ from csc.analysis.operators.reductions import CLASSES, LABELS
 from csc.analysis.operators.relation import End, Use
 from csc.analysis.operators.table import relation
 from csc.ir import graph as g
+from csc.ir.program import Box
 
-Box = tuple[tuple[tuple[int, int], ...], ...]
 _WHOLE = ("normalised", "blocked", "repeated", "padded")
 
 
-def dimensions(graph: fx.Graph) -> Trees:
-    """Of a graph in plain sizes, as pass `attention` leaves it: a whole model's, or a template's."""
-    trees = Trees()
+def dimensions(graph: fx.Graph, ids: Collection[str] = ()) -> Trees:
+    """Of a graph in plain sizes, as pass `attention` leaves it: a whole model's, or a template's. ids: tables of the
+    latter that are made of the batch.
+    """
+    trees = Trees(ids)
     for node in graph.nodes:
         if node.op == "placeholder":
             trees.enter(node)
@@ -64,7 +66,8 @@ def dimensions(graph: fx.Graph) -> Trees:
 class Trees:
     """of: the dimensions of each value; of several results those of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Collection[str] = ()) -> None:
+        self._ids = ids
         self.of: dict[fx.Node, list[list[Dim]]] = {}
         self.parameters: dict[str, list[Dim]] = {}
         self.named: list[tuple[str, Dim]] = []
@@ -197,8 +200,12 @@ class Trees:
             for d, end in use.ends.items():
                 looked_up = name == "aten::embedding" and end.how == "picked"
                 if looked_up or (name in LABELS and end.walk == CLASSES):
-                    ids = any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([node]))
+                    ids = not looked_up or any(map(self._is_batch, g.ancestors([node])))
                     self.named.append(("vocabulary" if ids else "positions", self.of[use.node][0][d]))
+
+    def _is_batch(self, node: fx.Node) -> bool:
+        kind, name = node.meta.get("role", ("", ""))
+        return kind == "input" or (kind == "shared" and name in self._ids)
 
 
 def _regroup(before: Sequence[Dim], after: Sequence[Dim]) -> None:

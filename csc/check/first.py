@@ -9,6 +9,7 @@ Costs about two of eager PyTorch's steps: one of each, and once for a model one 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from csc.check.locate import locate
 from csc.check.rounding import moved
 from csc.check.stepping import step_of
 from csc.errors import DifferenceError, InputError
+from csc.ir.groups import Group
 from csc.ir.program import Options
 from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
 
-# What is put down to rounding without asking: in float32 sums in another order, more so over several cp ranks.
+# What is put down to rounding without asking: in float32 sums in another order, more so over several ranks of a layer.
 EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
 ROOM = 0.5  # of a device's memory
 BUG = (
@@ -177,7 +179,7 @@ def _tolerance(model: nn.Module, options: Options) -> tuple[float, float]:
     half = options.precision != "model" or dtypes & {torch.bfloat16, torch.float16}
     if half:
         return HALF, torch.finfo(torch.bfloat16).eps / 2
-    return (EXACT if options.mesh.cp == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
+    return (EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
 
 
 def too_much(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ from csc.simulation.look import bytes_text
 STEPS = {  # of the way through, and what of it stands in program.json
     "capture": ("capture",),
     "normalise": ("normalise",),
-    "passes": ("shapes", "dropout", "precision", "attention", "context", "loss", "head", "regions"),
+    "passes": ("shapes", "dropout", "precision", "attention", "context", "loss", "head", "regions", "tensor"),
     "differentiation": ("differentiate", "freeze", "prune", "recompute", "split"),
     "planning": ("partition", "schedule"),
     "emission": ("emission",),

@@ -45,6 +45,7 @@ from csc.runtime.broadcast import first_makes, handing_group
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, load
+from csc.runtime.shards import Kept
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
 from csc.torch_private import is_profiled
@@ -89,6 +90,7 @@ class ProgramSet:
         self.guards = Guards(model=model)  # what the programs assumed: the same on every rank
         self._group: dist.ProcessGroup | None = None
         self._before = before
+        self._shards: dict[str, Kept] = {}  # what this process keeps of parameters that ranks divide
         self._checks = checks
         self.checking = Checking(compiler)
         self.last: Trainer | None = None
@@ -268,9 +270,12 @@ class ProgramSet:
             if self._training is not None:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
                 own |= self._training.trained_now
+                self._shards |= self._training.shards_now
             made = Trainer(
-                loaded, weights=own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled
-            )
+                loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
+                kept=self._shards,
+            )  # fmt: skip
+            self._shards = {**made.shards, **self._shards}
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
                 first.know(made)
@@ -336,6 +341,13 @@ class ProgramSet:
         return {name: parameter for name, parameter in held.items() if name not in replaced}
 
     @property
+    def shards_now(self) -> Mapping[str, Kept]:
+        """Of parameters that ranks divide, what this process trains, but for those that the model has others for."""
+        kept = self.last.shards if self.last is not None else {}
+        replaced = self.guards.changed().parameters
+        return {name: one for name, one in kept.items() if name not in replaced}
+
+    @property
     def met(self) -> Meeting | None:
         """The meeting of all ranks, for programs that follow these."""
         return self._meeting
@@ -378,6 +390,7 @@ class ProgramSet:
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
+        self._shards |= self._before.shards
         self._before = None
 
 

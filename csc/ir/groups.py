@@ -8,6 +8,8 @@ that it stands for). Of several positions of the pipeline that hold one paramete
     Group.DATA, ...                              the kinds
     Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
     WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
+    SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
+    ALL_SUMMED                                   of the gradient of a whole one that these read in different calls
 """
 
 from __future__ import annotations
@@ -105,3 +107,6 @@ class Placement:
 
 WHOLE = Placement(equal=Group.POSITION)
 SUMMED = Placement(parts=Group.DATA, equal=Group.TENSOR)
+SHARD = Placement(equal=Group.DATA, shard=Group.TENSOR)
+SHARD_SUMMED = Placement(parts=Group.DATA, shard=Group.TENSOR)
+ALL_SUMMED = Placement(parts=Group.POSITION)

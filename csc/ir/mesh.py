@@ -106,6 +106,10 @@ class Mesh:
         """Whose samples a rank is given. IndexError outside the mesh."""
         return self.coordinates(rank).dp
 
+    def shard(self, rank: int) -> int:
+        """Which of the tensor-parallel parts of its layers a rank has. IndexError outside the mesh."""
+        return self.coordinates(rank).tp
+
     def sizes(self, what: Group) -> tuple[int, ...]:
         """Of the axes along which groups of this kind run."""
         return tuple(getattr(self, axis) for axis in what.along)

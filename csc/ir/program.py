@@ -43,15 +43,24 @@ class Input:
     table: tuple[str, int] | None = None
 
 
+Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension stretches from start to stop
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter under the model's own name; `aliases` are the other names of a tied one."""
+    """A parameter under the model's own name; `aliases` are the other names of a tied one.
+
+    boxes: what each tensor-parallel rank holds of it; empty: all have it whole. parts: whole, but read by calls that
+    differ from one of these ranks to the other, so that its gradients there are parts of a sum.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     aliases: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    parts: bool = False
 
     @property
     def numel(self) -> int:
@@ -83,6 +92,16 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True)
+class DividedAxis:
+    """What tensor-parallel ranks divide in a template: `size` entries over `ranks`, in these parameters."""
+
+    name: str
+    size: int
+    ranks: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Template:
     """A region's forward graph with placeholders in the order activations, shared, parameters; `joint` adds gradients.
 
@@ -102,6 +121,7 @@ class Template:
     joint: fx.Graph | None = None
     activation_gradients: tuple[bool, ...] = ()
     parameter_gradients: tuple[bool, ...] = ()
+    divided: tuple[DividedAxis, ...] = ()  # its graphs are those of one tensor-parallel rank
 
 
 @dataclass(frozen=True)

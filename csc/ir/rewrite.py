@@ -47,11 +47,13 @@ def add_call(
 
 
 class Writer:
-    """Adds calls to a graph where its insertion point is, with their values in one mode."""
+    """Adds calls to a graph where its insertion point is, with their values in one mode; mode: it, or an Evaluation in
+    it that several graphs share.
+    """
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode | Evaluation) -> None:
         self.graph = graph
-        self._value_of = Evaluation(mode)
+        self._value_of = mode if isinstance(mode, Evaluation) else Evaluation(mode)
 
     def call(self, like: fx.Node | None, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """A call with the provenance of `like`, named after its operation. Raises whatever the operation raises."""

@@ -29,6 +29,7 @@ from csc.ir.program import (
     Combination,
     Context,
     ContextMask,
+    DividedAxis,
     Input,
     ModuleInfo,
     Parameter,
@@ -41,7 +42,19 @@ from csc.ir.unstorable import Unstorable
 from csc.torch_private import FakeTensorMode, OpOverload
 
 FORMAT = 2
-_KEPT = (Checkpoint, Combination, Context, ContextMask, Input, ModuleInfo, Parameter, Record, Region, Template)
+_KEPT = (
+    Checkpoint,
+    Combination,
+    Context,
+    ContextMask,
+    DividedAxis,
+    Input,
+    ModuleInfo,
+    Parameter,
+    Record,
+    Region,
+    Template,
+)
 CLASSES = {one.__name__: one for one in _KEPT}
 META = (*g.KEPT_META, "names")
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)

@@ -4,8 +4,9 @@
 3 nothing is computed for a frozen parameter; no gradient of an activation with nothing trainable above it
 4 every trainable parameter that the trace gives a gradient to gets it, from every region that uses it
 5 a schedule is complete and free of deadlock
+6 regions take parameters in the sizes of the boxes that ranks hold, and values in the sizes that others give them
 7 every name refers to something
-(2, equal numbers, is what tests and `csc verify` check; 6 is about context parallelism.)
+(2, equal numbers, is what tests and `csc verify` check; the rest of 6 is about context parallelism.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Program, Region
+from csc.ir.program import LOSS, Parameter, Program, Region
 from csc.ir.schedule_verifier import verify as verify_schedule
 
 
@@ -42,6 +43,7 @@ def _problems(program: Program, sound: set[tuple[fx.Graph, int]]) -> Iterator[st
             yield from (f"invariant 1: {place}: {problem}" for problem in _graph_problems(graph))
             sound.add((graph, len(graph.nodes)))
     yield from _name_problems(program)
+    yield from _shard_problems(program)
     if program.variants:
         yield from _gradient_problems(program)
     if program.stages:
@@ -120,6 +122,30 @@ def _name_problems(program: Program) -> Iterator[str]:
             yield f"invariant 7: {region.name} does not fit its template {template.name}"
     if program.regions and LOSS not in made:
         yield "invariant 7: no region makes the loss"
+
+
+def _shard_problems(program: Program) -> Iterator[str]:
+    held = {p.name: _local(p) for p in program.parameters}
+    made: dict[str, tuple[int, ...]] = {}
+    for region in program.regions:
+        template = program.templates.get(region.template)
+        if template is None:
+            continue
+        given = {"activation": list(region.activations), "parameter": list(region.parameters)}
+        known = {"activation": made, "parameter": held}
+        for node in g.placeholders(template.graph):
+            kind, shape = node.meta["role"][0], tuple(node.meta["val"].shape)
+            name = given[kind].pop(0) if given.get(kind) else ""
+            if name in known.get(kind, {}) and known[kind][name] != shape:
+                yield f"invariant 6: {region.name} takes {name} as {list(shape)}, which is {list(known[kind][name])}"
+        values = (node.meta["val"] for node in g.outputs(template.graph))
+        made.update((name, tuple(val.shape)) for name, val in zip(region.outputs, values))
+
+
+def _local(parameter: Parameter) -> tuple[int, ...]:
+    """The sizes in which each rank holds it."""
+    sizes = {tuple(sum(stop - start for start, stop in dim) for dim in box) for box in parameter.boxes}
+    return sizes.pop() if len(sizes) == 1 else parameter.shape
 
 
 def _gradient_problems(program: Program) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Where the operators of csc.kernels.collectives meet the other ranks.
 
-met = Met(group)        .number: what stands for it in a call        one rank's place in a group
+met = Met(group, copies)        .number: what stands for it in a call        one rank's place in a group
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from csc.runtime.exchange import Membership
 
 
 class Met:
-    """Over the endpoint of a rank: between processes, or among threads that take turns."""
+    """Over the endpoint of a rank: between processes, or among threads that take turns.
 
-    def __init__(self, group: Membership) -> None:
-        self._group, self.ranks = group, len(group.members)
+    copies: what leaves is a copy: whoever calls writes over its tensors, as compiled functions do, while others may
+    not have read them yet.
+    """
+
+    def __init__(self, group: Membership, copies: bool = False) -> None:
+        self._group, self._copies = group, copies
+        self.ranks, self.index = len(group.members), group.piece
         self.number = numbered(self)
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank of the group has for this one; see csc.kernels.collectives.Meeting."""
         me, others = self._group.piece, self._group.others
-        sends = {rank: [tensors[rank]] for rank in others}
+        own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
+        sends = {rank: [own[id(tensors[rank])]] for rank in others}
         receives = {rank: [torch.empty_like(tensors[me])] for rank in others}
         arrived = self._group.finish(self._group.start(sends, receives, "a collective of a layer"))
         return [tensors[me] if rank == me else arrived[rank][0] for rank in range(self.ranks)]

@@ -42,7 +42,9 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
     """What ranks must agree on, by the words that an error uses for it."""
     manifest = program.manifest
     loss = manifest.loss
-    holders = [(p.name, p.shape, p.dtype, p.trainable, p.stages, p.weight, p.gradient) for p in manifest.parameters]
+    holders = [
+        (p.name, p.shape, p.dtype, p.trainable, p.stages, p.weight, p.gradient, p.boxes) for p in manifest.parameters
+    ]
     parts = {
         "fingerprints": manifest.fingerprint,
         "shapes, strides and dtypes of messages": repr(sorted(manifest.messages, key=lambda m: m.channel)),

@@ -226,6 +226,8 @@ def step(
     rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    if rank.met is not None:
+        microbatches = [{**microbatch, "tp": rank.met.number} for microbatch in microbatches]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
     state = _Step(whole, ranks, microbatches, weights, profiled)
     timed: list[Timed] = []

@@ -39,7 +39,7 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Iterable[ParameterSpec], stages: Iterable[int]) -> None:
-        self.specs = {spec.name: spec for spec in parameters}
+        self.specs = {spec.name: spec.local for spec in parameters}
         self.buffers: dict[str, torch.Tensor] = {}  # complete after `merge`
         self.own: set[str] = set()
         self._of_stage: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in stages}

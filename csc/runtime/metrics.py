@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from csc import devices
+from csc.ir.groups import Group
 from csc.runtime.batches import Microbatch
 from csc.runtime.counts import Counts
 from csc.runtime.specs import Manifest
@@ -38,7 +39,7 @@ def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -
             tokens += int(mask.count_nonzero()) if places and mask is not None else text.numel()
             samples += len(text)
         of_stages = manifest.plan.get("flops") or ()
-        flops += manifest.mesh.cp * sum(map(sum, of_stages))
+        flops += len(manifest.mesh.group(Group.LAYER, 0)) * sum(map(sum, of_stages))
     return Counts(float(tokens), float(samples), float(flops))
 
 

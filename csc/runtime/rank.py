@@ -1,9 +1,9 @@
 """A rank: one position of the mesh with what it needs to run its part of a program.
 
 Terms: a rank's *replica* is its index on the dp axis, its *position* the one on the pp axis, its *piece* the one on
-the cp axis.
+the cp axis, its *shard* the one on the tp axis.
 
-    Rank(program, rank, functions, endpoint, constants, device, visibility)
+    Rank(program, rank, functions, endpoint, constants, device, visibility, met)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from csc.ir.groups import Group
+from csc.runtime.collectives import Met
 from csc.runtime.program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.specs import StageSpec
 from csc.runtime.transport import Endpoint
@@ -30,6 +31,7 @@ class Rank:
     constants: Mapping[str, torch.Tensor]
     device: torch.device
     visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
+    met: Met | None = None  # with tp > 1: where it meets those that divide its layers
 
     @property
     def position(self) -> int:
@@ -50,6 +52,11 @@ class Rank:
     def piece(self) -> int:
         """Index on the cp axis."""
         return self.program.manifest.mesh.coordinates(self.rank).cp
+
+    @property
+    def shard(self) -> int:
+        """Index on the tp axis."""
+        return self.program.manifest.mesh.shard(self.rank)
 
     def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """As `Mesh.group`, of this rank."""

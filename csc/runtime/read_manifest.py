@@ -16,8 +16,10 @@ from csc.errors import CscError, ProgramError
 from csc.ir.groups import WHOLE, Group, Placement
 from csc.ir.mesh import Mesh
 from csc.ir.strides import overlaps
+from csc.runtime import boxes
 from csc.runtime.fields import REMEDY, Fields, short
 from csc.runtime.specs import (
+    Box,
     ConstantSpec,
     ContextMaskSpec,
     ContextSpec,
@@ -162,6 +164,8 @@ def _finite(row: Fields, key: str) -> float:
 
 def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> ParameterSpec:
     users, trainable = row.stages("stages", len(stages)), row.get("trainable", bool)
+    divided = _boxes(row, mesh)
+    known = ("equal", "shard") if divided else ("equal",)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
@@ -170,9 +174,20 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
         row.dtype("compute") if "compute" in row.table else None,
-        _placement(row, "weight", ("equal",), mesh),
-        _placement(row, "gradient", ("equal", "parts"), mesh) if trainable else WHOLE,
+        _placement(row, "weight", known, mesh),
+        _placement(row, "gradient", (*known, "parts"), mesh) if trainable else WHOLE,
+        divided,
     )
+
+
+def _boxes(row: Fields, mesh: Mesh) -> tuple[Box, ...]:
+    """Of a parameter that tensor-parallel ranks divide."""
+    if "boxes" not in row.table:
+        return ()
+    try:
+        return boxes.read(row.get("boxes", list), row.sizes("shape"), mesh.tp)
+    except ValueError as error:
+        raise ProgramError(f"field 'boxes' {error}", row.where, REMEDY) from None
 
 
 def _placement(row: Fields, key: str, known: tuple[str, ...], mesh: Mesh) -> Placement:
@@ -188,6 +203,9 @@ def _placement(row: Fields, key: str, known: tuple[str, ...], mesh: Mesh) -> Pla
         if (over or getattr(mesh, axis) > 1) and over not in known:
             said = f"{over} over {axis}" if over else f"nothing over {axis}, whose size is {getattr(mesh, axis)}"
             what = f"field {key!r} says {said}: this runtime knows {' and '.join(known)}"
+            raise ProgramError(what, row.where, REMEDY)
+        if (over == "shard" and axis != "tp") or ("shard" in known and axis == "tp" and over != "shard"):
+            what = f"field {key!r} says {over} over {axis}, where boxes divide it over tp"
             raise ProgramError(what, row.where, REMEDY)
     return found
 

@@ -75,7 +75,8 @@ def _common(program: LoadedProgram) -> dict[str, Any]:
         "stages": [(s.stage, s.rank, s.backward_input, s.backward_weight) for s in manifest.stages],
         "messages": {m.channel: [value.name for value in m.values] for m in manifest.messages},
         "parameters": [
-            (p.name, p.shape, p.dtype, p.trainable, p.weight, p.gradient, p.stages) for p in manifest.parameters
+            (p.name, p.shape, p.dtype, p.trainable, p.weight, p.gradient, p.boxes, p.stages)
+            for p in manifest.parameters
         ],
         # A step of one microbatch alone has none to combine.
         "losses": manifest.loss if manifest.microbatches * manifest.mesh.dp > 1 else manifest.loss.stage,

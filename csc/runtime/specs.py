@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch
 from csc.ir.groups import SUMMED, WHOLE, Group, Placement
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
+
+Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension stretches from start to stop
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ParameterSpec:
 
     dtype: in which it is stored and its gradients are added up; compute: in which the stages take it,
     None: the same. weight, gradient: how it lies on the ranks of each of these positions, and how its gradient does
-    before REDUCE; the weight is whole on each.
+    before REDUCE; the weight is whole on each, or a shard: then boxes are what each tensor-parallel rank holds.
     """
 
     name: str
@@ -52,10 +54,18 @@ class ParameterSpec:
     compute: torch.dtype | None = None
     weight: Placement = WHOLE
     gradient: Placement = SUMMED
+    boxes: tuple[Box, ...] = ()
 
     @property
     def owner(self) -> int:
         return self.ranks[0]
+
+    @property
+    def local(self) -> ParameterSpec:
+        """As one rank has it."""
+        if not self.boxes:
+            return self
+        return replace(self, shape=tuple(sum(stop - start for start, stop in dim) for dim in self.boxes[0]))
 
     @property
     def equal(self) -> Group:

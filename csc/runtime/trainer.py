@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
+from csc.runtime.boxes import cut, put
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.executor import StepResult, Timed, interleave, step
@@ -45,6 +47,7 @@ from csc.runtime.metrics import counted, metrics
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
+from csc.runtime.shards import Kept, Shards, met_of
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
@@ -66,7 +69,7 @@ class Trainer:
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
     fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
-    whether a profiler is on, which ranges are for (csc.runtime.ranges).
+    whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -82,6 +85,7 @@ class Trainer:
         meeting: Meeting | None = None,
         fused: bool = False,
         is_profiled: Callable[[], bool] = bool,
+        kept: Mapping[str, Kept] = MappingProxyType({}),
     ) -> None:
         self.program = program
         self.device = _device(program, device)
@@ -89,7 +93,8 @@ class Trainer:
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
-        self._weights, self._empty = _parameters(program, self._specs, weights, self.device)
+        self._shards = Shards(mesh, self.transport, self.device)
+        self._weights, self._empty = self._shards.parameters(program, self._specs, weights, kept)
         self._compare_weights()
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
@@ -176,6 +181,7 @@ class Trainer:
                 constants[mesh.coordinates(rank).pp],
                 self.device,
                 visibility(program),
+                met_of(mesh, rank, self.transport.endpoint(rank), self._fused),
             )
             for rank in self.transport.ranks
         ]
@@ -279,7 +285,7 @@ class Trainer:
             given = pieces.of[rank.replica]
             ranks = [self._members[piece.program][index] for piece in given]
             own = [self._on_device(piece.tensors, _read(one)) for one, piece in zip(ranks, given, strict=True)]
-            held = {p.name: working[p.name] for p in used if rank.position in p.ranks}
+            held = {p.name: self._shards.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
             counts = counted(self._manifests, given)
             runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
@@ -307,7 +313,8 @@ class Trainer:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
 
     def _set_gradients(self, results: Mapping[int, StepResult], pieces: batches.Pieces) -> None:
-        done: set[str] = set()
+        done: set[tuple[str, int]] = set()
+        wholes: dict[str, torch.Tensor] = {}  # of shards that ranks of this process have
         every = [tensor for result in results.values() for tensor in result.gradients.buffers.values()]
         every += [*self._weights.values(), *self._read_again(pieces)]
         memory = Counter(tensor.untyped_storage().data_ptr() for tensor in every)
@@ -317,16 +324,24 @@ class Trainer:
             for name in list(sums.buffers):
                 gradient = sums.buffers.pop(name)
                 held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
-                if name in done:
+                boxes = sums.specs[name].boxes
+                divided = self._shards.divides(boxes)
+                if (name, rank.shard * divided) in done:
                     continue
-                done.add(name)
+                done.add((name, rank.shard * divided))
                 parameter = self._weights[name]
+                if divided:
+                    put(wholes.setdefault(name, torch.empty_like(parameter)), boxes[rank.shard], gradient)
+                    continue
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)
                 elif name in sums.own or (held <= ALONE and _is_free(gradient, memory)):
                     parameter.grad = gradient
                 else:  # shares memory with another gradient, or with what is read again
                     parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+        for name, gradient in wholes.items():
+            before = self._weights[name].grad
+            self._weights[name].grad = gradient if before is None else before.add_(gradient)
 
     def _read_again(self, pieces: batches.Pieces) -> Iterator[torch.Tensor]:
         """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
@@ -385,8 +400,14 @@ class Trainer:
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of this process, frozen ones too: what trains, not copies."""
-        return dict(self._weights)
+        """The whole parameters of this process, frozen ones too: what trains, not copies."""
+        return {spec.name: self._weights[spec.name] for spec in self._specs if self._shards.box(spec) is None}
+
+    @property
+    def shards(self) -> Mapping[str, Kept]:
+        """Those of which it keeps a part for itself, with what that is; without those that have no values."""
+        boxes = {spec.name: self._shards.box(spec) for spec in self._specs if spec.name not in self._empty}
+        return {name: (box, self._weights[name]) for name, box in boxes.items() if box is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names."""
@@ -418,11 +439,13 @@ class Trainer:
         """
 
         def read() -> tuple[Said, None]:
-            coming = weights.each(path, self._specs, self.device, format, into=self._weights)
-            for name, tensor in coming:
+            boxes = {spec.name: self._shards.box(spec) for spec in self._specs}
+            into = {name: tensor for name, tensor in self._weights.items() if boxes.get(name) is None}
+            for name, tensor in weights.each(path, self._specs, self.device, format, into=into):
                 self._empty = set(self._weights)  # until all have come
+                box = boxes[name]
                 if tensor is not self._weights[name]:
-                    self._weights[name].copy_(tensor)
+                    self._weights[name].copy_(tensor if box is None else cut(tensor, box))
             return NOTHING, None
 
         self.transport.meeting.hold("load", read)
@@ -452,11 +475,7 @@ class Trainer:
 
         self.transport.meeting.hold("collect", check)
         for spec in wanted:
-            value = self._weights.get(spec.name, into[spec.name]).detach()
-            if isinstance(self.transport, Distributed):
-                value = value.to(self.device).contiguous()
-                dist.broadcast(value, src=self._first_holder(spec))
-            into[spec.name].copy_(value)
+            into[spec.name].copy_(self._shards.whole(spec, self._weights.get(spec.name)))
 
     def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one
@@ -474,7 +493,7 @@ class Trainer:
 
         def shards() -> tuple[Said, None]:
             for position in own:
-                saving.write(directory, manifest, position, self.state_dict(), format, save)
+                saving.write(directory, manifest, position, state, format, save)
             return NOTHING, None
 
         def index() -> tuple[Said, None]:
@@ -483,6 +502,11 @@ class Trainer:
             return NOTHING, None
 
         own = [rank.position for rank in self._ranks if rank.rank == rank.group(Group.POSITION)[0]]
+        state = self.state_dict()
+        for spec in manifest.parameters:  # all ranks have their part in each that is divided
+            if self._shards.box(spec) is not None:
+                whole = self._shards.whole(spec, state.get(spec.name))
+                state |= {spec.name: whole.cpu()} if spec.owner in own else {}
         save = f"{int(meeting.total('save', name)):08x}"
         try:
             meeting.hold("the shards of what is saved", shards)
@@ -523,26 +547,3 @@ def _transport(program: LoadedProgram, device: torch.device, timeout: float, mee
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return Distributed(program, device, timeout, meeting)
     return InProcess(program)
-
-
-def _parameters(
-    program: LoadedProgram,
-    specs: list[ParameterSpec],
-    given: Weights | str | Path | None,
-    device: torch.device,
-) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """The parameters of `specs`, and which of them have no values."""
-    if given is None:
-        given = program.directory / "weights.safetensors"
-    tensors = given if isinstance(given, Mapping) else weights.read(given, specs, device)
-    weights.check(specs, tensors)
-    found, empty = {}, set()
-    for spec in specs:
-        tensor = tensors[spec.name]
-        if tensor.is_meta and device.type != "meta":
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            empty.add(spec.name)
-        if not isinstance(tensor, nn.Parameter) or tensor.device != device:
-            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=spec.trainable)
-        found[spec.name] = tensor
-    return found, empty

@@ -89,7 +89,8 @@ def each(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """These parameters, one by one, in memory of their own. All InputErrors come before the first one.
 
-    into: tensors of the right shape and dtype that are filled where a tensor of the files is a parameter as it is.
+    into: tensors of the right shape and dtype, of some of them, that are filled where a tensor of the files is a
+    parameter as it is.
     """
     specs = {spec.name: spec for spec in parameters}
     table = _table(Path(path))
@@ -112,7 +113,7 @@ def each(
             wanted = [name for name in piece.names if name in specs]
             if as_it_is.keys() >= set(wanted):
                 for name in wanted:
-                    yield name, files.tensor(as_it_is[name], device, into[name] if into is not None else None)
+                    yield name, files.tensor(as_it_is[name], device, (into or {}).get(name))
                 continue
             made = piece.make({key: files.tensor(key, device) for key in piece.keys})
             yield from ((name, made[name]) for name in wanted)

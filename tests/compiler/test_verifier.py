@@ -319,3 +319,24 @@ def test_a_broken_pass_is_named(models: Models) -> None:
     compiled = models("text")
     with pytest.raises(VerificationError, match=r"after pass lose_the_loss: invariant 7: no region makes the loss"):
         run([after(compiled.history(), "differentiate")], [lose_the_loss], compiled.options)
+
+
+def test_sizes_of_shards(models: Models) -> None:
+    """Invariant 6: what a rank holds of a parameter is what its regions take, and values have one size everywhere."""
+    program = models("text", mesh="tp=2").program
+    verify(program)
+    name = "layers.1.down.weight"
+    assert [p.boxes for p in program.parameters if p.name == name] == [
+        (((((0, 16),), ((0, 16),))), ((((0, 16),), ((16, 32),)))),
+    ]
+    whole = tuple(replace(p, boxes=()) if p.name == name else p for p in program.parameters)
+    refused(replace(program, parameters=whole), "invariant 6", "layers.1", "takes layers.1.down.weight as [16, 16]")
+
+    def shorten(graph: fx.Graph, calls: list[fx.Node]) -> None:
+        first = g.placeholders(graph)[0]
+        with program.fake_mode:
+            first.meta["val"] = torch.empty(2, 3, 16)
+
+    template = template_of(program)
+    broken = with_template(program, template.name, graph=edited(template.graph, shorten))
+    refused(broken, "invariant 6", "layers.0 takes embed_tokens as [2, 3, 16]")

@@ -1,0 +1,69 @@
+"""What of a parameter each tensor-parallel rank holds, and how it is taken out and put back.
+
+Terms: a *box* lists for each dimension the stretches, from start to stop, that a rank holds; its entries lie in the
+rank's tensor as they do in the whole. Boxes of different ranks have no entry in common, and together all.
+
+    read(value, shape, ranks) -> (Box, ...)       of program.json; ValueError with a phrase for what is none
+    cut(whole, box) -> tensor                     a dense copy of what is in the box
+    put(whole, box, piece)                        the inverse, into the whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+
+from csc.runtime.specs import Box
+
+
+def read(value: Any, shape: Sequence[int], ranks: int) -> tuple[Box, ...]:
+    """As many as there are ranks, all in the same sizes; they divide one dimension."""
+    try:
+        found = tuple(
+            tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box) for box in value
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        raise ValueError("lists no boxes") from None
+    if len(found) != ranks or any(len(box) != len(shape) for box in found):
+        raise ValueError(f"should list {ranks} boxes in {len(shape)} dimensions")
+    if len({_sizes(box) for box in found}) > 1:
+        raise ValueError("has boxes of different sizes")
+    for dim, size in enumerate(shape):
+        held = [box[dim] for box in found]
+        stretches = sorted(stretch for one in held for stretch in one) if len(set(held)) > 1 else held[0]
+        if [0, *(stop for _, stop in stretches)] != [*(start for start, _ in stretches), size]:
+            raise ValueError(f"has boxes that are not together all of dimension {dim}")
+    if sum(len({box[dim] for box in found}) > 1 for dim in range(len(shape))) != 1:
+        raise ValueError("has boxes that differ in more than one dimension, or in none")
+    return found
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in dim) for dim in box)
+
+
+def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """Contiguous, with memory of its own."""
+    piece = whole.new_empty(_sizes(box))
+    for there, here in _places(box):
+        piece[here] = whole[there]
+    return piece
+
+
+def put(whole: torch.Tensor, box: Box, piece: torch.Tensor) -> None:
+    """Write a piece to its box."""
+    for there, here in _places(box):
+        whole[there] = piece[here]
+
+
+def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Each stretch of a box: where it is in the whole, and where in the piece."""
+    of_dim = []
+    for dim in box:
+        starts = accumulate((stop - start for start, stop in dim), initial=0)
+        of_dim.append([(slice(a, b), slice(start, start + b - a)) for (a, b), start in zip(dim, starts)])
+    for one in product(*of_dim):
+        yield tuple(there for there, _ in one), tuple(here for _, here in one)

@@ -1,0 +1,116 @@
+"""The parameters of a process whose tensor-parallel ranks hold parts of them.
+
+Terms: a *box* is what one of these ranks holds (csc.runtime.boxes). A process that runs all of them keeps parameters
+whole and gives each rank a copy of its box in every step; one of several keeps its own rank's box alone.
+
+    shards = Shards(mesh, transport, device)
+    .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
+    .box(spec)                                  what this process keeps; None: all of it
+    .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
+    .whole(spec, own)                           from all processes
+    met_of(mesh, rank, endpoint, fused) -> Met         where a rank's collectives meet; None with tp = 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
+from csc.runtime import weights
+from csc.runtime.boxes import cut, put
+from csc.runtime.collectives import Met
+from csc.runtime.exchange import Membership
+from csc.runtime.program import LoadedProgram
+from csc.runtime.rank import Rank
+from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime.transport import Endpoint, Transport
+
+Kept = tuple[Box, nn.Parameter]
+Given = Mapping[str, torch.Tensor] | str | Path | None
+
+
+def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> Met | None:
+    """A rank's place among those that divide its layers. fused: its functions are compiled by Inductor."""
+    group = mesh.group(Group.TENSOR, rank)
+    return Met(Membership(endpoint, group.index(rank), group), copies=fused) if len(group) > 1 else None
+
+
+class Shards:
+    """See the module."""
+
+    def __init__(self, mesh: Mesh, transport: Transport, device: torch.device) -> None:
+        self._mesh, self._device, self._transport = mesh, device, transport
+        self._alone = len(transport.ranks) == mesh.size
+        self._shard = mesh.shard(transport.ranks[0])
+
+    def box(self, spec: ParameterSpec) -> Box | None:
+        """What this process keeps of a parameter; None: all of it."""
+        return None if self._alone or not spec.boxes else spec.boxes[self._shard]
+
+    def divides(self, boxes: Sequence[Box]) -> bool:
+        """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
+        return self._alone and bool(boxes)
+
+    def of_rank(self, spec: ParameterSpec, tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
+        """A parameter of this process as one of its ranks has it."""
+        return cut(tensor, spec.boxes[rank.shard]) if self.divides(spec.boxes) else tensor
+
+    def parameters(
+        self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given, kept: Mapping[str, Kept]
+    ) -> tuple[dict[str, nn.Parameter], set[str]]:
+        """The parameters of `specs`, and which of them have no values. given: whole tensors by name; where they are
+        read from; None: from the program's directory. kept: boxes that this process has already, of which those of
+        this program stay what they are: an optimizer knows them.
+        """
+        if given is None:
+            given = program.directory / "weights.safetensors"
+        tensors = given if isinstance(given, Mapping) else weights.read(given, specs, self._device)
+        weights.check(specs, tensors)
+        found, empty = {}, set()
+        for spec in specs:
+            tensor, box = tensors[spec.name], self.box(spec)
+            before, parameter = kept.get(spec.name, (None, None))
+            if box is not None and box == before and parameter is not None:
+                found[spec.name] = parameter
+                continue
+            if tensor.is_meta and self._device.type != "meta":
+                shape = spec.shape if box is None else spec.local.shape
+                tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                empty.add(spec.name)
+            elif box is not None:
+                tensor = cut(tensor.detach(), box)
+            if not isinstance(tensor, nn.Parameter) or tensor.device != self._device:
+                tensor = nn.Parameter(tensor.detach().to(self._device), requires_grad=spec.trainable)
+            found[spec.name] = tensor
+        return found, empty
+
+    def whole(self, spec: ParameterSpec, own: torch.Tensor | None) -> torch.Tensor:
+        """A parameter with all its entries. own: as this process keeps it; None: it does not. All ranks call it."""
+        if self._alone:
+            assert own is not None
+            return own.detach()
+        sources = self._mesh.groups(spec.equal, spec.ranks)
+        if not spec.boxes:
+            return self._from(sources[0][0], own, spec.shape, spec.dtype)
+        found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        for shard, (source, box) in enumerate(zip(sources, spec.boxes, strict=True)):
+            mine = own if shard == self._shard else None
+            put(found, box, self._from(source[0], mine, spec.local.shape, spec.dtype))
+        return found
+
+    def _from(
+        self, source: int, own: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:  # fmt: skip
+        """A tensor of one rank, on all of them."""
+        if own is None:
+            value = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        else:
+            value = own.detach().to(self._device).contiguous()
+        dist.broadcast(value, src=source)
+        return value

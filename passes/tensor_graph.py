@@ -1,0 +1,366 @@
+"""The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums between ranks.
+
+Terms
+  axis     a leaf of the trees of dimensions (csc.analysis.dimension_trees) that is divided: heads, hidden features
+  cut      of a value: one of its dimensions has an axis, so that a rank holds a shard of it; other values are equal
+  part     what a rank has of a sum over an axis: of a contraction, or of a reduction; it is summed where it is made
+  shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A parameter
+           needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
+
+    Divided(graph, inexact, trees, axes, ranks, mode, evaluate, number).run()
+    .graph, .meets, .shared_reads, .equal_reads, .flops, .summed
+
+Each call is allowed by name. One that is not, on a shard, is Undivided, with the call; so is one whose result does not
+have the sizes that the trees say.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from csc.kernels.collectives import ALL_REDUCE, SHARE
+from csc.kernels.vocabulary import DIVIDED_LOSS, ROWS
+from torch import fx
+
+from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index, shard_size
+from csc.analysis.operators import pointwise
+from csc.analysis.operators.made import FILLED, NEW
+from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
+from csc.analysis.operators.products import ATTENTION, PRODUCTS, SDPA
+from csc.analysis.operators.reductions import NORMS
+from csc.analysis.operators.table import RULES, relation
+from csc.analysis.tensor_axes import Trees
+from csc.ir import graph as g
+from csc.ir.evaluation import Evaluation
+from csc.ir.rewrite import Writer
+from csc.torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # reductions of a loss
+# On shards the same as on the whole, whatever its arguments: what they do along an axis is blocked in the trees.
+SAME = COPIES | NORMS | {
+    f"aten::{name}"
+    for name in ("permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "softmax",
+                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "slice_scatter")
+}  # fmt: skip
+MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
+WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
+ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
+
+
+class Undivided(Exception):
+    """A call that cannot run on shards: the reason is a phrase with the call as its subject."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{g.op_name(node)} at {g.place(node)} {reason}")
+
+
+class Divided:
+    """Copies a template's graph for one of `ranks` ranks, which all run the same.
+
+    inexact: the placeholders of activations that a gradient is asked for. operators: names of the parameters' roles
+    whose gradient a call in the graph has to add up. flops: of the calls that are divided, before they are; summed: the
+    elements that are summed between ranks in F.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, inexact: Collection[fx.Node], trees: Trees, axes: Sequence[Dim], ranks: int,
+        mode: FakeTensorMode, evaluate: Evaluation, number: torch.Tensor, operators: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.old, self.trees, self.axes, self.ranks, self.operators = graph, trees, axes, ranks, operators
+        self.mode, self.number, self.inexact = mode, number, inexact
+        self.graph = fx.Graph()
+        self.writer = Writer(self.graph, evaluate)
+        self.mapping: dict[fx.Node, Any] = {}
+        self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
+        self.carrying = self._carrying()
+        self.shared_reads: set[str] = set()  # parameters, by the names of their roles
+        self.equal_reads: set[str] = set()
+        self.flops = self.summed = 0
+
+    def run(self) -> Divided:
+        """Make the graph. Undivided if a call does not allow it."""
+        self._placeholders()
+        for node in g.calls(self.old):
+            self._call(node)
+        self.graph.output(fx.map_arg(self.old.output_node().args[0], self.mapping.__getitem__))
+        for node in g.outputs(self.old):
+            if self._is_cut(node):
+                raise Undivided(node, "leaves as a shard")
+        g.erase_dead(self.graph)
+        return self
+
+    @property
+    def meets(self) -> bool:
+        """Whether its ranks exchange anything."""
+        return bool(self.group.users)
+
+    def _carrying(self) -> set[fx.Node]:
+        """The values that a gradient may flow through."""
+        found: set[fx.Node] = set()
+        for node in self.old.nodes:
+            source = node.op == "placeholder" and (node in self.inexact or node.meta["role"][0] == "parameter")
+            several = node.op == "call_function" and not isinstance(node.meta["val"], torch.Tensor)
+            reached = source or any(used in found for used in node.all_input_nodes)
+            if reached and (several or g.is_inexact(node)):
+                found.add(node)
+        return found
+
+    def _placeholders(self) -> None:
+        """As they were, parameters in their local sizes; the number of the group behind the tables."""
+        group = None
+        for node in g.placeholders(self.old):
+            if node.meta["role"][0] == "parameter" and group is None:
+                group = self._group()
+            val = node.meta["val"]
+            if self._is_cut(node):
+                self._check_one_axis(node)
+                with self.mode:
+                    val = torch.empty(self._sizes(node), dtype=val.dtype, device=val.device)
+            self.mapping[node] = g.add_placeholder(self.graph, node.name, val, node.meta["role"])
+        self.group = group or self._group()
+
+    def _group(self) -> fx.Node:
+        names = {node.name for node in self.old.nodes}
+        name = next(name for name in ("tp", "tp_group", "_tp_group") if name not in names)
+        return g.add_placeholder(self.graph, name, self.number, ("shared", name))
+
+    # what is known of a value
+
+    def _dims(self, node: fx.Node) -> list[list[Dim]]:
+        return self.trees.of.get(node, [[]])
+
+    def _has_axis(self, dim: Dim) -> bool:
+        return any(contains(dim, axis) for axis in self.axes)
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        return any(self._has_axis(dim) for dims in self._dims(node) for dim in dims)
+
+    def _cut_dims(self, node: fx.Node) -> list[int]:
+        return [place for place, dim in enumerate(self._dims(node)[0]) if self._has_axis(dim)]
+
+    def _sizes(self, node: fx.Node, result: int = 0) -> list[int]:
+        return [shard_size(dim, self.axes, self.ranks) for dim in self._dims(node)[result]]
+
+    def _check_one_axis(self, node: fx.Node) -> None:
+        """Undivided unless a rank's shard is its own in full: one axis, in one dimension, in every stretch of it."""
+        for dims in self._dims(node):
+            having = [(dim, axis) for dim in dims for axis in self.axes if contains(dim, axis)]
+            if len(having) > 1:
+                raise Undivided(node, "would be divided in two ways")
+            if any(not divides_all(dim, axis) for dim, axis in having):
+                raise Undivided(node, "joins what is divided to what is not")
+
+    # calls
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            several, which = node.args
+            self.mapping[node] = self.writer.named(node.name, node, node.target, self.mapping[several], which)  # type: ignore[index]
+            return
+        cut = [used for used in node.all_input_nodes if self._is_cut(used) and not self._is_unread(node, used)]
+        if not cut and not self._is_cut(node):
+            self.equal_reads |= {used.meta["role"][1] for used in node.all_input_nodes if _is_parameter(used)}
+            g.copy_node(self.graph, node, self.mapping)
+            return
+        self._check_one_axis(node)
+        name = g.op_name(node)
+        if g.draws(node):
+            raise Undivided(node, "draws random numbers for what is divided")
+        if not cut and name not in MAKES_SHARDS:
+            raise Undivided(node, "makes a shard of what is equal, which csc knows for expand alone")
+        if name in PRODUCTS:
+            self._product(node, cut)
+        elif name in ("aten::sum", "aten::mean"):
+            self._reduction(node)
+        elif name == "aten::embedding" and self._ends(node, node.args[0], "picked"):  # type: ignore[arg-type]
+            self._look_up(node)
+        elif name == "aten::cross_entropy_loss":
+            self._loss(node)
+        elif name in (ATTENTION, SDPA):
+            self._attention(node)
+        elif name in ("aten::slice", "aten::split", "aten::split_with_sizes"):
+            self._part(node, name)
+        elif name in SIZED_VIEWS or name in MAKES_SHARDS:
+            self._sized(node)
+        elif name in SAME or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
+            self._same(node)
+        else:
+            raise Undivided(node, "is none that csc can divide")
+
+    def _given(self, node: fx.Node) -> Any:
+        """An operand of a call on shards."""
+        if self._is_cut(node) or node not in self.carrying:
+            return self.mapping[node]
+        if _is_parameter(node):
+            name = node.meta["role"][1]
+            self.shared_reads.add(name)
+            if name not in self.operators:
+                return self.mapping[node]
+        if node not in self.shared:
+            self.shared[node] = self.writer.named(
+                f"{node.name}_shared", node, SHARE, self.mapping[node], self.group
+            )  # fmt: skip
+        return self.shared[node]
+
+    def _put(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
+        """The call that stands for a node; Undivided unless it gives what the trees say."""
+        made = self._made(node, node.name, target, *args, **kwargs)
+        for result, val in enumerate(_results(made.meta["val"])):
+            sizes = self._sizes(node, result)
+            if list(val.shape) != sizes:
+                raise Undivided(node, f"gives {list(val.shape)} on shards, where {sizes} was expected")
+        self.mapping[node] = made
+
+    def _made(self, node: fx.Node, name: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        try:
+            return self.writer.named(name, node, target, *args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            said = (str(error).strip().splitlines() or [""])[0]
+            raise Undivided(node, f"does not run on shards ({said})") from error
+
+    def _same(self, node: fx.Node) -> None:
+        if not self._is_cut(node):
+            raise Undivided(node, "loses track of what is divided")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
+        self._put(node, node.target, *args, **kwargs)
+
+    def _sized(self, node: fx.Node) -> None:
+        """A call that lists the sizes of its result, which are local ones now."""
+        found = relation(node)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
+        listed = found.sizes if found is not None and found.sizes else "size"
+        place = [argument.name for argument in node.target._schema.arguments].index(listed)  # type: ignore[union-attr]
+        if place < len(args):
+            args = (*args[:place], self._sizes(node), *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, listed: self._sizes(node)}
+        self._put(node, node.target, *args, **kwargs)
+
+    def _part(self, node: fx.Node, name: str) -> None:
+        """A stretch of a dimension, or all of them: their bounds are local ones now."""
+        bound = g.bind(node)
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        dims = self._dims(operand)[0]
+        dim = bound["dim"] % len(dims)
+        if dim not in self._cut_dims(operand):
+            self._same(node)
+            return
+        if name != "aten::slice":
+            sizes = [self._sizes(node, result)[dim] for result in range(len(self._dims(node)))]
+            self._put(node, aten.split_with_sizes.default, self._given(operand), sizes, dim)
+            return
+        size = dims[dim].size
+        start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
+        try:
+            start, stop = (shard_index(dims[dim], one, self.axes, self.ranks) for one in (start, stop))
+        except ValueError as error:
+            raise Undivided(node, f"cuts where no shard ends ({error})") from error
+        self._put(node, node.target, self._given(operand), dim, start, stop, step)
+
+    def _attention(self, node: fx.Node) -> None:
+        """Each rank its key heads, with the query heads that read them."""
+        query, key, value = node.args[:3]
+        assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+        if any(self._cut_dims(one) != [one.meta["val"].dim() - 3] for one in (query, key, value)):
+            raise Undivided(node, "can be divided by its heads alone")
+        self.flops += 4 * query.meta["val"].numel() * key.meta["val"].shape[-2]
+        self._same(node)
+
+    def _product(self, node: fx.Node, cut: Sequence[fx.Node]) -> None:
+        """Along rows or columns: the same. Contracted: a part, summed; a bias is added to the sum, once."""
+        left, right = (node.args[place] for place in PRODUCTS[g.op_name(node)])
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        self.flops += 2 * node.meta["val"].numel() * left.meta["val"].shape[-1]
+        contracted = [used for used in cut if self._ends(node, used, "contracted")]
+        if not contracted:
+            self._same(node)
+            return
+        if set(contracted) != {left, right} or self._is_cut(node):
+            raise Undivided(node, "sums over what one operand alone is divided by")
+        added = [one for one in node.args if isinstance(one, fx.Node) and one not in (left, right)]
+        if any(factor != 1 for name, factor in g.bind(node).items() if name in ("alpha", "beta")) or node.kwargs:
+            raise Undivided(node, "scales its operands")
+        if added and g.op_name(node) not in WITHOUT_BIAS:
+            raise Undivided(node, "adds to what it sums")
+        target = WITHOUT_BIAS.get(g.op_name(node), node.target) if added else node.target
+        part = self._made(node, f"{node.name}_part", target, self._given(left), self._given(right))
+        name = f"{node.name}_sum" if added else node.name
+        total = self._total(node, part, name)
+        for bias in added:
+            self.equal_reads |= {bias.meta["role"][1]} if _is_parameter(bias) else set()
+            total = self._made(node, node.name, aten.add.Tensor, total, self.mapping[bias])
+        self.mapping[node] = total
+
+    def _reduction(self, node: fx.Node) -> None:
+        """Over the axis: a part, summed; of a mean, the mean of the ranks' means."""
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        if not self._ends(node, operand, "summed"):
+            self._same(node)
+            return
+        if self._is_cut(node):
+            raise Undivided(node, "sums over a part of what is divided")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
+        part = self._made(node, f"{node.name}_part", node.target, *args, **kwargs)
+        mean = g.op_name(node) == "aten::mean"
+        total = self._total(node, part, f"{node.name}_sum" if mean else node.name)
+        self.mapping[node] = self._made(node, node.name, aten.div.Tensor, total, self.ranks) if mean else total
+
+    def _look_up(self, node: fx.Node) -> None:
+        """Each rank in its own rows: a part, since others have zeros."""
+        bound = g.bind(node)
+        if bound["scale_grad_by_freq"] or bound["sparse"] or bound["weight"].op != "placeholder":
+            raise Undivided(node, "looks up in another way than in a parameter, row by row")
+        part = self._made(
+            node, f"{node.name}_part", ROWS, self._given(bound["weight"]), self._given(bound["indices"]), self.group,
+            bound["padding_idx"],
+        )  # fmt: skip
+        self.mapping[node] = self._total(node, part, node.name)
+
+    def _loss(self, node: fx.Node) -> None:
+        """Cross entropy over logits of which each rank has those of its words."""
+        bound = g.bind(node)
+        logits, labels = bound["self"], bound["target"]
+        plain = bound["weight"] is None and not bound["label_smoothing"] and bound["reduction"] in (MEAN, SUM)
+        if self._cut_dims(logits) != [1] or logits.meta["val"].dim() != 2 or not plain or g.is_inexact(labels):
+            raise Undivided(node, "is no plain mean or sum over labels")
+        self.summed += 3 * labels.meta["val"].numel()
+        several = self._made(
+            node, f"{node.name}_results", DIVIDED_LOSS, self._given(logits), self._given(labels), self.group,
+            bound["ignore_index"], bound["reduction"] == MEAN,
+        )  # fmt: skip
+        self.mapping[node] = self._made(node, node.name, operator.getitem, several, 0)
+
+    def _total(self, node: fx.Node, part: fx.Node, name: str) -> fx.Node:
+        if list(part.meta["val"].shape) != list(node.meta["val"].shape):
+            raise Undivided(node, f"gives parts of {list(part.meta['val'].shape)}")
+        self.summed += prod(part.meta["val"].shape)
+        return self.writer.named(name, node, ALL_REDUCE, part, self.group)
+
+    def _is_unread(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether an operand is looked at for its type alone."""
+        found = relation(node)
+        uses = [use for use in found.uses if use.node is operand] if found is not None else []
+        return bool(uses) and all(use.rest.how == "unread" for use in uses)
+
+    def _ends(self, node: fx.Node, operand: fx.Node, how: str) -> bool:
+        """Whether the divided dimension of an operand ends so in a call."""
+        found = relation(node)
+        uses = [use for use in found.uses if use.node is operand] if found is not None else []
+        return any(
+            (end := use.end(dim)) is not None and end.how == how for use in uses for dim in self._cut_dims(operand)
+        )
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"][0] == "parameter"
+
+
+def _results(val: Any) -> list[torch.Tensor]:
+    return list(val) if isinstance(val, (tuple, list)) else [val]
