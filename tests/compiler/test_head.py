@@ -16,7 +16,11 @@ from csc.analysis.costs import variant_cost
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import Program
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options, Program
+from csc.passes.head import head
+from csc.passes.loss import loss
+from csc.passes.runner import TRACING
 from csc.reports.verification import verify
 from tests.compiler.conftest import Models
 from tests.models import hf
@@ -266,6 +270,9 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     for room, chunked in ((logits // 2, False), (logits // 2 - 1, True)):
         monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", room)
         assert bool(heads(made())) == chunked
+    before = csc.compile(Head(TAKEN["half a loss"]), example=batch(), cache=False).history()[1 + TRACING.index(loss)]
+    assert head(before, Options()) is not before
+    assert head(before, Options(mesh=Mesh(tp=2))) is before, "the vocabulary is divided instead"
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True, "all"])
