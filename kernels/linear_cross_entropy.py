@@ -89,7 +89,7 @@ def _forward(
     counts = labels != ignored
     each = counts.to(wide(x.dtype))
     share = each / each.sum().clamp(min=1) if mean else each  # of each token's loss in the result
-    sweep = _Sweep(flat, weight, bias, softcap, scale, output_mask)
+    sweep = _Sweep(flat, weight, bias, softcap, scale, rows, output_mask)
     losses = torch.zeros_like(each)
     classes = labels.masked_fill(~counts, 0)
     for start in range(0, len(flat), rows):
@@ -144,13 +144,14 @@ class _Sweep:
 
     def __init__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float, scale: float,
-        output_mask: Sequence[bool],
+        rows: int, output_mask: Sequence[bool],
     ) -> None:  # fmt: skip
         self.x, self.weight, self.bias = x, weight, bias
         self.softcap, self.scale = softcap, scale
         self.wide = wide(x.dtype)
         self.sums_in_product = x.is_cuda and x.dtype is not self.wide
         _, self.to_x, self.to_weight, self.to_bias = output_mask
+        self.logits = x.new_empty((min(rows, len(x)), len(weight)), dtype=self.wide)  # of every chunk in turn
         self.d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if self.to_x else x.new_empty(0)
         self.d_weight = weight.new_zeros(weight.shape if self.to_weight else 0, dtype=self.wide)
         self.d_bias = weight.new_zeros(weight.shape[:1] if self.to_bias else 0, dtype=self.wide)
@@ -180,8 +181,12 @@ class _Sweep:
         return losses[:, 0]
 
     def _logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(logits, tanh of those under a soft cap), wide; both may be written over."""
-        logits = torch.mm(x, self.weight.t()).to(self.wide)
+        """(logits, tanh of those under a soft cap), wide; both may be written over, and the next chunk's will be."""
+        logits = self.logits[: len(x)]
+        if x.dtype is self.wide:
+            torch.mm(x, self.weight.t(), out=logits)
+        else:
+            logits.copy_(torch.mm(x, self.weight.t()))
         if self.bias is not None:
             logits.add_(self.bias)
         if self.scale != 1:

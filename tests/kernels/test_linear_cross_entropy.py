@@ -194,7 +194,7 @@ def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
 def test_the_path_of_narrow_operands_on_a_gpu_fits_together() -> None:
     """Its product of bfloat16 in float32 runs on CUDA alone: shapes and dtypes, on meta tensors."""
     x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((12, 8), (100, 8), (100,)))
-    sweep = _Sweep(x, weight, bias, 2.0, 0.5, [True] * 4)
+    sweep = _Sweep(x, weight, bias, 2.0, 0.5, 8, [True] * 4)
     sweep.sums_in_product = True
     for part in (slice(0, 8), slice(8, 12)):
         rows = part.stop - part.start
