@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from csc.passes.head import head
+from csc.passes.loss import loss
+from csc.passes.runner import TRACING
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,9 +21,6 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
-from csc.passes.head import head
-from csc.passes.loss import loss
-from csc.passes.runner import TRACING
 from csc.reports.verification import verify
 from tests.compiler.conftest import Models
 from tests.models import hf
