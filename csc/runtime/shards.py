@@ -8,18 +8,24 @@ whole and gives each rank a copy of its box in every step; one of several keeps 
     .box(spec)                                  what this process keeps; None: all of it
     .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
     .whole(spec, own)                           from all processes
+    .kept(spec, parameter)                      for the next trainer of this process
+    .check_sources(where)                       InputError if boxes are of tensors that were written to since
+    .put_back(spec)                             what they were taken from holds what they do
     met_of(mesh, rank, endpoint, fused) -> Met         where a rank's collectives meet; None with tp = 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime import weights
@@ -31,7 +37,23 @@ from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.transport import Endpoint, Transport
 
-Kept = tuple[Box, nn.Parameter]
+
+@dataclass
+class Source:
+    """The whole tensor that a box was cut from, and its version then: one object for all trainers of a process."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Kept(NamedTuple):
+    """A box of this process."""
+
+    box: Box
+    parameter: nn.Parameter
+    source: Source
+
+
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
@@ -48,6 +70,7 @@ class Shards:
         self._mesh, self._device, self._transport = mesh, device, transport
         self._alone = len(transport.ranks) == mesh.size
         self._shard = mesh.shard(transport.ranks[0])
+        self._sources: dict[str, Source] = {}
 
     def box(self, spec: ParameterSpec) -> Box | None:
         """What this process keeps of a parameter; None: all of it."""
@@ -75,10 +98,13 @@ class Shards:
         found, empty = {}, set()
         for spec in specs:
             tensor, box = tensors[spec.name], self.box(spec)
-            before, parameter = kept.get(spec.name, (None, None))
-            if box is not None and box == before and parameter is not None:
-                found[spec.name] = parameter
+            before = kept.get(spec.name)
+            if before is not None and box == before.box:
+                found[spec.name] = before.parameter
+                self._sources[spec.name] = before.source
                 continue
+            if box is not None:
+                self._sources[spec.name] = Source(tensor, tensor._version)
             if tensor.is_meta and self._device.type != "meta":
                 shape = spec.shape if box is None else spec.local.shape
                 tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
@@ -89,6 +115,26 @@ class Shards:
                 tensor = nn.Parameter(tensor.detach().to(self._device), requires_grad=spec.trainable)
             found[spec.name] = tensor
         return found, empty
+
+    def kept(self, spec: ParameterSpec, parameter: nn.Parameter) -> Kept | None:
+        """Of a parameter that this process has a box of."""
+        box = self.box(spec)
+        return None if box is None else Kept(box, parameter, self._sources[spec.name])
+
+    def check_sources(self, where: str) -> None:
+        """Others would train the weights that were written; the boxes are copies, which do not have them."""
+        for name, source in self._sources.items():
+            if source.tensor._version != source.version:
+                raise InputError(
+                    f"the model's {name!r} was written to after this process had taken its shard of it", where,
+                    "bring weights in with compiled.load(directory), or write to the model before its first step",
+                )  # fmt: skip
+
+    def put_back(self, spec: ParameterSpec) -> None:
+        """To call where the source of a box was given what all ranks have trained."""
+        if spec.name in self._sources:
+            source = self._sources[spec.name]
+            source.version = source.tensor._version
 
     def whole(self, spec: ParameterSpec, own: torch.Tensor | None) -> torch.Tensor:
         """A parameter with all its entries. own: as this process keeps it; None: it does not. All ranks call it."""

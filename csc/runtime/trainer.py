@@ -232,6 +232,7 @@ class Trainer:
                 f"Compile with microbatches={microbatches}",
             )
         self._check_values("train_step")
+        self._shards.check_sources("train_step")
         alone = isinstance(self.transport, InProcess)
         replica = self._ranks[0].replica
         pieces = batches.split(self._manifests, batch, [replica] if local and not alone else None)
@@ -406,8 +407,9 @@ class Trainer:
     @property
     def shards(self) -> Mapping[str, Kept]:
         """Those of which it keeps a part for itself, with what that is; without those that have no values."""
-        boxes = {spec.name: self._shards.box(spec) for spec in self._specs if spec.name not in self._empty}
-        return {name: (box, self._weights[name]) for name, box in boxes.items() if box is not None}
+        own = [spec for spec in self._specs if spec.name not in self._empty]
+        found = {spec.name: self._shards.kept(spec, self._weights[spec.name]) for spec in own}
+        return {name: kept for name, kept in found.items() if kept is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names."""
@@ -476,6 +478,7 @@ class Trainer:
         self.transport.meeting.hold("collect", check)
         for spec in wanted:
             into[spec.name].copy_(self._shards.whole(spec, self._weights.get(spec.name)))
+            self._shards.put_back(spec)
 
     def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one

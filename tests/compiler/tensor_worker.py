@@ -33,8 +33,10 @@ def main(case: dict[str, Any], directory: Path) -> None:
     others = same_parameters(compiled, batch, own)
     whole = dict(compiled.gather().named_parameters())
     save_file({name: p.detach().contiguous() for name, p in whole.items()}, directory / f"whole_{rank}.safetensors")
+    compiled.train_step(batch)  # what was gathered is what is trained
+    written = refused_write(compiled, batch)
     (directory / f"result_{rank}.json").write_text(
-        json.dumps({**trained, "later": later, "again": again, "others": others})
+        json.dumps({**trained, "later": later, "again": again, "others": others, "written": written})
     )
     dist.destroy_process_group()
 
@@ -51,6 +53,18 @@ def same_parameters(compiled: csc.CompiledModel, batch: Any, own: dict[str, torc
     found.append(float(later.train_step(batch)))
     assert all(own[name] is p for name, p in later.named_parameters())
     return found
+
+
+def refused_write(compiled: csc.CompiledModel, batch: Any) -> str:
+    """What a step says once the model's own weights, of which this process trains shards, were written to."""
+    with torch.no_grad():
+        for parameter in compiled.model.parameters():
+            parameter.mul_(2.0)
+    try:
+        compiled.train_step(batch)
+    except csc.CscError as error:
+        return str(error)
+    return "nothing"
 
 
 def steps(compiled: csc.CompiledModel, batch: Any) -> dict[str, list[float]]:

@@ -178,6 +178,7 @@ def test_processes_hold_their_shards_alone(case: dict[str, Any], tmp_path: Path)
         assert result["norms"] == pytest.approx(expected["norms"], rel=FLOAT32)
         assert result["later"] == result["again"], "what was loaded is what was saved"
         assert result["others"] == pytest.approx([result["later"]] * 3, rel=FLOAT32)
+        assert "was written to after this process had taken its shard of it" in result["written"]
         own = load_file(tmp_path / f"own_{rank}.safetensors")
         held |= own.keys()
         for name, tensor in own.items():
