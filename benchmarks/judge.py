@@ -29,7 +29,7 @@ TOLERANCE = 2e-5
 COARSE = 0.1  # of bfloat16, which has 8 bits
 SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
-    "pp": 1, "dp": 1, "cp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
+    "pp": 1, "dp": 1, "cp": 1, "tp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
     "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
     "evaluate": False,
 }  # fmt: skip
@@ -209,7 +209,7 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
 
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
     """What csc.compile takes, but for `freeze`."""
-    mesh = {"dp": setting["dp"], "pp": setting["pp"], "cp": setting["cp"]}
+    mesh = {axis: setting[axis] for axis in ("dp", "pp", "cp", "tp")}
     named = {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
     return {"mesh": mesh, "microbatches": setting["microbatches"], "schedule": setting["schedule"]} | named
 
