@@ -149,7 +149,7 @@ class _Sweep:
         self.x, self.weight, self.bias = x, weight, bias
         self.softcap, self.scale = softcap, scale
         self.wide = wide(x.dtype)
-        self.sums_in_product = x.is_cuda and x.dtype is not self.wide
+        self.sums_in_product = x.device.type != "cpu" and x.dtype is not self.wide
         _, self.to_x, self.to_weight, self.to_bias = output_mask
         self.logits = x.new_empty((min(rows, len(x)), len(weight)), dtype=self.wide)  # of every chunk in turn
         self.d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if self.to_x else x.new_empty(0)

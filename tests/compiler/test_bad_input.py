@@ -260,15 +260,15 @@ def test_a_batch_with_other_keys_or_dtypes(models: Models) -> None:
     compiled = models("text", mesh="pp=2")
     good = small.text_batch()
     keys = "give the entries of the example: labels, tokens"
-    refused(lambda: compiled.train_step(with_entry(good, labels=None)), "no entry 'labels'", "train_step", keys)
+    refused(lambda: compiled.train_step(with_entry(good, labels=None)), "no entry 'labels'", "batch", keys)
     extra = with_entry(good, pixels=torch.zeros(2, 3))
-    refused(lambda: compiled.train_step(extra), "an entry 'pixels' that the example had not", "train_step", keys)
+    refused(lambda: compiled.train_step(extra), "an entry 'pixels' that the example had not", "batch", keys)
     floats = with_entry(good, tokens=good["tokens"].int())
     remedy = "convert it with .to(torch.int64)"
     refused(
         lambda: compiled.train_step(floats),
         "'tokens' is torch.int32, the example's was torch.int64",
-        "train_step",
+        "batch",
         remedy,
     )
     compiled.train_step(good)
@@ -388,7 +388,7 @@ def test_a_loss_that_is_not_a_number_leaves_the_gradients_alone(models: Models) 
     with torch.no_grad():
         weight.fill_(float("inf"))
     try:
-        refused(lambda: compiled.train_step(good), "is not finite (nan)", "train_step", "No gradient was touched")
+        refused(lambda: compiled.train_step(good), "is not finite (nan)", "step", "No gradient was touched")
         assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters())
     finally:
         with torch.no_grad():
