@@ -9,6 +9,7 @@ whole and gives each rank a copy of its box in every step; one of several keeps 
     .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
     .whole(spec, own)                           from all processes
     .kept(spec, parameter)                      for the next trainer of this process
+    .sources                                    the whole tensors that boxes were cut from
     .check_sources(where)                       InputError if boxes are of tensors that were written to since
     .put_back(spec)                             what they were taken from holds what they do
     met_of(mesh, rank, endpoint, fused) -> Met         where a rank's collectives meet; None with tp = 1
@@ -129,6 +130,11 @@ class Shards:
                     f"the model's {name!r} was written to after this process had taken its shard of it", where,
                     "bring weights in with compiled.load(directory), or write to the model before its first step",
                 )  # fmt: skip
+
+    @property
+    def sources(self) -> dict[str, torch.Tensor]:
+        """The whole tensors that boxes of this process were cut from, of those that have values."""
+        return {name: one.tensor for name, one in self._sources.items() if not one.tensor.is_meta}
 
     def put_back(self, spec: ParameterSpec) -> None:
         """To call where the source of a box was given what all ranks have trained."""

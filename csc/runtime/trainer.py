@@ -191,6 +191,9 @@ class Trainer:
         parameters = self.program.manifest.parameters
         shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in parameters]
         self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
+        divided = [Shared("parameter", spec.name, spec.ranks) for spec in parameters if spec.boxes]
+        if divided:  # ranks hold different boxes of it, which are to be of one tensor
+            self.transport.compare_values(divided, self._shards.sources)
 
     @property
     def _ranks(self) -> list[Rank]:

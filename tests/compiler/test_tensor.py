@@ -196,6 +196,14 @@ def test_processes_hold_their_shards_alone(case: dict[str, Any], tmp_path: Path)
     assert len(saved) == len(trained)
 
 
+@pytest.mark.gloo
+def test_boxes_are_of_one_model(tmp_path: Path) -> None:
+    launching.ranks(tensor_worker.other_weights, 2, CASES[0], tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"said_{rank}.txt").read_text()
+        assert "up_proj.weight' starts with other values on rank 1 than on rank 0" in said
+
+
 @pytest.mark.slow
 def test_compiled_functions_write_over_what_others_still_read() -> None:
     parity(compiled_of("llama", mesh="tp=2", fuse=True), 21)
