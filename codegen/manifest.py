@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +37,7 @@ def manifest(
         "mesh": options.mesh.to_dict(),
         "device": program.device,
         "microbatches": options.microbatches,
+        **({"zero": options.zero} if options.zero else {}),
         "inputs": [
             {
                 "name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype),
@@ -83,7 +85,8 @@ def _weights(program: Program) -> dict[str, Any]:
             holders.setdefault(name, []).append(stage.index)
         for name in stage.constants:
             constant_holders.setdefault(name, []).append(stage.index)
-    computed = compute_dtypes(program)
+    computed, repeated = compute_dtypes(program), _repeated(program)
+    reached = {name for one in program.regions for name, found in zip(one.parameters, one.dw, strict=True) if found}
     return {
         "parameters": [
             {
@@ -91,13 +94,25 @@ def _weights(program: Program) -> dict[str, Any]:
                 **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
                 "stages": holders[p.name], "weight": _weight(p).to_dict(),
                 **({"gradient": _gradient(p).to_dict()} if p.trainable else {}),
+                **({"reached": False} if p.trainable and p.name not in reached else {}),
                 **({"boxes": p.boxes} if p.boxes else {}),
+                **({"repeated": True} if p.name in repeated else {}),
             }
             for p in program.parameters if p.name in holders
         ],
         "unused": [p.name for p in program.parameters if p.name not in holders],
         "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
     }  # fmt: skip
+
+
+def _repeated(program: Program) -> set[str]:
+    """Parameters to which several regions of a stage give a gradient."""
+    of_region = {region.name: region for region in program.regions}
+    found = set[str]()
+    for stage in program.stages:
+        counts = Counter(name for region in stage.regions for name in set(of_region[region].parameters))
+        found |= {name for name, count in counts.items() if count > 1}
+    return found
 
 
 def _weight(parameter: Parameter) -> Placement:

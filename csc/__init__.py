@@ -20,6 +20,7 @@ __all__ = [
     "Mask",
     "Mesh",
     "attention",
+    "balanced",
     "compile",
     "compose",
     "meta_init",
@@ -28,6 +29,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from csc.api import compile
+    from csc.balance.balanced import balanced
     from csc.capture.trace.meta_init import meta_init
     from csc.composition import compose
     from csc.driver.compiled import CompiledModel
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from csc.kernels.opaque import opaque
 
 _HOMES = {
+    "balanced": "csc.balance.balanced",
     "compile": "csc.api",
     "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",

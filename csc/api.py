@@ -46,6 +46,7 @@ def compile(
     recompute: str | Mapping[str, Any] | None = None,
     context: Mapping[str, int] | None = None,
     fuse: bool | None = None,
+    zero: int | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
@@ -55,41 +56,54 @@ def compile(
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
 
-    model: an nn.Module whose forward takes the batch's entries as keyword arguments and returns a loss; or a factory.
-    mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
-    example: one global batch, or a list of ready microbatches (or a function that makes it): names, dtypes and shapes
-    are taken from it.
-    freeze: component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
-    cuts: names of the regions that open the second, third, ... stage, in order of execution.
-    stages: for each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
-    placement: the pipeline rank that runs each stage; None: as the schedule wants it.
-    schedule: "auto", or one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or the
-    path of a schedule file.  chunks: stages that each rank runs, for schedules that allow several.
-    hardware: the profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
-    memory: what one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
-    microbatches: how many a step divides each replica's share of the batch into.
-    loss_weight: how microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
-    precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they are.
-    keep_fp32: components, parts of paths or globs of modules that compute in float32 all the same.
-    loss_chunk: tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for all of
-    them; None: by their size (on a CPU, in chunks from 256 MiB on); see docs/memory.md.
-    recompute: what F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto" (as
-    `memory` asks), or a mapping from names or globs of regions and components to one of these; see docs/memory.md.
-    context: over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp. Encoders
-    that are not named run whole on every rank; the language model is spread over all of cp.
-    fuse: compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
-    later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
-    directory: where the program is written; None: a temporary directory, removed at exit.
-    cache: take programs from the cache on disk, and keep them there; see docs/cache.md.
-    check: compare a program with eager PyTorch before its first step, on that step's batch (about two eager steps); a
-    number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0; see docs/check.md.
-    timeout: seconds without an answer until another process counts as lost.
-    divide: whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole" (for
-    every microbatch) or a function from the batch to each sample's number of rows; or one function from the batch and
-    a number to so many microbatches; see docs/guide.md.
+    Args:
+        model: An nn.Module whose forward takes the batch's entries as keyword arguments and returns a loss; or a
+            function that makes one.
+        mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
+        example: One global batch, or a list of ready microbatches (or a function that makes it): names, dtypes and
+            shapes are taken from it.
+        freeze: Component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
+        cuts: Names of the regions that open the second, third, ... stage, in order of execution.
+        stages: For each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
+        placement: The pipeline rank that runs each stage; None: as the schedule wants it.
+        schedule: "auto", or one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or
+            the path of a schedule file.
+        chunks: Stages that each rank runs, for schedules that allow several.
+        hardware: The profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
+        memory: What one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
+        microbatches: How many a step divides each replica's share of the batch into.
+        loss_weight: How microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
+        precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they
+            are.
+        keep_fp32: Components, parts of paths or globs of modules that compute in float32 all the same.
+        loss_chunk: Tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for
+            all of them; None: by their size (on a CPU, in chunks from 256 MiB on); see docs/memory.md.
+        recompute: What F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto"
+            (as `memory` asks), or a mapping from names or globs of regions and components to one of these; see
+            docs/memory.md.
+        context: Over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp.
+            Encoders that are not named run whole on every rank; the language model is spread over all of cp.
+        fuse: Compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
+            later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
+        zero: What data-parallel ranks divide among each other instead of holding it alike: 1, the state of the
+            optimizer, which `compiled.optimizer` makes; 2, gradients too. None: 0, nothing; see docs/zero.md.
+        directory: Where the program is written; None: a temporary directory, removed at exit.
+        cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
+        check: Compare a program with eager PyTorch before its first step, on that step's batch (about two eager
+            steps); a number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0; see
+            docs/check.md.
+        timeout: Seconds without an answer until another process counts as lost.
+        divide: Whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole"
+            (for every microbatch) or a function from the batch to each sample's number of rows; or one function from
+            the batch and a number to so many microbatches; see docs/guide.md.
+        **misspelt: Nothing else is taken: InputError with the nearest name.
 
-    Returns a CompiledModel. An instance is compiled now, a factory on first use; of several processes the first one
-    compiles for all of them, on first use. Raises InputError for bad arguments.
+    Returns:
+        A CompiledModel; without a model, the decorator that makes one. An instance is compiled now, a function that
+            makes one on first use; of several processes the first one compiles for all of them, on first use.
+
+    Raises:
+        InputError: An argument is wrong, or the model cannot be compiled; it names the place and the remedy.
     """
     options = changed(
         Options(),
@@ -110,6 +124,7 @@ def compile(
         recompute=recompute,
         context=context,
         fuse=fuse,
+        zero=zero,
         **misspelt,
     )
 

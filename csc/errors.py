@@ -37,6 +37,24 @@ class InputError(CscError):
     """
 
 
+EXTRAS = {
+    "transformers": "hf", "accelerate": "hf", "peft": "hf", "lightning": "lightning", "matplotlib": "plot",
+    "triton": "gpu", "sklearn": "demo",
+}  # fmt: skip
+
+
+class MissingPackage(CscError, ImportError):
+    """A package is not installed that only some parts of csc need; the remedy names the extra that brings it."""
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError, where: str) -> MissingPackage | None:
+        """For a failed import, if one of csc's extras has the package. where: what needs it."""
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            return None
+        return cls(f"{package} is not installed", where, f'pip install "csc-compiler[{EXTRAS[package]}]"')
+
+
 class ProgramError(CscError):
     """The program directory cannot be read or contradicts itself."""
 

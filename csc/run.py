@@ -87,7 +87,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds without an answer until a rank counts as lost.")] = 600.0,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write when each action of the last step ran, for `csc timeline`.")
+        Path | None,
+        typer.Option(help="Write when each action of the last step ran, for `csc timeline`; a first step warms up."),
     ] = None,
     paced: Annotated[
         float | None,
@@ -108,6 +109,7 @@ def run(options: Arguments, debug: bool = False) -> int:
     """Train; returns the exit code. Errors become one sentence on stderr."""
     from csc.runtime.launch import first_to_speak, open_store, setup_distributed, under_torchrun
     from csc.runtime.program import load
+    from csc.runtime.starting import tell_agent
 
     store: Any = None
     try:
@@ -129,6 +131,7 @@ def run(options: Arguments, debug: bool = False) -> int:
         elif speak:
             _say(str(error))
         code = 3 if isinstance(error, RankLost) else 2 if isinstance(error, (InputError, ProgramError)) else 1
+        tell_agent(error)
         if store:  # do not let the destructors of a broken process group wait for the others
             sys.stdout.flush()
             sys.stderr.flush()
@@ -164,6 +167,7 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
 
     from csc.runtime.c10d import Distributed
     from csc.runtime.initial import STD, random_weights
+    from csc.runtime.stepping import make_optimizer
     from csc.runtime.trainer import Trainer
 
     first = launch is None or launch.rank == 0
@@ -181,7 +185,7 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
     trainer = Trainer(program, weights, transport, device, trace, fused=options.fuse)
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
-    optimizer = make(parameters, lr=options.lr) if parameters else None  # a frozen stage has none
+    optimizer = make_optimizer(trainer, make, parameters, lr=options.lr) if parameters else None  # frozen stages
     log = _Log(options, first)
     batches = _batches(options, program)
     with log:
@@ -194,6 +198,8 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
                     str(options.data),
                     "Give more, or lower --steps",
                 )
+            if trace and options.steps == 1:
+                _warm_up(trainer, batch)
             trainer.zero_grad()
             loss = trainer.train_step(batch)
             norm = trainer.clip_grad_norm_(options.clip) if options.clip is not None else None
@@ -205,6 +211,17 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
     _record(options, trainer.timeline, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _warm_up(trainer: Any, batch: Any) -> None:
+    """A first step is no measure: memory, kernels and imports are new. Its gradients are dropped, and random numbers
+    are as they were.
+    """
+    import torch
+
+    state = torch.get_rng_state()
+    trainer.train_step(batch)
+    torch.set_rng_state(state)
 
 
 def _say_what_is_edited(program: Any, launch: Any) -> None:

@@ -72,10 +72,13 @@ __all__ = [
     "modes_that_are_on",
     "one_is_no_special_size",
     "outside_tracing",
+    "parts_of",
     "plain_checkpoints",
     "python_kernels",
     "pytree",
     "replaying",
+    "unattended_workers",
+    "unchanged_modules",
     "under_autograd",
     "unwatched",
 ]
@@ -130,6 +133,33 @@ def is_taken_apart(operation: OpOverload) -> bool:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
     views = any(argument.alias_info is not None for argument in operation._schema.arguments)
     return composite and (views or torch.Tag.maybe_aliasing_or_mutating in operation.tags)
+
+
+def parts_of(operation: OpOverload) -> Callable[..., Any]:
+    """What an operation that is made of others calls. Not its `decompose`: that asks the table in which export puts
+    this here for the operation, and so asks itself.
+    """
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    own = operation.py_kernels.get(composite)
+    return own if callable(own) else partial(operation._op_dk, composite)
+
+
+@contextmanager
+def unchanged_modules() -> Iterator[None]:
+    """While it lasts, `module.to(dtype)` and its like do nothing where the module is so already. In a trace torch would
+    put a new tensor in place of each parameter, which it cannot.
+    """
+    own = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, change: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with outside_tracing():
+            kinds = {(one.dtype, one.device, one.dim()) for one in (*self.parameters(), *self.buffers())}
+            like = [torch.empty([0] * dims, dtype=dtype, device=device) for dtype, device, dims in kinds]
+            same = all(change(one) is one for one in like)
+        return self if same else own(self, change, *args, **kwargs)
+
+    with patch.object(torch.nn.Module, "_apply", apply):
+        yield
 
 
 @contextmanager
@@ -303,6 +333,16 @@ def without_messages() -> Iterator[None]:
     finally:
         for one, level in changed:
             one.setLevel(level)
+
+
+def unattended_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """The iterator of a DataLoader, whose workers' deaths are found when a batch is waited for (within five seconds).
+    Torch's handler of SIGCHLD else raises wherever the process is just then: in the middle of a step.
+    """
+    if getattr(batches, "_worker_pids_set", False):
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False  # type: ignore[attr-defined]
+    return batches
 
 
 class ParameterReads(TorchDispatchMode):

@@ -12,6 +12,7 @@ and pitches are right, before training and after. A number behind the file's nam
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -131,8 +132,14 @@ def trained() -> ComposedModel:
         return composed
 
 
+def say(text: str) -> None:
+    """Under torchrun the first rank alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
 if __name__ == "__main__":
-    print(f"held out, before: {held_out(build())}")
+    say(f"held out, before: {held_out(build())}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = int(sys.argv[1]) if sys.argv[1:] else STEPS
     for step in range(steps):
@@ -141,5 +148,5 @@ if __name__ == "__main__":
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step == steps - 1:
-            print(f"step {step}: loss {loss:.4f}")
-    print(f"held out, after: {held_out(trained())}")
+            say(f"step {step}: loss {loss:.4f}")
+    say(f"held out, after: {held_out(trained())}")

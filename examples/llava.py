@@ -9,6 +9,8 @@ torchrun --nproc-per-node 3 examples/llava.py          the same steps, one rank 
 
 from __future__ import annotations
 
+import os
+
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -56,10 +58,16 @@ def llava() -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(config)
 
 
+def say(text: str) -> None:
+    """Under torchrun the first rank alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
 if __name__ == "__main__":
     optimizer = torch.optim.AdamW(llava.parameters(), lr=1e-2)
     for step in range(10):
         loss = llava.train_step(example_batch())
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss:.4f}")
+        say(f"step {step}: loss {loss:.4f}")

@@ -11,6 +11,8 @@ build/lora_adapter (PEFT's own files) with what was trained.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from sklearn.datasets import load_digits
@@ -71,6 +73,12 @@ def accuracy(model: nn.Module) -> float:
     return float((model(**batch).logits[:, -2, :10].argmax(dim=-1) == answers).float().mean())
 
 
+def say(text: str) -> None:
+    """Under torchrun the first rank alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
 def main() -> None:
     optimizer = torch.optim.AdamW(llava.parameters(), lr=5e-3)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=10, num_training_steps=STEPS)
@@ -82,15 +90,15 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         if step % 10 == 9:
-            print(f"step {step}: loss {loss:.4f}")
+            say(f"step {step}: loss {loss:.4f}")
     llava.save_adapter(ADAPTER)
     model = llava.gather()  # under torchrun a process has trained its own stages alone
     again = PeftModel.from_pretrained(base(), ADAPTER)
     same = all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"trained {adapters:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
-    print(f"accuracy on held-out scans: {accuracy(model):.3f}")
-    print(f"{ADAPTER} read into a new model: {'the same bits' if same else 'DIFFERENT'}")
+    say(f"trained {adapters:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    say(f"accuracy on held-out scans: {accuracy(model):.3f}")
+    say(f"{ADAPTER} read into a new model: {'the same bits' if same else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ batch.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,10 +49,16 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def say(text: str) -> None:
+    """Under torchrun the first rank alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
 if __name__ == "__main__":
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-2)
     for step in range(10):
         loss = llama.train_step(batch_of(step))
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss:.4f}")
+        say(f"step {step}: loss {loss:.4f}")

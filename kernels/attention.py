@@ -43,7 +43,22 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """[B, H, Tq, D]. mask None: every query sees every key. scale None: 1 / sqrt(D). ValueError if sizes do not fit."""
+    """Attention under a mask that is data; csc reads the mask from the graph and can spread it over ranks.
+
+    Args:
+        q: [B, H, Tq, D].
+        k: [B, Hkv, Tk, D], H a multiple of Hkv.
+        v: [B, Hkv, Tk, D].
+        mask: Which keys each query sees (csc.masks makes them); None: every key.
+        scale: Of the scores; None: 1 / sqrt(D).
+        softcap: Scores are bent to softcap * tanh(scores / softcap); 0: they are not.
+
+    Returns:
+        [B, H, Tq, D]; zero where a query sees nothing.
+
+    Raises:
+        ValueError: The sizes do not fit together.
+    """
     return attention_with_lse(q, k, v, mask, scale, softcap)[0]
 
 

@@ -53,9 +53,13 @@ def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
     one tensor, and computes no gradient for anything else. Its backward runs its forward again, with the same random
     numbers. In eager mode nothing changes.
 
-    like: the position of the argument (counting tensors) whose shape and dtype the result has; or a function of the
-    module's own arguments that returns a tensor of the result's shape and dtype, by shapes alone.
-    Returns the module itself, its forward replaced.
+    Args:
+        module: What to keep.
+        like: The position of the argument (counting tensors) whose shape and dtype the result has; or a function of
+            the module's own arguments that returns a tensor of the result's shape and dtype, by shapes alone.
+
+    Returns:
+        The module itself, its forward replaced.
     """
     forward = module.forward
     name = type(module).__name__

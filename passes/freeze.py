@@ -44,6 +44,7 @@ def freeze(program: Program, options: Options) -> Program:
             "freeze fewer components, or set requires_grad on the parameters that should train",
         )
     _check_checkpoints(program, {p.name for p in parameters if p.trainable})
+    _check_flags(program, {p.name for p in parameters if not p.trainable})
     return replace(program, parameters=parameters)
 
 
@@ -58,6 +59,18 @@ def _check_checkpoints(program: Program, trainable: Set[str]) -> None:
                 one.where,
                 "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()",
             )
+
+
+def _check_flags(program: Program, frozen: Set[str]) -> None:
+    """A forward that asks for requires_grad is another graph for another frozen set, and is asked with the model's."""
+    flags = program.guards.flags if program.guards is not None else None
+    miss = flags.miss(frozen) if flags is not None else None
+    if flags is not None and miss is not None:
+        raise InputError(
+            f"the model's forward asks whether a tensor requires a gradient, and freeze= changes the answer: {miss}",
+            flags.where,
+            "leave freeze= out, and call requires_grad_(False) on those parameters before csc.compile or between steps",
+        )
 
 
 def matches(pattern: str, parameter: Parameter, modules: Mapping[str, ModuleInfo]) -> bool:

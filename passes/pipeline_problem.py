@@ -6,9 +6,12 @@ chosen_hardware(program, options) -> Hardware    the profile that turns work int
 
 from __future__ import annotations
 
+import math
+
 from csc import devices
 from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem, Unit, Value
 from csc.simulation.pipeline import Link, Network
@@ -24,7 +27,8 @@ def problem(program: Program, options: Options) -> Problem:
     what one region makes again while its B runs, as far as it is not in what B leaves for W.
     """
     profile = chosen_hardware(program, options)
-    costs = region_costs(program, profile)
+    ranks = math.prod(options.mesh.sizes(Group.DATA))
+    costs = region_costs(program, profile, zero=options.zero, ranks=ranks)
     units = tuple(
         Unit(
             name=cost.name,

@@ -55,14 +55,17 @@ FLOAT32 = LOSSES | _names(
     "cosine_similarity cumprod cumsum prod sum var var_mean"
 )
 
-
-# Of these bfloat16 has no kernel.
+# Of these bfloat16 has no kernel, or one that is no good: decompositions, solvers and transforms, under the names that
+# a trace has before it takes operations apart. What is made of products alone serves.
 NOT_IN_LOW = _names(
-    "linalg_inv linalg_inv_ex inverse linalg_solve linalg_solve_ex _linalg_solve_ex linalg_cholesky linalg_cholesky_ex "
-    "cholesky linalg_qr linalg_svd _linalg_svd linalg_eigh _linalg_eigh linalg_det _linalg_det linalg_slogdet "
-    "_linalg_slogdet linalg_lu_factor linalg_lu_factor_ex linalg_solve_triangular linalg_matrix_exp linalg_pinv "
-    "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
-    "fft_irfftn _fft_r2c _fft_c2r _fft_c2c view_as_complex complex polar"
+    "inverse matrix_exp det logdet slogdet svd _linalg_svd qr geqrf orgqr ormqr pinverse cholesky cholesky_solve "
+    "cholesky_inverse lu_solve lu_unpack triangular_solve _lu_with_info nuclear_norm stft istft ctc_loss _ctc_loss "
+    "view_as_complex complex polar"
+)
+NOT_IN_LOW_PREFIXES = ("aten::linalg_", "aten::_linalg_", "aten::fft_", "aten::_fft_", "aten::special_bessel_")
+PRODUCTS = _names(
+    "linalg_multi_dot linalg_vecdot linalg_cross linalg_matmul linalg_matrix_power linalg_vander linalg_diagonal "
+    "linalg_vector_norm"
 )
 
 
@@ -70,7 +73,9 @@ def _serves(node: fx.Node) -> bool:
     """Whether bfloat16 has the operation, and the numbers among its arguments: the least float32 it has not."""
     numbers = [entry for entry in (*node.args, *node.kwargs.values()) if isinstance(entry, float)]
     beyond = any(math.isfinite(number) and abs(number) > torch.finfo(LOW).max for number in numbers)
-    return not beyond and g.op_name(node) not in NOT_IN_LOW
+    name = g.op_name(node)
+    lacks = name in NOT_IN_LOW or (name.startswith(NOT_IN_LOW_PREFIXES) and name not in PRODUCTS)
+    return not beyond and not lacks
 
 
 def precision(program: Program, options: Options) -> Program:

@@ -41,7 +41,8 @@ CAPTURE = "capture"
 TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate,
 )  # fmt: skip
-PLANNING: tuple[Pass, ...] = (freeze, prune, recompute, split, partition, schedule)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, recompute, split)
+PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 
 @dataclass(frozen=True)

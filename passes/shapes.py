@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +13,23 @@ from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
-from csc.ir.program import Options, Program
+from csc.ir.program import Input, Options, Program
+from csc.ir.rewrite import add_call
 from csc.torch_private import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.
 IDENTITY_IF_UNCHANGED = (g.VIEWS - {"aten::detach"}) | {"aten::_to_copy", "aten::clone"}
+
+# Their results have the sizes of their argument, and none of its values: with sizes known they need no argument.
+FILLED = {"aten::zeros_like": 0, "aten::ones_like": 1, "aten::new_zeros": 0, "aten::new_ones": 1}
 
 
 def shapes(program: Program, options: Options) -> Program:
     """Evaluate every size of the graph for the shapes in `program.inputs`.
 
     Requires  a captured Program (sizes may be symbolic).
-    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone.
+    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone;
+              whole numbers that have the sizes of a hidden state, and nothing else of it, do not depend on it.
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
     """
@@ -42,6 +48,7 @@ def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Prog
     mapping: dict[fx.Node, Any] = {}
     values: dict[fx.Node, Any] = {}
     evaluate = Evaluation(mode)
+    learned: set[fx.Node] = set()  # of the new graph: what is computed with a parameter
     for node in symbolic.nodes:
         if node.op == "placeholder":
             kind, name = node.meta["role"]
@@ -49,23 +56,33 @@ def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Prog
                 continue  # a batch entry that the loss does not use
             values[node] = given_value(node, shape_of, evaluate)
             mapping[node] = g.add_placeholder(graph, node.target, values[node], node.meta["role"])
+            learned |= {mapping[node]} if kind == "parameter" else set()
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
         else:
-            _lower(node, graph, mapping, values, evaluate)
+            _lower(node, graph, mapping, values, evaluate, program.inputs)
+            made = mapping[node]
+            if isinstance(made, fx.Node) and not learned.isdisjoint(made.all_input_nodes):
+                mapping[node] = _filled(made) or made
+                learned |= {mapping[node]} if mapping[node] is made else set()
     g.erase_dead(graph)
     return replace(program, graph=graph, fake_mode=mode)
 
 
 def _lower(
-    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Any], values: dict[fx.Node, Any], evaluate: Evaluation
+    node: fx.Node,
+    graph: fx.Graph,
+    mapping: dict[fx.Node, Any],
+    values: dict[fx.Node, Any],
+    evaluate: Evaluation,
+    inputs: Sequence[Input],
 ) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
     try:
         target, result = called_value(node, arguments, keywords, evaluate)
     except Exception as error:
-        raise _misfit(node, error) from error
+        raise _misfit(node, error, inputs) from error
     values[node] = result
     if isinstance(result, (int, float, bool)):
         mapping[node] = result
@@ -77,7 +94,19 @@ def _lower(
         copied.meta["val"] = result
 
 
-def _misfit(node: fx.Node, error: Exception) -> InputError:
+def _filled(node: fx.Node) -> fx.Node | None:
+    """Zeros or ones without what they take their sizes from; None for any other call."""
+    val = node.meta["val"]
+    if g.op_name(node) not in FILLED or val.is_floating_point() or not val.is_contiguous():
+        return None
+    sizes, where = list(val.shape), {"dtype": val.dtype, "device": val.device}
+    with node.graph.inserting_before(node):
+        return add_call(
+            node.graph, torch.ops.aten.full.default, (sizes, FILLED[g.op_name(node)]), where, val=val, like=node
+        )
+
+
+def _misfit(node: fx.Node, error: Exception, inputs: Sequence[Input]) -> InputError:
     where = g.line(node)
     if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
         return InputError(
@@ -86,11 +115,27 @@ def _misfit(node: fx.Node, error: Exception) -> InputError:
             "select with torch.where or masked_scatter instead of boolean indexing or nonzero, or make the selection "
             "in the data loader",
         )
+    said = f"{g.op_name(node)}: {str(error).splitlines()[0]}"
+    labels = next((one for one in inputs if one.name == "labels"), None)
+    tokens = next((one for one in inputs if labels is not None and _beside(one, labels)), None)
+    if labels is not None and tokens is not None and labels.shape != tokens.shape:
+        return InputError(
+            f"the batch entry 'labels' is {list(labels.shape)} and {tokens.name!r} {list(tokens.shape)}, which do not "
+            f"fit together ({said})",
+            where,
+            "give a label for each token, -100 where none is to be learned; models of transformers shift them",
+        )
+    sizes = ", ".join(f"{one.name} {list(one.shape)}" for one in inputs)
     return InputError(
-        f"the batch's shapes do not fit the model: {g.op_name(node)}: {str(error).splitlines()[0]}",
+        f"the batch's shapes do not fit the model: {said}",
         where,
-        "check the shapes of the batch entries against what the model expects",
+        f"check the shapes of the batch entries against what the model expects: a microbatch has {sizes}",
     )
+
+
+def _beside(one: Input, labels: Input) -> bool:
+    """Whether an entry has token ids, for all that its name says."""
+    return one is not labels and len(one.shape) == len(labels.shape) > 1 and not one.dtype.is_floating_point
 
 
 def _same_layout(before: Any, after: Any) -> bool:

@@ -471,6 +471,9 @@ class Spreading:
         graph = fx.Graph()
         mapping: dict[fx.Node, Any] = {}
         for node in g.subgraph_nodes(self.program.graph, needed):
+            if node.op == "placeholder" and node.meta["role"][0] == "parameter":
+                reader = next(user for user in node.users if user in needed)
+                raise self._mixed(reader, f"decides with {node.meta['role'][1]} what attention sees")
             if node.op == "placeholder":
                 mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
             else:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["COLUMNS"] = "160"  # workers of pytest-xdist would have 80, and tables that fold their names
 os.environ["CSC_CACHE"] = "0"  # tests leave the user's cache alone; those of the cache have their own
 
 import hypothesis

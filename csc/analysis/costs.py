@@ -100,6 +100,12 @@ class RegionCost:
         """Bytes that are there for the whole step."""
         return self.parameters + self.gradients + self.optimizer
 
+    def state_of(self, zero: int, ranks: int) -> int:
+        """`state` of one of so many ranks that divide it: with zero=1 the optimizer's, with zero=2 gradients too."""
+        optimizer = -(-self.optimizer // (ranks if zero >= 1 else 1))
+        gradients = -(-self.gradients // (ranks if zero >= 2 else 1))
+        return self.parameters + gradients + optimizer
+
     def figures(self) -> dict[str, int]:
         """Every number by name; `F flops` to `W kernels`, then bytes."""
         parts = {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}
@@ -142,10 +148,13 @@ def region_costs(
     hardware: Hardware,
     measured: Mapping[str, Seconds] | None = None,
     master: bool = False,
+    zero: int = 0,
+    ranks: int = 1,
 ) -> list[RegionTimes]:
     """Seconds and bytes of every region, in the order of `program.regions`.
 
-    measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`.
+    measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`. zero, ranks:
+    see `RegionCost.state_of`.
     """
     known = hardware.measured if measured is None else measured
     stored = stored_dtypes(program)
@@ -161,7 +170,8 @@ def region_costs(
                 region.name,
                 region.component,
                 *times,
-                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "kept", "again", "state")},
+                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "kept", "again")},
+                state=cost.state_of(zero, ranks),
             )
         )
     return found

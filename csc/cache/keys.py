@@ -31,7 +31,7 @@ from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.groups import Group
 from csc.ir.program import Options
 
-FORMAT = 3
+FORMAT = 4
 # Of the options; and the mesh within layers.
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk")
 DISTRIBUTIONS = ("torch", "transformers", "triton")

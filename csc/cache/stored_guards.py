@@ -17,7 +17,7 @@ from csc.capture.values.hoisted import Hoisted
 from csc.ir import asked, capture_guards
 from csc.ir.unstorable import Unstorable
 
-FORMAT = 1
+FORMAT = 2
 PLAIN = (bool, int, float, str, type(None))
 
 

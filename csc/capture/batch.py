@@ -17,6 +17,10 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
     Raises InputError if it is not a mapping, has no tensor, or has a tensor that asks for a gradient.
     """
+    if batch is None:
+        raise InputError(
+            "the batch holds nothing", "batch", "pass a dict of tensors, or a list with a microbatch at least"
+        )
     if not isinstance(batch, Mapping) and not hasattr(batch, "items"):
         raise InputError(
             f"the example batch is a {type(batch).__name__}, not a mapping of keyword arguments",

@@ -23,7 +23,7 @@ from csc.capture.batch import (
 from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
-from csc.capture.guards import Guards, plain_texts
+from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
 from csc.capture.trace.export import (
@@ -36,7 +36,7 @@ from csc.capture.trace.export import (
     without_kv_cache,
 )
 from csc.capture.trace.meta_init import standing_in
-from csc.capture.trace.mutations import Changes, refuse_if_computed_with
+from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
 from csc.capture.trace.replay import replay
 from csc.capture.trace.size_guards import sizes_of
 from csc.capture.values.hoisted import Hoisted
@@ -44,6 +44,7 @@ from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.calls import alike
 from csc.ir.capture_guards import CaptureGuards, capture_guards
+from csc.ir.flags import FlagsAsked
 from csc.ir.miss import Miss
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.ir.sizes import exactly
@@ -110,7 +111,7 @@ class NumberAsked(CscError):
 
 def _steady(model: nn.Module, example: Any, guards: Guards, whole: bool) -> Program:
     """A capture that is the same for every step. InputError if the model computes with what it wrote a step before."""
-    program, changes = _captured(model, example, guards, whole)
+    program, changes, beside = _captured(model, example, guards, whole)
     tensors, extra = split_batch(example)
 
     def run() -> float:
@@ -119,15 +120,15 @@ def _steady(model: nn.Module, example: Any, guards: Guards, whole: bool) -> Prog
             return float(loss_of(model(**placed(tensors, device_of(model)), **extra)))
 
     def again() -> tuple[Program, Changes]:
-        return _captured(model, example, replace(guards, deciding=set()), whole)
+        return _captured(model, example, replace(guards, deciding=set()), whole)[:2]
 
-    refuse_if_computed_with(model, run, changes, program, again)
+    refuse_if_computed_with(model, run, changes, beside, program, again)
     guards.written |= changes.keys()
     return program
 
 
-def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tuple[Program, Changes]:
-    """The Program, and what the model's forward wrote to it."""
+def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tuple[Program, Changes, frozenset[Slot]]:
+    """The Program, what the model's forward wrote to it, and beside it."""
     device = device_of(model)
     with standing_in(model, device):
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
@@ -159,7 +160,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
         checkpoints=flat.checkpoints,
         history=history,
     )
-    return program, traced.changes
+    return program, traced.changes, traced.written_beside
 
 
 def _hoisted(guards: Guards) -> list[Hoisted]:
@@ -209,7 +210,8 @@ def _assumed(
             calls = traced.calls
         elif values:
             log.info("what the model does with other values of %s is traced again", ", ".join(values))
-    return capture_guards(sizes, values, traced.decisions, plain, calls)
+    flags = FlagsAsked(traced.asked_flags, frozen_in(model)) if traced.asked_flags else None
+    return capture_guards(sizes, values, traced.decisions, plain, calls, flags)
 
 
 def _traced(

@@ -94,14 +94,18 @@ def calling_line() -> str:
 
 
 def _innermost(frames: traceback.StackSummary) -> str:
-    standard = sysconfig.get_paths()["stdlib"]
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    torch_home = os.path.dirname(torch.__file__)
     innermost = ""
     for frame in frames:
         name = frame.filename
-        library = name.startswith((torch_home, ours)) or (name.startswith(standard) and "site-packages" not in name)
-        if not library and not name.startswith("<"):
+        if not is_of_libraries(name) and not name.startswith("<"):
             code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
             innermost = f"{name}:{frame.lineno}: {code}"
     return innermost
+
+
+def is_of_libraries(file: str) -> bool:
+    """Whether a file is torch's, csc's or Python's own."""
+    standard = sysconfig.get_paths()["stdlib"]
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_home = os.path.dirname(torch.__file__)
+    return file.startswith((torch_home, ours)) or (file.startswith(standard) and "site-packages" not in file)

@@ -90,10 +90,11 @@ class Guards:
         plain, calls = plain_texts(extra), run.calls if run is not None else None
         made = self.host.made(tensors) - microbatch.keys()
         misses = []
+        frozen = frozen_in(model) if any(one.flags for one in self.captures) else frozenset()
         for one in self.captures:
             unknown = made - one.sizes.entries.keys()  # of a function that captures of other batches run
             known = {name: tensors[name] for name in tensors if name not in unknown} if unknown else tensors
-            found = one.match(known, plain, calls)
+            found = one.match(known, plain, calls, frozen)
             if not isinstance(found, Miss):
                 shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(found.items()))
                 return Match(microbatch, {**found, **extra}, one, (), (one.name, shapes))
@@ -168,6 +169,11 @@ class Guards:
             model=self.model,
             runs=self.runs,
         )
+
+
+def frozen_in(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose requires_grad is False."""
+    return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
 
 
 def plain_texts(extra: Mapping[str, Any]) -> dict[str, str]:

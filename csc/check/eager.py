@@ -36,13 +36,15 @@ CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 @dataclass(frozen=True)
 class Step:
     """loss: of the whole batch. gradients: by the parameters' names; those without one are left out. unknown: random
-    operations that were not made the same for all. sure: False if how microbatches count had to be guessed.
+    operations that were not made the same for all. sure: False if how microbatches count had to be guessed. half:
+    whether something was computed in 16 bits.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
     unknown: Set[str] = field(default_factory=frozenset)
     sure: bool = True
+    half: bool = False
 
 
 def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> Step:
@@ -63,7 +65,7 @@ def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[
             if trainable:
                 loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Step(float(loss.detach()), gradients, mode.unknown, sure)
+    return Step(float(loss.detach()), gradients, mode.unknown, sure, mode.half)
 
 
 def loss_again(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> float:

@@ -21,7 +21,7 @@ from torch import nn
 from csc import devices
 from csc.capture.batch import device_of
 from csc.check.compiling import Compiles
-from csc.check.eager import eager_step, loss_again
+from csc.check.eager import Step, eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
 from csc.check.rounding import moved
@@ -92,15 +92,17 @@ def check(
         return Checked(skipped=f"eager PyTorch fails on the whole batch: {type(error).__name__}: {_first_line(error)}")
     if rule != "auto" and len(ready) > 1:
         _compare_with_whole(model, batch, trainable, right.loss, rule)
+    if not steady:  # at once: what goes round returns to where it was
+        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
     found = step_of(trainer, [compiler.complete(microbatch) for microbatch in ready])
     drawn = right.unknown | found.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
-    tolerance, epsilon = _tolerance(model, options)
+    tolerance, epsilon = _tolerance(right, options)
     result = judge(
         right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)
     )
-    if not (steady and result.good):
+    if steady and not result.good:
         _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
     seconds = time.perf_counter() - start
     if result.good or not right.sure:
@@ -173,11 +175,9 @@ def _told(result: Judgement) -> str:
     return ", ".join(parts)
 
 
-def _tolerance(model: nn.Module, options: Options) -> tuple[float, float]:
+def _tolerance(right: Step, options: Options) -> tuple[float, float]:
     """(relative difference that passes, relative size of a last bit) in the precision that the program computes in."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    half = options.precision != "model" or dtypes & {torch.bfloat16, torch.float16}
-    if half:
+    if options.precision != "model" or right.half:
         return HALF, torch.finfo(torch.bfloat16).eps / 2
     return (EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
 

@@ -3,7 +3,8 @@
 Two programs that draw different numbers cannot be compared. Here every uniform number is UNIFORM and every normal one
 NORMAL, as a compiled program has them when its step is run with `chance=False` (csc.kernels.dropout).
 
-    with WithoutChance() as mode: ...         mode.unknown: random operations that were left as they are
+    with WithoutChance() as mode: ...         mode.unknown: random operations that were left as they are;
+                                              mode.half: whether something was computed in 16 bits
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ from csc.torch_private import TorchDispatchMode
 
 UNIFORM = 0.25
 NORMAL = 0.5
+HALF = (torch.bfloat16, torch.float16)
 
 aten = torch.ops.aten
 
 
 class WithoutChance(TorchDispatchMode):
-    """unknown: names of operations that drew from torch's generator all the same."""
+    """unknown: names of operations that drew from torch's generator all the same. half: whether any result has a
+    floating dtype of 16 bits, as under torch.autocast.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.unknown: set[str] = set()
+        self.half = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.half |= isinstance(result, torch.Tensor) and result.dtype in HALF
+            return result
         packet = func.overloadpacket
         if packet is aten.bernoulli and func is aten.bernoulli.default:
             return (args[0] > UNIFORM).to(args[0].dtype)

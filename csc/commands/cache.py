@@ -13,9 +13,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from csc.commands.printing import console
+from csc.commands.printing import table as folding
 
 app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
 
@@ -40,11 +41,10 @@ def list_command(
         total = sum(entry.size for entry in entries)
         print(json.dumps({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]}))
         return
-    console = Console(width=None if Console().is_terminal else 160)
     if found is None:
         console.print("the cache is switched off (CSC_CACHE=0)")
         return
-    table = Table("key", "holds", "model", "mesh", "frozen", "shapes", "size", "used last", "hits")
+    table = folding("key", "holds", "model", "mesh", "frozen", "shapes", "size", "used last", "hits")
     for entry in entries:
         about = entry.about
         cells = (entry.key[:SHOWN], entry.kind, str(about.get("name", "")), _mesh(about), _frozen(about))
@@ -59,6 +59,7 @@ def list_command(
 @app.command()
 def clear(
     prefix: Annotated[str, typer.Argument(help="remove the entries whose keys begin so; all without it")] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Remove entries: all, or those of a key as `csc cache list` shows it."""
@@ -69,7 +70,7 @@ def clear(
     removed = found.clear(prefix) if found is not None else 0
     if prefix and not removed:
         raise InputError(f"no entry's key begins with {prefix!r}", "csc cache clear", "see `csc cache list`")
-    print(f"{removed} entries removed")
+    print(json.dumps({"removed": removed}) if json_output else f"{removed} entries removed")
 
 
 @app.command()

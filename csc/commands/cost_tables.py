@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from csc.commands.printing import table as folding
 from csc.reports.costs import CostReport, CostRow
 from csc.reports.profiling import Profile
 from csc.simulation.look import bytes_text, seconds_text
@@ -62,11 +63,7 @@ def _expression_table(title: str, rows: Sequence[CostRow]) -> Table:
 
 
 def _table(*columns: str, title: str) -> Table:
-    table = Table(title=title)
-    table.add_column("name", overflow="fold")
-    for column in columns:
-        table.add_column(column)
-    return table
+    return folding("name", *columns, title=title)
 
 
 def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
@@ -81,7 +78,9 @@ def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
 
 def profile_table(found: Profile) -> Table:
     """Measured against modelled seconds, a variant a row."""
-    table = Table("template", "regions", "measured F/B/W", "modelled F/B/W", "error", title=found.hardware.measured_on)
+    table = folding(
+        "template", "regions", "measured F/B/W", "modelled F/B/W", "error", title=found.hardware.measured_on
+    )
     for row in found.rows:
         table.add_row(
             escape(row.variant), str(row.regions), " / ".join(map(seconds_text, row.measured)),

@@ -7,8 +7,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from csc.commands.memory_table import memory_table
 from csc.commands.options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 
 @on_target
@@ -17,18 +18,25 @@ def explain(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Components and regions: parameters, gradient needs, work of F, B and W, and what was pruned and why."""
+    """Components and regions: parameters, gradient needs, work of F, B and W, what was pruned and why; memory."""
     from csc.analysis.explain import explain as rows_of
+    from csc.passes.pipeline_problem import limit
+    from csc.reports.memory import memory_forecast
 
     with opening as compiled:
-        components, regions = rows_of(compiled.program)
+        program, options = compiled.program, compiled.options
+        components, regions = rows_of(program)
+        memory, most = memory_forecast(program, options), limit(program, options)
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
-        print_json({**rows, "notes": list(compiled.program.notes)})
+        held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
+        print_json({**rows, **held, "notes": list(program.notes)})
         return
     for title, rows_ in (("components", components), ("regions", regions)):
         console.print(explain_table(title, rows_))
-    for note in compiled.program.notes:
+    if memory:
+        console.print(memory_table(memory, most))
+    for note in program.notes:
         console.print(escape(note))
 
 
@@ -37,7 +45,7 @@ def explain_table(title: str, rows: list[Any]) -> Table:
     around = "".join(f"{part}." for part in _common([row.name.split(".")[:-1] for row in rows]))
     if around:
         title = f"{title} of {around[:-1]}"
-    table = Table(
+    made = table(
         "name",
         "stage",
         "parameters",
@@ -51,13 +59,13 @@ def explain_table(title: str, rows: list[Any]) -> Table:
         title=title,
     )
     for row in rows:
-        table.add_row(
+        made.add_row(
             escape(row.name.removeprefix(around)), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
             "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
             "/".join(map(str, row.matmuls)), "/".join(f"{f / 1e6:.2f}" for f in row.flops),
             f"{row.pruned_flops / 1e6:.2f}", escape(row.why),
         )  # fmt: skip
-    return table
+    return made
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -13,15 +13,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from csc import __version__
 from csc.commands.cache import app as cache_app
 from csc.commands.cost_commands import cost, profile
+from csc.commands.data_command import data
 from csc.commands.explain_command import explain
 from csc.commands.mask import mask
 from csc.commands.options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.simulate_command import simulate, timeline
 from csc.commands.timings import compile_times, timings_table
 from csc.commands.verify_command import verify
@@ -70,10 +70,15 @@ def compile_command(
     debug: DebugOption = False,
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
+    from csc.passes.pipeline_problem import chosen_hardware
+    from csc.runtime.starting import command as start_command
+
     with opening as compiled:
         checked = compiled.check() if compiled.checks and not rank else ""
         directory = compiled.write(output, weights, rank or None)
         program, ranks = compiled.program, compiled.options.mesh.size
+        per_node = chosen_hardware(program, compiled.options).ranks_per_node
+    start = start_command(ranks, per_node, f"-m csc.run {directory}")
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
     tracing = ("capture", "normalise")
     spent = compile_times(directory)
@@ -82,6 +87,7 @@ def compile_command(
             {
                 "directory": str(directory),
                 "ranks": ranks,
+                "start": start,
                 "emitted": sorted(set(rank)) if rank else list(range(ranks)),
                 "templates": sorted(program.variants),
                 "passes": [row for row in passes if row["name"] not in tracing],
@@ -98,7 +104,8 @@ def compile_command(
     if checked:
         console.print(escape(checked))
     console.print(f"wrote {escape(str(directory))}{alone}", soft_wrap=True)
-    console.print(f"run it: torchrun --nproc-per-node {ranks} -m csc.run {escape(str(directory))}", soft_wrap=True)
+    joint = ", " if start.startswith("on ") else ": "
+    console.print(f"run it{joint}{escape(start)}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -149,15 +156,15 @@ def passes(json_output: JsonOption = False) -> None:
     if json_output:
         print_json({"passes": [vars(contract) for contract in found]})
         return
-    table = Table("pass", "does", "requires", "ensures", show_lines=True)
+    listed = table("pass", "does", "requires", "ensures", show_lines=True)
     for contract in found:
-        table.add_row(
+        listed.add_row(
             *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))
         )
-    console.print(table)
+    console.print(listed)
 
 
-for command in (explain, verify, simulate, timeline, cost, profile, mask):
+for command in (explain, verify, simulate, timeline, cost, profile, data, mask):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 

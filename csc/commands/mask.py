@@ -9,33 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-
-class Dispatcher(StrEnum):
-    """How blocks are dispatched to ranks."""
-
-    balanced = "balanced"
-    contiguous = "contiguous"
-    zigzag = "zigzag"
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What the balanced dispatch plans for: a layer of a usual size on one GPU of each rank."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    flops: float = 400e12  # a second, in attention
+from csc.commands.dispatching import Dispatcher, compared, owners, why
+from csc.commands.printing import console, table
+from csc.simulation.look import seconds_text
 
 
 def mask(
@@ -55,11 +37,14 @@ def mask(
 
     example = parse(spec)
     pairs = counts(example.mask, block, block)[0]
-    owner = None if ranks is None else _owners(example.mask, pairs, block, ranks, dispatch, link * 1e9)
+    owner = None if ranks is None else owners(example.mask, pairs, block, ranks, dispatch, link * 1e9)
     found = _facts(spec, example.mask, pairs, block)
     if ranks is not None and owner is not None:
         found["dispatch"] = dispatch.value
         found |= _shared(pairs, owner, ranks)
+        ways = compared(example.mask, pairs, block, ranks, link * 1e9)
+        found["ways"] = [way.as_dict() for way in ways]
+        found["why"] = why(ways) if ways else ""
     if svg_file is not None or png_file is not None:
         _draw(spec, example, block, owner, ranks, svg_file, png_file)
     if json_output:
@@ -68,50 +53,7 @@ def mask(
     _print(found)
     for file in (svg_file, png_file):
         if file is not None:
-            _console().print(f"wrote {escape(str(file))}", soft_wrap=True, highlight=False)
-
-
-def _owners(mask: Any, pairs: Any, block: int, ranks: int, way: Dispatcher, bandwidth: float) -> Any:
-    """int64 [nQ]: the rank of every block of queries."""
-    import torch
-
-    from csc.errors import InputError
-
-    blocks = len(pairs)
-    if blocks < ranks:
-        raise InputError(
-            f"{blocks} blocks of {block} queries cannot be shared by {ranks} ranks", "--ranks",
-            "Use smaller blocks or fewer ranks",
-        )  # fmt: skip
-    at = torch.arange(blocks)
-    if way is Dispatcher.contiguous:
-        return at * ranks // blocks
-    if way is Dispatcher.zigzag:  # 2 ranks chunks; a rank has one from the front and its mirror image from the back
-        chunk = at * 2 * ranks // blocks
-        return torch.minimum(chunk, 2 * ranks - 1 - chunk)
-    return _balanced(mask, pairs, block, ranks, bandwidth)
-
-
-def _balanced(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) -> Any:
-    """The plan of csc.planning.dispatch. InputError for cross-attention, whose keys no dispatch of queries places."""
-    import numpy as np
-    import torch
-
-    from csc.errors import InputError
-    from csc.planning.dispatch import EMPTY, FULL, PARTIAL, LayerMask, Rates, Workload, plan
-
-    if mask.queries != mask.keys:
-        raise InputError("the queries are not the keys", "--dispatch balanced", "Use contiguous or zigzag")
-    model = _Model()
-    heights = (mask.queries - torch.arange(len(pairs)) * block).clamp(max=block)
-    full = (pairs == heights[:, None] * heights).numpy()
-    tiles = np.where(full, FULL, np.where((pairs > 0).numpy(), PARTIAL, EMPTY)).astype(np.int8)
-    rates = Rates(
-        tile_seconds=4 * block * block * model.head_dim * model.heads / model.flops,
-        block_seconds=2 * 2 * block * model.kv_heads * model.head_dim / bandwidth,
-    )
-    found = plan(Workload((LayerMask(tiles),), mask.queries, block, ranks, rates))
-    return torch.as_tensor(found.ranks_of_blocks)
+            console.print(f"wrote {escape(str(file))}", soft_wrap=True, highlight=False)
 
 
 def _facts(spec: str, mask: Any, pairs: Any, block: int) -> dict[str, Any]:
@@ -177,12 +119,8 @@ def _draw(
         plot(drawn, png_file, "png")
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
 def _print(found: dict[str, Any]) -> None:
-    console, tiles = _console(), found["tiles"]
+    tiles = found["tiles"]
     total = max(sum(tiles.values()), 1)
     console.print(
         f"{escape(found['mask'])}: {found['queries']:,} queries, {found['keys']:,} keys, "
@@ -193,10 +131,10 @@ def _print(found: dict[str, Any]) -> None:
     console.print(f"tiles of {found['block']} x {found['block']}: {parts}", highlight=False, soft_wrap=True)
     if "ranks" not in found:
         return
-    table = Table("rank", "blocks", "tiles", "visible pairs", "key blocks needed", "of other ranks")
+    loads = table("rank", "blocks", "tiles", "visible pairs", "key blocks needed", "of other ranks")
     for row in found["ranks"]:
-        table.add_row(*(f"{value:,}" for value in row.values()))
-    console.print(table)
+        loads.add_row(*(f"{value:,}" for value in row.values()))
+    console.print(loads)
     remote = found.get("remote_over_all_gather")
     console.print(
         f"{found['dispatch']}: heaviest rank over the mean {found['tiles_over_mean']:.3f} in tiles, "
@@ -204,3 +142,11 @@ def _print(found: dict[str, Any]) -> None:
         + ("" if remote is None else f"; remote keys {remote:.1%} of an all-gather"),
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    for way in found["ways"]:
+        console.print(
+            f"{way['way']}: {seconds_text(way['seconds'])} a layer, {way['tiles_over_mean']:.3f} in tiles; forward: "
+            f"attention {seconds_text(way['attention'])}, keys {seconds_text(way['keys'])}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if found["why"]:
+        console.print(found["why"], highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@
         with opening as compiled: ...
 
 The command line gets TARGET and the options below; the command gets a context manager that yields the CompiledModel
-and shows progress on a terminal for as long as it is open.
+and shows progress for as long as it is open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from csc.commands.progress import shown
 
 Opening = AbstractContextManager[Any]  # of a csc.CompiledModel, whose import takes seconds
 Command = Callable[..., Any]
@@ -64,6 +65,9 @@ def _options(
     fuse: Annotated[
         bool | None, typer.Option("--fuse/--no-fuse", help="compile the layers' functions with Inductor")
     ] = None,
+    zero: Annotated[
+        int | None, typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 gradients too")
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
@@ -100,23 +104,20 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
     from csc.capture.trace.meta_init import meta_init
     from csc.commands.target import load_target, overridden
 
-    errors = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         meta_init() if given["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
-        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress,
+        shown(Console(stderr=True)) as tell,
     ):
-        task = progress.add_task("loading")
         compiled = load_target(given["target"], given["example"])
         changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
         changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
-        changes |= {"fuse": given["fuse"], "loss_chunk": given["loss_chunk"]}
+        changes |= {"fuse": given["fuse"], "loss_chunk": given["loss_chunk"], "zero": given["zero"]}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["context"] = _context(given["context"])
         compiled = overridden(compiled, {**changes, "check": given["check"]})
-        compiled.progress = lambda name: progress.update(task, description=name)
+        compiled.progress = tell
         yield compiled
 
 

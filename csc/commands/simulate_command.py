@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
+from csc.commands.memory_table import memory_table
 from csc.commands.options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.simulation.look import bytes_text, seconds_text
 
 
@@ -29,6 +29,7 @@ def simulate(
     ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")] = None,
     page: Annotated[Path | None, typer.Option("--page", help="write a page that shows both timelines")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="write them as one picture, for a document")] = None,
     chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -37,28 +38,31 @@ def simulate(
     from dataclasses import replace
 
     from csc.reports.forecast import forecast
+    from csc.reports.memory import memory_forecast
     from csc.simulation.jitter import J3
 
     with opening as compiled:
         if ranks is not None:
             compiled = compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
         found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
+        held = memory_forecast(compiled.program, compiled.options)
     timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
     _write_timelines(
-        timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, found.bound, found.memory
+        timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, svg, found.bound, found.memory
     )
     if json_output:
-        print_json(found.as_dict())
+        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held]})
         return
-    table = Table(
+    shares = table(
         "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
     )
     for rank in found.as_dict()["ranks"]:
-        table.add_row(
+        shares.add_row(
             str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
             bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
         )  # fmt: skip
-    console.print(table)
+    console.print(shares)
+    console.print(memory_table(held, found.memory))
     console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
     kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
     console.print(
@@ -79,6 +83,7 @@ def timeline(
         typer.Argument(help="timeline files, and directories of compiled programs (what their plan expects)"),
     ],
     page: Annotated[Path | None, typer.Option("--page", help="write a page that shows them under each other")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="write them as one picture, for a document")] = None,
     chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -87,31 +92,34 @@ def timeline(
     from csc.reports.forecast import comparison, read
 
     timelines = [read(source) for source in sources]
-    _write_timelines(timelines, "timelines", None, page, chrome)
+    _write_timelines(timelines, "timelines", None, page, chrome, svg)
     rows = comparison(timelines)
     if json_output:
         print_json({"timelines": [vars(row) for row in rows]})
         return
-    table = Table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W", "mean BW")
+    means_of = table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W", "mean BW")
     for row in rows:
         means = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in ("F", "B", "W", "BW")]
-        table.add_row(
+        means_of.add_row(
             escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
         )
-    console.print(table)
+    console.print(means_of)
 
 
 def _write_timelines(
     timelines: list[Any], title: str, output: Path | None, page: Path | None, chrome: Path | None,
-    bound: float | None = None, limit: float | None = None,
+    svg: Path | None, bound: float | None = None, limit: float | None = None,
 ) -> None:  # fmt: skip
     from csc.simulation.chrome import chrome_trace
     from csc.simulation.page import page as page_text
     from csc.simulation.timeline import to_json
+    from csc.simulation.vector import svg as svg_text
 
     if output is not None:
         output.write_text(json.dumps(to_json(timelines[0])))
     if page is not None:
         page.write_text(page_text(timelines, title, bound, limit))
+    if svg is not None:
+        svg.write_text(svg_text(timelines, title, bound, limit))
     if chrome is not None:
         chrome.write_text(json.dumps(chrome_trace(timelines)))

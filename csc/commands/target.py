@@ -15,7 +15,7 @@ from torch import nn
 from csc.api import compile
 from csc.capture.diagnostics import user_line
 from csc.driver.compiled import CompiledModel
-from csc.errors import CscError, InputError
+from csc.errors import CscError, InputError, MissingPackage
 
 
 def load_target(target: str, example: str | None = None) -> CompiledModel:
@@ -70,6 +70,9 @@ def _load(path: Path) -> Any:
         raise InputError(f"syntax error: {error.msg}", f"{error.filename}:{error.lineno}", "mend that line") from error
     except Exception as error:
         where = user_line(error) or str(path)
+        missing = MissingPackage.of(error, where) if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None:
+            raise missing from error
         last = traceback.format_exception_only(error)[-1].strip()
         raise InputError(
             f"the file fails when it is loaded: {last}", where, "mend it so that python can import it"

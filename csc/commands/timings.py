@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from csc.commands.printing import table as folding
 from csc.simulation.look import bytes_text
 
 STEPS = {  # of the way through, and what of it stands in program.json
@@ -47,7 +48,7 @@ def peak_memory() -> int:
 
 def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Table:
     """A row for every step, under the part of the way that it belongs to. summaries: what a step leaves."""
-    table = Table("part", "step", "seconds", "share", "leaves", title=f"the compilation of {name}")
+    table = folding("part", "step", "seconds", "share", "leaves", title=f"the compilation of {name}")
     total = spent["total"] or 1.0
     for part, steps in STEPS.items():
         for number, step in enumerate(step for step in steps if step in spent):

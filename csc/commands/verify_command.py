@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from csc.commands.options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
     from csc.reports.verification import Verification
@@ -71,10 +70,10 @@ def _as_json(result: Verification, good: bool, place: str | None, float64: bool,
 
 def _print(result: Verification, place: str | None, float64: bool, steps: int) -> None:
     further = ("eager from float64", "compiled from float64") if float64 else ()
-    table = Table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
+    differences = table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
     for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
-        table.add_row(escape(name), *(f"{one:.3g}" for one in (value, *result.from_float64.get(name, ()))))
-    console.print(table)
+        differences.add_row(escape(name), *(f"{one:.3g}" for one in (value, *result.from_float64.get(name, ()))))
+    console.print(differences)
     console.print(f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}")
     console.print(
         f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, "

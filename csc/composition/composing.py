@@ -29,15 +29,22 @@ def compose(
 ) -> ComposedModel:
     """One multimodal LLM out of unimodal Hugging Face models, which stay as they are and keep their weights.
 
-    encoders: by modality (a name of your choice): CLIPVisionModel, SiglipVisionModel, Dinov2Model, ViTModel or a
-    WhisperEncoder.  projectors: for each "linear", "mlp", "pixel-shuffle-mlp", "stack-mlp", {"kind": ..., "factor": r},
-    or an nn.Module of (items, tokens, width) -> (items, tokens, hidden).  language_model: a decoder-only ...ForCausalLM
-    (Llama, Qwen2, Qwen3, Mistral, Gemma, Gemma 3 text were tried).  placeholders: for each modality the token id whose
-    places in input_ids its features take.
-    feature_layer: None: the encoder's last hidden state; a number: hidden_states[number], -2 as LLaVA has it.
-    keep_prefix: also keep the class token of CLIP, ViT and DINOv2. Both for all modalities, or by modality.
+    Args:
+        encoders: By modality (a name of your choice): CLIPVisionModel, SiglipVisionModel, Dinov2Model, ViTModel or a
+            WhisperEncoder.
+        projectors: For each "linear", "mlp", "pixel-shuffle-mlp", "stack-mlp", {"kind": ..., "factor": r}, or an
+            nn.Module of (items, tokens, width) -> (items, tokens, hidden).
+        language_model: A decoder-only ...ForCausalLM (Llama, Qwen2, Qwen3, Mistral, Gemma, Gemma 3 text were tried).
+        placeholders: For each modality the token id whose places in input_ids its features take.
+        feature_layer: None: the encoder's last hidden state; a number: hidden_states[number], -2 as LLaVA has it. For
+            all modalities, or by modality.
+        keep_prefix: Also keep the class token of CLIP, ViT and DINOv2. For all modalities, or by modality.
 
-    Raises InputError for what does not fit together.
+    Returns:
+        An nn.Module that takes a batch as its processor makes it, and returns the loss.
+
+    Raises:
+        InputError: Something does not fit together.
     """
     _check_names(encoders, projectors, placeholders)
     embedding = _input_embedding(language_model)

@@ -25,11 +25,18 @@ IGNORED = -100  # the label that losses leave out
 
 
 class Processor:
-    """tokenizer: an HF tokenizer whose vocabulary holds the placeholders. preprocessors: by modality, HF's image
-    processors and feature extractors, with the sizes of the encoders.
+    """Texts, pictures and sound to batches of a composed model.
 
-    slots: by modality, how many items the batches have room for, whatever their samples have; without it a batch has
-    room for those of its largest sample. With slots, all batches have the same entries, as a compiled step wants them.
+    Args:
+        model: What the batches are for.
+        tokenizer: An HF tokenizer whose vocabulary holds the placeholders.
+        preprocessors: By modality, HF's image processors and feature extractors, with the sizes of the encoders.
+        slots: By modality, how many items the batches have room for, whatever their samples have; without it a batch
+            has room for those of its largest sample. With slots, all batches have the same entries, as a compiled step
+            wants them.
+
+    Raises:
+        InputError: A modality has no preprocessor, or the tokenizer no padding token.
     """
 
     def __init__(
@@ -71,12 +78,19 @@ class Processor:
     ) -> dict[str, torch.Tensor]:
         """A batch: input_ids, attention_mask, labels (samples, length), and an entry for every modality given.
 
-        texts: one a sample, with a mark for every item. answers: one a sample; an end-of-sequence token follows if the
-        tokenizer has one. items: by modality, for each sample an item, a list of items, or None. Sound is mono, a 1-d
-        array at `sampling_rate` Hz (the feature extractor's by default).
-        length: tokens to pad to on the right, after expansion; None: those of the longest sample. A longer sample is an
-        InputError: nothing is cut off.
-        Labels are the answers; all text, marks and padding left out, if there are none or mask_prompt is False.
+        Args:
+            texts: One a sample, with a mark for every item.
+            answers: One a sample; an end-of-sequence token follows if the tokenizer has one.
+            length: Tokens to pad to on the right, after expansion; None: those of the longest sample.
+            mask_prompt: Labels are the answers alone. False, or without answers: all text but marks and padding.
+            sampling_rate: Of the sound, in Hz; None: the feature extractor's.
+            **items: By modality, for each sample an item, a list of items, or None. Sound is mono, a 1-d array.
+
+        Returns:
+            The batch's entries.
+
+        Raises:
+            InputError: A sample is longer than `length` (nothing is cut off), or its marks are not its items.
         """
         if answers is not None and len(answers) != len(texts):
             raise InputError(f"{len(texts)} texts and {len(answers)} answers", "processor", "give one for each")

@@ -19,34 +19,39 @@ from torch import nn
 from csc.cache.store import store
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
-from csc.capture.model_guards import ModelGuards, autocasts
+from csc.capture.model_guards import ModelGuards
 from csc.check.eager import Step
 from csc.check.first import Checked
 from csc.check.stepping import step_of
 from csc.check.when import checks
 from csc.codegen.write import checked_ranks
-from csc.driver import loader_state
-from csc.driver.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
+from csc.driver import modes, persistence
+from csc.driver.checkpoint import format_of
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.dividing import Divide, Dividing
 from csc.driver.entries import check_entries, fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.instead import INSTEAD, instead
 from csc.driver.options import changed
+from csc.driver.persistence import Saved
+from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
-from csc.driver.share import Share, place
+from csc.driver.share import Divided, Share, place
 from csc.errors import InputError
 from csc.ir.program import Options, Program
+from csc.passes.recompute import AUTO, saves_of
+from csc.planning.problem import Problem
 from csc.runtime.batches import Pieces
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP
 from csc.runtime.prefetch import ahead
+from csc.runtime.stepping import make_optimizer
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
-from csc.runtime.weights import Format
-from csc.runtime.words import NOTHING, Said
+from csc.runtime.words import Said
 from csc.simulation.timeline import Timeline
 
 log = logging.getLogger("csc")
+SETTLED = 2  # steps until memory is what it will be: the first one warms up
 
 Factory = Callable[[], nn.Module]
 Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -55,9 +60,13 @@ Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 class CompiledModel:
     """A model as per-rank programs. Holds one program for all batches of a kind; all of them share the parameters.
 
-    metrics: of the last `train_step`: loss, tokens, samples, seconds, tokens_per_second, samples_per_second,
-    peak_memory (bytes), mfu where the hardware profile says what a device can do, and grad_norm once it was clipped or
-    asked for. Seconds, rates and memory are this process'; the others are the same on every rank.
+    Attributes:
+        metrics: Of the last `train_step`: loss, tokens, samples, seconds, tokens_per_second, samples_per_second,
+            peak_memory and planned_memory (bytes), mfu where the hardware profile says what a device can do, and
+            grad_norm once it was clipped or asked for. Seconds, rates and memory are this process'; the others are the
+            same on every rank.
+        options: What it was compiled with: mesh, frozen patterns, schedule, and so on.
+        progress: Called with the name of each step of a compilation.
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class CompiledModel:
         self._training: ProgramSet | None = None  # of what this evaluates
         self._evaluating: CompiledModel | None = None
         self._nothing = nn.Parameter(torch.empty(0))
+        self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
         self.options = options
         self.metrics: dict[str, float] = {}
         self.progress: Progress = quiet
@@ -129,7 +139,11 @@ class CompiledModel:
 
     @property
     def example(self) -> Example:
-        """The example batch. InputError if none was given."""
+        """The example batch.
+
+        Raises:
+            InputError: None was given.
+        """
         if callable(self._example):
             self._example = self._example()
         if self._example is None:
@@ -146,8 +160,17 @@ class CompiledModel:
         """The same model and traces with other options: mesh, freeze, cuts, stages, schedule, microbatches, and so on.
 
         A new frozen set is compiled without tracing again: `phase2 = phase1.with_options(freeze=["vision_tower"])`.
-        directory: where the new program is written; None: a temporary directory. check: as for `csc.compile`; None: as
-        for this one.
+
+        Args:
+            directory: Where the new program is written; None: a temporary directory.
+            check: As for `csc.compile`; None: as for this one.
+            **changes: Options of `csc.compile` that decide the program.
+
+        Returns:
+            Another CompiledModel, which trains the same parameters.
+
+        Raises:
+            InputError: An option is unknown or wrong.
         """
         options = changed(self.options, **changes)
         home = Path(directory) if directory is not None else None
@@ -182,6 +205,20 @@ class CompiledModel:
         """The finished Program for the example batch."""
         return self._current_programs().compiled.finished(self.microbatch, self.options, self.progress)
 
+    def of_first(self, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+        """What `make` returns on the first rank, on every rank. All ranks call it; errors are raised on all."""
+        return self._programs.of_first(make, self.options)
+
+    def problem(self, microbatch: Mapping[str, Any]) -> Problem:
+        """What this microbatch takes of every region: seconds and bytes for planners. It is traced, not compiled.
+
+        Regions for which `recompute="auto"` decided keep what it decided for the example.
+        """
+        options = self.options
+        if any(choice == AUTO for _, choice in options.recompute):
+            options = replace(options, recompute=saves_of(self.program))
+        return self._current_programs().compiled.problem(microbatch, options, self.progress)
+
     @property
     def microbatch(self) -> dict[str, Any]:
         """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
@@ -192,11 +229,19 @@ class CompiledModel:
         return found if found.keys() >= tensors.keys() else {**tensors, **extra}
 
     def write(self, directory: str | Path, with_weights: bool = False, ranks: Iterable[int] | None = None) -> Path:
-        """Write the program directory for the example batch. InputError if something else is there, or if the program
-        holds for what this batch decides alone: a directory asks nothing.
+        """Write the program directory for the example batch, for `python -m csc.run`.
 
-        ranks: write the files of these ranks alone, and what they share with others: a directory that runs them.
-        InputError for a rank that the mesh does not have.
+        Args:
+            directory: Where to; a program that is there is replaced.
+            with_weights: Also write the parameters, as safetensors.
+            ranks: Write the files of these ranks alone, and what they share with others: a directory that runs them.
+
+        Returns:
+            The directory.
+
+        Raises:
+            InputError: Something else is there, the mesh does not have a rank, or the program holds for what this
+                batch decides alone: a directory asks nothing.
         """
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
         home = Path(directory)
@@ -219,8 +264,10 @@ class CompiledModel:
         return self.cut(batch, options.microbatches * options.mesh.dp if parts is None else parts)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
-        """A batch as `parts` microbatches of as many samples each, with what belongs to these. InputError for an entry
-        that cannot be divided.
+        """A batch as `parts` microbatches of as many samples each, with what belongs to these.
+
+        Raises:
+            InputError: An entry cannot be divided.
         """
         return self._dividing.cut(batch, parts, self.compiler)
 
@@ -247,7 +294,10 @@ class CompiledModel:
     def trainer(self, batch: Any = None, microbatches: int | None = None, check: bool = True) -> Trainer:
         """The runtime for a batch (the example by default); the programs of its microbatches are emitted and loaded.
 
-        check: False leaves out the comparison with eager PyTorch that new programs are due.
+        Args:
+            batch: As for `train_step`; None: the example.
+            microbatches: As for `train_step`.
+            check: False leaves out the comparison with eager PyTorch that new programs are due.
         """
         options = self._options(microbatches)
         batch = self.example if batch is None else batch
@@ -267,9 +317,13 @@ class CompiledModel:
         return bool(self._check)
 
     def check(self) -> str:
-        """Compare the example's program with eager PyTorch, unless that was done; what it gave, in a sentence.
+        """Compare the example's program with eager PyTorch, unless that was done.
 
-        DifferenceError if it does not train what eager PyTorch trains.
+        Returns:
+            What it gave, in a sentence.
+
+        Raises:
+            DifferenceError: It does not train what eager PyTorch trains.
         """
         if any(parameter.is_meta for parameter in self.model.parameters()):
             ready = self._ready(self.example, self.options)
@@ -310,7 +364,11 @@ class CompiledModel:
         return frozenset(name for name, one in tensors.items() if name in read or not one.is_floating_point())
 
     def complete(self, batch: Any) -> list[dict[str, Any]]:
-        """The microbatches of a batch as the runtime takes them. InputError if one does not fit its program."""
+        """The microbatches of a batch as the runtime takes them.
+
+        Raises:
+            InputError: One does not fit its program.
+        """
         trainer = self.trainer(batch, check=False)
         return self._complete(self._programs.match(self._ready(batch, self.options)), trainer)
 
@@ -327,17 +385,26 @@ class CompiledModel:
     def train_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
 
-        batch: the global batch, the same on every rank, or a list of ready microbatches (replica by replica), which may
-        differ in length. Another length is compiled once, from the same trace; other keys or dtypes than the example's
-        are an InputError.
-        local: the batch has the samples of this process' replica alone (share `dp_rank` of `dp_size`), as many as that
-        has and of any size; loss and gradients are those of all of them together. Features that the process does not
-        need (`needs`) may be left out, or on the meta device. In one process, which runs all replicas, it is the global
-        batch.
         If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
         it depends on values of the batch, is decided there, by raising.
-        Returns the loss of the whole batch (0-d tensor, the same on every rank). If one rank cannot do the step, all
-        raise, no gradient is touched on any of them, and the next step is in order.
+
+        Args:
+            batch: The global batch, the same on every rank, or a list of ready microbatches (replica by replica), which
+                may differ in length. Another length is compiled once, from the same trace.
+            microbatches: How many, instead of those of the options.
+            local: The batch has the samples of this process' replica alone (share `dp_rank` of `dp_size`), as many as
+                that has and of any size; loss and gradients are those of all of them together. Features that the
+                process does not need (`needs`) may be left out, or on the meta device. In one process, which runs all
+                replicas, it is the global batch. What a loader of `csc.balanced` yields is local.
+
+        Returns:
+            The loss of the whole batch: a tensor without dimensions, the same on every rank.
+
+        Raises:
+            InputError: The batch does not fit: other keys or dtypes than the example's, ids beyond the vocabulary.
+            StepFailed: Another rank cannot do the step. Then no gradient is touched on any, and the next is in order.
+            RankLost: Another rank ended, or was silent for `timeout` seconds.
+            DifferenceError: A new program does not train what eager PyTorch trains.
         """
         with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
             return self._step(STEP, batch, self._options(microbatches), local)
@@ -345,11 +412,12 @@ class CompiledModel:
     def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
         programs = self._programs
         meeting = programs.meeting(options)
-        share = Share(options.mesh, options.microbatches, meeting, local)
+        divided = batch if isinstance(batch, Divided) else Divided()
+        share = Share(options.mesh, options.microbatches, meeting, local or batch is divided, divided.said)
 
         def ready_from(given: Any) -> list[dict[str, Any]]:
-            self._refuse_eval_mode()
-            self._refuse_modes(operation)
+            modes.refuse_eval(self._programs.guards.model, self.model)
+            modes.refuse_torch(self._programs.guards.model, operation)
             return self._ready(given, options, share.parts)
 
         def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Pieces] | None]:
@@ -393,16 +461,38 @@ class CompiledModel:
             trainer, pieces = found
             self._steps += 1
             programs.use(trainer)
-            loss = trainer.run(pieces, share.uneven(heard))
-            self.metrics = dict(trainer.metrics)
+            loss = trainer.run(pieces, share.flags(heard))
+            self._measure(trainer)
             return loss
+
+    def _measure(self, trainer: Trainer) -> None:
+        """The metrics of the step, with the planned memory; the log has both once the first steps are over."""
+        self.metrics = dict(trainer.metrics)
+        if self._planned[0] is not trainer:
+            self._planned = (trainer, planned_memory(trainer.program, trainer.transport.ranks))
+        planned = self._planned[1]
+        if planned is not None:
+            self.metrics["planned_memory"] = planned
+            if self._steps == SETTLED:
+                log.info(beside(self.metrics, trainer.device.type))
 
     def eval_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
         """The loss of a batch as the model in eval mode computes it (no dropout), without gradients.
 
         Forward-only programs, cut as those that train, run pipelined: no rank has the whole model, nothing is saved,
-        `.grad` stays as it is. The model is captured once more for it, in eval mode, at the first call. Arguments,
-        result and errors are those of `train_step`; all ranks call it. The model's own mode is as before afterwards.
+        `.grad` stays as it is. The model is captured once more for it, in eval mode, at the first call. All ranks call
+        it. The model's own mode is as before afterwards.
+
+        Args:
+            batch: As for `train_step`.
+            microbatches: As for `train_step`.
+            local: As for `train_step`.
+
+        Returns:
+            The loss of the whole batch: a tensor without dimensions, the same on every rank.
+
+        Raises:
+            InputError: As for `train_step`.
         """
         own = self._evaluation
         with evaluated(self.model), torch.no_grad():
@@ -450,27 +540,6 @@ class CompiledModel:
             programs.look()
         return self._programs
 
-    def _refuse_eval_mode(self) -> None:
-        was = self._programs.guards.model
-        if was is not None and was.was_training and not self.model.training:
-            raise InputError(
-                "the model has been put in eval mode since it was compiled", "train_step",
-                "call compiled.train() before a training step",
-            )  # fmt: skip
-
-    def _refuse_modes(self, operation: str) -> None:
-        if torch.is_inference_mode_enabled():
-            raise InputError(
-                "torch.inference_mode is on: what is made in it trains nothing", operation,
-                f"call {operation} outside of it; torch.no_grad does no harm",
-            )  # fmt: skip
-        was = self._programs.guards.model
-        if was is not None and not was.was_autocast and autocasts():
-            raise InputError(
-                "autocast is on, and was not when the model was compiled", operation,
-                f'compile with precision="bf16" and call {operation} outside of torch.autocast',
-            )  # fmt: skip
-
     def _check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:
         if parts > 1 and not isinstance(batch, (list, tuple)):
             whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
@@ -486,10 +555,20 @@ class CompiledModel:
             for batch in compiled.ahead(loader):
                 loss = compiled.train_step(batch)
 
-        One thread fetches and plans up to `depth` batches ahead; an error of the loader is raised in place of its
-        batch. Plans and results are those of `train_step` alone: a batch that is changed after all, or has a length
-        that was not compiled yet, is planned in its step; so is that of a model whose own code runs before the step
-        (see docs/models.md). Without cp it only fetches ahead.
+        One thread fetches and plans; an error of the loader is raised in place of its batch. Plans and results are
+        those of `train_step` alone: a batch that is changed after all, or has a length that was not compiled yet, is
+        planned in its step; so is that of a model whose own code runs before the step (see docs/models.md). Without cp
+        it only fetches ahead.
+
+        Args:
+            batches: A loader, or anything that gives batches.
+            depth: How many batches ahead.
+
+        Yields:
+            The batches.
+
+        Raises:
+            InputError: depth is less than 1.
         """
         if depth < 1:
             raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
@@ -513,9 +592,19 @@ class CompiledModel:
     def timeline(self, batch: Any, microbatches: int | None = None) -> Timeline:
         """One `train_step` that also records when every rank ran what; see `csc timeline`. All ranks call it.
 
-        Times are seconds since the step began, of the first replica. Gradients are added as by `train_step`. On a GPU
-        an action's time is that of its launch.
+        A first step is slower than later ones (memory, kernels and imports are new): if this model has made none, one
+        is made before, whose gradients are dropped.
+
+        Args:
+            batch: As for `train_step`.
+            microbatches: As for `train_step`.
+
+        Returns:
+            Times in seconds since the step began, of the first replica. Gradients are added as by `train_step`. On a
+                GPU an action's time is that of its launch.
         """
+        if not self._steps:
+            self._warm_up(batch, microbatches)
         trainer = self.trainer(batch, microbatches)
         before, trainer.trace = trainer.trace, True
         try:
@@ -523,6 +612,18 @@ class CompiledModel:
         finally:
             trainer.trace = before
         return timeline(gathered(trainer.timeline), trainer.program.manifest)
+
+    def _warm_up(self, batch: Any, microbatches: int | None) -> None:
+        """A step that leaves gradients and random numbers as they were."""
+        held = [(parameter, parameter.grad) for parameter in self.parameters()]
+        state = torch.get_rng_state()
+        self.zero_grad()
+        try:
+            self.train_step(batch, microbatches)
+        finally:
+            torch.set_rng_state(state)
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
     def _check_batch(self, batch: Any, own: bool = False) -> None:
         """own: there is no example in it for other ranks."""
@@ -536,7 +637,9 @@ class CompiledModel:
         return self._programs.last or self.trainer()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what trains on this process' ranks, under the model's own names."""
+        """(name, parameter) of what trains on this process' ranks, under the model's own names. With `zero`, of several
+        processes each has its piece of each parameter, with the gradient of that.
+        """
         return self._current().named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -547,93 +650,96 @@ class CompiledModel:
         own = list(self._current().parameters())
         return iter(own or [self._nothing])
 
+    def optimizer(
+        self, make: Callable[..., torch.optim.Optimizer], parameters: Iterable[Any] | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer over what trains on this process' ranks: `compiled.optimizer(torch.optim.AdamW, lr=1e-4)`.
+
+        make: a class of torch.optim or like one, or a function from parameters to an optimizer. parameters: as torch
+        takes them (groups, or pairs with names), out of `parameters()` or `named_parameters()`; None: all. options:
+        for `make`. Where ranks divide parameters (tp, zero), it is tried out first whether the optimizer works entry by
+        entry. Returns torch's own object. InputError if it does not, or is given parameters of another process.
+        """
+        own = self.parameters() if parameters is None else parameters
+        return make_optimizer(self._current(), make, own, **options)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this process' parameters."""
         self._current().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients, over all ranks, to at most this 2-norm. Returns the norm before."""
+        """Scale all gradients, over all ranks. All ranks call it.
+
+        Args:
+            max_norm: The largest 2-norm that all gradients together may have.
+
+        Returns:
+            The norm before: a tensor without dimensions, the same on every rank.
+        """
         norm = self._current().clip_grad_norm_(max_norm)
         self.metrics["grad_norm"] = float(norm)
         return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This process' parameters by name."""
+        """This process' parameters by name, or what it trains of them."""
         return self._current().state_dict()
 
-    def load(self, path: str | Path, loader: Any = None) -> None:
+    def load(self, path: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.
 
         Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
-        (where they are there), so that a later `save` has them right. InputError if one is missing or of another shape
-        or dtype.
+        (where they are there), so that a later `save` has them right. All ranks call it.
 
         A model on the meta device stays there, and each rank makes its own parameters only. What the step does not use
         is then kept by the rank that saves it.
 
-        loader: put where it was when `save(directory, loader=...)` wrote `path`.
+        Args:
+            path: A safetensors file, or a directory with one or with shards and an index.
+            loader: Put where it was when `save(directory, loader=...)` wrote `path`.
+            optimizer: Given the state that `save(directory, optimizer=...)` wrote there, on whatever mesh.
+
+        Raises:
+            InputError: A tensor is missing, of another shape or dtype, or damaged; or the optimizer's state is of
+                another optimizer or of other weights, which are loaded then.
         """
-        trainer = self._current()
-        form = self._format(trainer)
-
-        positions: list[Any] = []
-
-        def rest() -> tuple[Said, dict[str, torch.Tensor]]:
-            if loader is not None:
-                loader_state.check(loader)
-                positions.append(loader_state.read(path, place(self.options.mesh)))
-            return NOTHING, read_rest(path, form) if 0 in trainer.transport.ranks or not on_meta(form) else {}
-
-        found = trainer.transport.meeting.hold("load", rest)
-        trainer.load(path, form)
-        put_rest(self.model, form, found)
-        for position in positions:
-            loader.load_state_dict(position)
+        persistence.load(path, self._saved(loader, optimizer))
         self._programs.look()  # what the step does not use may have got values for the first time
 
-    def save(self, directory: str | Path, loader: Any = None) -> None:
+    def save(self, directory: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.
-
-        loader: whose position is written too, of each share of the samples by one rank; anything with state_dict() and
-        load_state_dict(), such as torchdata's StatefulDataLoader.
 
         Parameters that the step does not use are written as they are: the directory holds the whole model. Of a
         transformers model it is one that `from_pretrained` reads; else names are the model's own.
+
+        Args:
+            directory: Where to. What was saved there before is replaced once all is written.
+            loader: Whose position is written too, of each share of the samples by one rank; anything with state_dict()
+                and load_state_dict(), such as torchdata's StatefulDataLoader.
+            optimizer: Whose state is written too, by the names of parameters: `load` gives it to an optimizer on any
+                mesh.
+
+        Raises:
+            InputError: A file is where a directory is to be made, or it cannot be written.
         """
+        persistence.save(directory, self._saved(loader, optimizer))
+
+    def _saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
         trainer = self._current()
-
-        def config() -> tuple[Said, None]:
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                write_config(self.model, directory)
-            if loader is not None and trainer.speaks:
-                loader_state.write(loader, directory, place(self.options.mesh))
-            return NOTHING, None
-
-        if loader is not None:
-            loader_state.check(loader)
-        trainer.save(directory, self._format(trainer))
-        trainer.transport.meeting.hold("the configuration of what is saved", config)
-
-    def _format(self, trainer: Trainer) -> Format:
         trainers = [trainer]
         if dist.is_initialized() and dist.get_world_size() > 1:
             trainers += self._programs.trainers  # what those use is trained on another rank, not in this copy
-        return format_of(self.model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+        form = format_of(self.model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+        return Saved(self.model, trainer, form, self.options.mesh, loader, optimizer)
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.
 
         `PeftModel.from_pretrained(base_model, directory)` reads them. All ranks call it, the first one writes.
-        InputError if the model is not PEFT's.
+
+        Args:
+            directory: Where to.
+
+        Raises:
+            InputError: The model is not PEFT's.
         """
-        if not hasattr(self.model, "peft_config"):
-            raise InputError(
-                f"{type(self.model).__name__} has no adapters", "save_adapter",
-                "save all weights with save(directory), or make the model with peft.get_peft_model",
-            )  # fmt: skip
-        model = self.gather()
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if alone or dist.get_rank() == 0:
-            model.save_pretrained(str(directory))  # type: ignore[operator]
-        if not alone:
-            dist.barrier()
+        persistence.save_adapter(self.model, self.gather, directory)

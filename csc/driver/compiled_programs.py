@@ -27,6 +27,8 @@ from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule, parse
 from csc.ir.stored import bound
+from csc.passes import pipeline_problem as numbers
+from csc.planning.problem import Problem
 
 log = logging.getLogger("csc")
 
@@ -125,6 +127,13 @@ class CompiledPrograms:
             key, history = self._planned(microbatch, options, progress, whole=True)
             self._histories[key] = history
         return self._histories[key]
+
+    def problem(self, microbatch: Microbatch, options: Options, progress: Progress) -> Problem:
+        """What a microbatch takes of every region, were it cut as the first one: nothing is planned for it."""
+        with uncollected():
+            match, traced = self._compiler.trace(microbatch, options, progress)
+            settled = self.options(match, options)
+            return numbers.problem(self._compiler.divided(traced, settled, progress), settled)
 
     def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
         """The Program after the last pass."""

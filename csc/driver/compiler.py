@@ -34,7 +34,7 @@ from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
 from csc.passes.loss import check_combination
-from csc.passes.runner import CAPTURE, PLANNING, TRACING, run
+from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
 log = logging.getLogger("csc")
@@ -117,6 +117,10 @@ class Compiler:
         history = traced.history or (traced.program,)
         check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
+
+    def divided(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> Program:
+        """The Program after pass `split`: F, B and W of every region, which is what is costed."""
+        return run([self._as_the_model_says(traced.program)], DIVIDING, options, progress)[-1]
 
     def trace(
         self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet, whole: bool = False

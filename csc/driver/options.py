@@ -23,6 +23,8 @@ UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | 
     f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)
 }  # fmt: skip
 
+OTHERS = ("example", "directory", "cache", "check", "timeout", "divide")  # of csc.compile, which are no fields
+LEVELS = (0, 1, 2)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "full", "auto")
 
 
@@ -30,12 +32,13 @@ def changed(options: Options, **changes: Any) -> Options:
     """The options with these changes, checked. None is what each field's own default means."""
     unknown = changes.keys() - {field.name for field in fields(Options)}
     if unknown:
-        known = [field.name for field in fields(Options)]
-        close = difflib.get_close_matches(min(unknown), known, n=1)
+        first = min(unknown)
+        close = difflib.get_close_matches(first, [*READERS, *OTHERS], n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise InputError(
-            f"there is no option {', '.join(sorted(unknown))}", "options", f"{hint}Options are {', '.join(known)}"
-        )
+            f"there is no option {', '.join(sorted(unknown))}", "options",
+            "give it to csc.compile" if first in OTHERS else f"{hint}Options are {', '.join(READERS)}",
+        )  # fmt: skip
     read = {
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
@@ -130,6 +133,15 @@ def _switch(option: str, given: bool) -> bool:
     return given
 
 
+def _zero(option: str, given: int) -> int:
+    if given not in LEVELS or isinstance(given, bool):
+        raise InputError(
+            f"{option} is {given!r}", "compile",
+            f"use {', '.join(map(str, LEVELS[:-1]))} or {LEVELS[-1]}: see docs/zero.md",
+        )  # fmt: skip
+    return given
+
+
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "mesh": lambda _, mesh: Mesh.of(mesh),
     "freeze": _names,
@@ -148,4 +160,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "recompute": _recompute,
     "context": _context,
     "fuse": _switch,
+    "zero": _zero,
 }

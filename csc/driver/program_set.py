@@ -16,7 +16,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ from csc.errors import InputError
 from csc.ir.program import Options
 from csc.ir.unstorable import Unstorable
 from csc.runtime.broadcast import first_makes, handing_group
+from csc.runtime.data_shards import DataShards
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.meeting import Meeting
 from csc.runtime.program import LoadedProgram, load
 from csc.runtime.shards import Kept
+from csc.runtime.starting import check_world
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
 from csc.torch_private import is_profiled
@@ -91,6 +93,7 @@ class ProgramSet:
         self._group: dist.ProcessGroup | None = None
         self._before = before
         self._shards: dict[str, Kept] = {}  # what this process keeps of parameters that ranks divide
+        self._data: DataShards | None = None  # and what it steps of those that replicas divide
         self._checks = checks
         self.checking = Checking(compiler)
         self.last: Trainer | None = None
@@ -271,11 +274,14 @@ class ProgramSet:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
                 own |= self._training.trained_now
                 self._shards |= self._training.shards_now
+                self._data = self._training.trained.data if self._training.trained is not None else None
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
-                kept=self._shards,
+                kept=self._shards, data=self._data,
             )  # fmt: skip
-            self._shards = {**made.shards, **self._shards}
+            if self._data is not None and made.data is not self._data:
+                self._data.replaced = True
+            self._shards, self._data = {**made.shards, **self._shards}, made.data
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
                 first.know(made)
@@ -287,14 +293,28 @@ class ProgramSet:
         compiled = self._compiler.match(microbatch)
         self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed))
 
+    @property
+    def _handing(self) -> dist.ProcessGroup | None:
+        """Over which the first rank hands out what it makes; None: this process is alone."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if self._group is None:
+            self._group = handing_group()
+        return self._group
+
+    def of_first(self, make: Callable[[], dict[str, bytes]], options: Options) -> dict[str, bytes]:
+        """What `make` returns on the first rank, on every rank. All ranks call it."""
+        self.meeting(options)
+        group = self._handing
+        return (first_makes(make, group) if group is not None else None) or make()
+
     def _shared(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
     ) -> tuple[Packed, str]:
         """The program, written to the directory, and how it came about. Of several ranks the first one makes it."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        group = self._handing
+        if group is None:
             return self._written(microbatch, options, directory, progress)
-        if self._group is None:
-            self._group = handing_group()
         made: list[tuple[Packed, str]] = []
 
         def make() -> Files | None:
@@ -305,7 +325,7 @@ class ProgramSet:
                 log.info("every rank compiles for itself: the program holds %s", reason)
                 return None
 
-        files = first_makes(make, self._group)
+        files = first_makes(make, group)
         if made:
             return made[0]
         if files is None:
@@ -364,11 +384,8 @@ class ProgramSet:
         if under_torchrun() and not dist.is_initialized():
             setup_distributed(device_of(self._compiler.model).type, self._timeout)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world > 1 and world != options.mesh.size:
-            raise InputError(
-                f"{world} processes were started and the mesh has {options.mesh.size} ranks", "mesh",
-                f"start with --nproc-per-node {options.mesh.size}, or change the mesh",
-            )  # fmt: skip
+        if world > 1:
+            check_world(world, options.mesh.size, str(options.mesh))
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -391,6 +408,7 @@ class ProgramSet:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
         self._shards |= self._before.shards
+        self._data = self._before.data
         self._before = None
 
 

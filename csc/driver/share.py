@@ -7,17 +7,20 @@ Terms
     share = Share(mesh, microbatches, meeting, local)      .own   .parts
     share.agree(operation, divide, prepare) -> (ready, what `prepare` returned, heard)
     share.waits(ready, changed), .known(ready, said, decides), .first(ready, said, decides) -> Said
-    share.served(heard), share.uneven(heard) -> bool
+    share.served(heard) -> bool         share.flags(heard) -> those of any rank, for the trainer
     share.of_all(ready) -> microbatches of all replicas    after a meeting
 
+    Divided(microbatches, said)                            ready ones of a replica, of a step that was divided for all
     place(mesh) -> (dp_rank, dp_size)                      which share of the samples a process loads
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,8 +34,17 @@ from csc.runtime.words import Said, digest
 
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
-UNEVEN, UNSERVED, FLAGS = 1, 2, 4  # bits of what ranks say; above them a digest of what replicas have in common
+# Bits of what ranks say: below UNSERVED those of csc.runtime.trainer, from FLAGS on a digest of what replicas share.
+UNSERVED, FLAGS = 4, 8
 CHANGED = "the model has changed"
+
+
+class Divided(list[dict[str, Any]]):
+    """The microbatches of one replica. said: what the step was divided into, for all replicas: ranks compare it."""
+
+    def __init__(self, microbatches: Iterable[dict[str, Any]] = (), said: tuple[str, ...] = ()) -> None:
+        super().__init__(microbatches)
+        self.said = said
 
 
 def place(mesh: Mesh) -> tuple[int, int]:
@@ -46,8 +58,11 @@ def place(mesh: Mesh) -> tuple[int, int]:
 class Share:
     """Of one step."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool, said: tuple[str, ...] = ()
+    ) -> None:
         self._meeting = meeting
+        self._said = said
         self.own = local and meeting.group is not None
         self._replicas = list(map(mesh.replica, range(mesh.size)))
         self.parts = microbatches * (1 if self.own else mesh.dp)
@@ -75,7 +90,7 @@ class Share:
         def samples() -> tuple[Said, Ready]:
             ready = divide()
             content = digest("\n".join(sizes(ready)))  # compared below, within replicas
-            return Said((f"{len(ready)} microbatches of a replica",), dist.get_rank(), content), ready
+            return Said((f"{len(ready)} microbatches of a replica", *self._said), dist.get_rank(), content), ready
 
         ready, heard = self._meeting.heard(operation, samples)
         if len({(replica, one.content) for replica, one in zip(self._replicas, heard)}) > len(set(self._replicas)):
@@ -110,9 +125,9 @@ class Share:
         found = {int(one.value) // FLAGS for one in heard}
         return len(found) == 1 and not any(int(one.value) & UNSERVED for one in heard)
 
-    def uneven(self, heard: Sequence[Heard]) -> bool:
-        """Whether any rank's microbatches may leave parameters out."""
-        return any(int(one.value) & UNEVEN for one in heard)
+    def flags(self, heard: Sequence[Heard]) -> int:
+        """What any rank's trainer said."""
+        return reduce(or_, (int(one.value) % UNSERVED for one in heard), 0)
 
     def of_all(self, ready: Ready) -> Ready:
         """The microbatches of all replicas. All ranks call it, right after a meeting."""

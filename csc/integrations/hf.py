@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 
+from csc.balance.balanced import balanced
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import InputError, MissingPackage
+
+try:
+    import transformers
+    from accelerate.data_loader import prepare_data_loader
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as error:
+    raise MissingPackage.of(error, __name__) or error from error
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.
 REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
@@ -34,10 +39,17 @@ class CompiledTrainer(Trainer):
     has the same parameters. Checkpoints are those of `compiled.save` (PEFT models: of `compiled.save_adapter`). Under
     torchrun every process runs one rank, loads its replica's share of each global batch, and keeps the optimizer state
     of its own parameters. Logs carry the rates of `compiled.metrics` beside the loss.
+    balance: arguments of `csc.balanced`, {"lengths": "length"}: steps are divided by what their samples cost.
     InputError for arguments that contradict the compiled program.
     """
 
-    def __init__(self, compiled: CompiledModel, args: TrainingArguments, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        compiled: CompiledModel,
+        args: TrainingArguments,
+        balance: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not hasattr(Trainer, "_prepare_for_training"):
             raise InputError(
                 f"transformers {transformers.__version__} has another Trainer than this adapter is for",
@@ -54,7 +66,13 @@ class CompiledTrainer(Trainer):
                 "compute_loss_func is set, and the loss is part of the compiled program", "CompiledTrainer",
                 "compute the loss in the model's forward, and compile that",
             )  # fmt: skip
+        if balance is not None and args.gradient_accumulation_steps > 1:
+            raise InputError(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and balance divides one batch",
+                "CompiledTrainer", "leave it out; compile with as many microbatches, and take a larger batch",
+            )  # fmt: skip
         super().__init__(model=compiled.model, args=args, **kwargs)
+        self._balance = balance
         self.compiled = compiled
         self._waiting: list[Mapping[str, Any]] = []
 
@@ -84,6 +102,8 @@ class CompiledTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Of the sampler's order, which is the same in every process, each one's share: that of its replica."""
+        if self._balance is not None:
+            return self._balanced(self._balance)
         if self.args.world_size == 1:
             return super().get_train_dataloader()
         dataset: Any = self.train_dataset
@@ -102,6 +122,19 @@ class CompiledTrainer(Trainer):
             loader, self.args.device, num_processes=shares, process_index=place, split_batches=shares > 1,
             even_batches=False, put_on_device=True, dispatch_batches=False, use_seedable_sampler=True, data_seed=seed,
         )  # fmt: skip
+
+    def _balanced(self, balance: Mapping[str, Any]) -> Any:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        given = {
+            "shuffle": self.args.train_sampling_strategy == "random", "seed": seed,
+            "drop_last": self.args.dataloader_drop_last, "num_workers": self.args.dataloader_num_workers,
+            "collate": self._get_collator_with_removed_columns(self.data_collator, description="training"),
+        }  # fmt: skip
+        return balanced(self.train_dataset, self.compiled, batch_size=self._train_batch_size, **{**given, **balance})
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The Trainer's; 0 of a step that is divided already."""
+        return 0 if isinstance(inputs, list) else super().floating_point_ops(inputs)
 
     def _check_shares(self, dataset: Any, shares: int) -> None:
         """InputError if a batch leaves a replica without samples: then its data would end before the others'."""
@@ -179,7 +212,7 @@ class CompiledTrainer(Trainer):
                 {"params": [p for n, p in named if n in decaying], "weight_decay": self.args.weight_decay},
                 {"params": others, "weight_decay": 0.0},
             ]
-            self.optimizer = kind(groups, **arguments)
+            self.optimizer = self.compiled.optimizer(kind, groups, **arguments)
         return self.optimizer
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:

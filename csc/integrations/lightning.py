@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import InputError, MissingPackage
+
+try:
+    from lightning import LightningModule
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ModuleNotFoundError as error:
+    raise MissingPackage.of(error, __name__) or error from error
 
 METRICS = ("tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that are logged
 
@@ -62,7 +66,7 @@ class CompiledModule(LightningModule):
                 f"Lightning started {self.trainer.world_size} processes, and would give each of them other data",
                 "CompiledModule", "use devices=1, under torchrun with strategy=OneRankEach(compiled)",
             )  # fmt: skip
-        optimizer = self._optimizer(self.compiled.parameters())
+        optimizer = self.compiled.optimizer(self._optimizer)
         return optimizer if self._scheduler is None else ([optimizer], [self._scheduler(optimizer)])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

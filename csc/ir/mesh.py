@@ -32,7 +32,17 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the four axes. All are at least 1 (InputError otherwise)."""
+    """Sizes of the four axes.
+
+    Attributes:
+        dp: Replicas of the data.
+        pp: Pipeline stages.
+        cp: Shares of a sequence.
+        tp: Parts of a layer.
+
+    Raises:
+        InputError: A size is less than 1.
+    """
 
     dp: int = 1
     pp: int = 1
@@ -55,7 +65,11 @@ class Mesh:
         return self.dp * self.pp * self.cp * self.tp
 
     def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Rank at these coordinates. IndexError outside the mesh."""
+        """Rank at these coordinates.
+
+        Raises:
+            IndexError: They lie outside the mesh.
+        """
         rank = 0
         for axis, index in zip(self.AXES, (dp, pp, cp, tp), strict=True):
             size = getattr(self, axis)
@@ -65,7 +79,11 @@ class Mesh:
         return rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Inverse of `rank_of`. IndexError outside the mesh."""
+        """Inverse of `rank_of`.
+
+        Raises:
+            IndexError: The mesh has no such rank.
+        """
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
         found: list[int] = []
@@ -75,10 +93,16 @@ class Mesh:
         return Coordinates(*reversed(found))
 
     def group(self, what: Group, rank: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The ranks of the group of this kind that `rank` is in, ascending. IndexError outside the mesh.
+        """The ranks of the group of this kind that `rank` is in, ascending.
 
-        positions: indices on the pp axis. Then the group's ranks at each of these, in this order, wherever `rank` is
-        itself: of the holders of a tied parameter those of its first position come first.
+        Args:
+            what: The kind of group; see csc.ir.groups.
+            rank: One of its ranks.
+            positions: Indices on the pp axis. Then the group's ranks at each of these, in this order, wherever `rank`
+                is itself: of the holders of a tied parameter those of its first position come first.
+
+        Raises:
+            IndexError: The mesh has no such rank.
         """
         at = self.coordinates(rank)
         dp, pp, cp, tp = (
@@ -103,11 +127,19 @@ class Mesh:
         return tuple(range(self.dp))
 
     def replica(self, rank: int) -> int:
-        """Whose samples a rank is given. IndexError outside the mesh."""
+        """Whose samples a rank is given.
+
+        Raises:
+            IndexError: The mesh has no such rank.
+        """
         return self.coordinates(rank).dp
 
     def shard(self, rank: int) -> int:
-        """Which of the tensor-parallel parts of its layers a rank has. IndexError outside the mesh."""
+        """Which of the tensor-parallel parts of its layers a rank has.
+
+        Raises:
+            IndexError: The mesh has no such rank.
+        """
         return self.coordinates(rank).tp
 
     def sizes(self, what: Group) -> tuple[int, ...]:
@@ -124,7 +156,11 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read `pp=3,dp=2`. InputError for anything else."""
+        """Read `pp=3,dp=2`.
+
+        Raises:
+            InputError: It is anything else.
+        """
         form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(cls.AXES)}"
         sizes: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -142,8 +178,14 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | str | Any) -> Mesh:
-        """Read any form of a mesh; a torch DeviceMesh is known by its attributes, so that torch is not
-        imported here.
+        """Read any form of a mesh.
+
+        Args:
+            mesh: A Mesh, a dict of sizes, text such as `pp=3,dp=2`, or a torch DeviceMesh whose axes have these names
+                (it is known by its attributes, so that torch is not imported here).
+
+        Raises:
+            InputError: It is none of these, or its axes stand in another order.
         """
         if isinstance(mesh, cls):
             return mesh

@@ -259,6 +259,8 @@ class Options:
     part: the stages and the schedule are those of a program that does more, beside which this one runs: regions that
     it lacks are left out, and so are their B, W and messages.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
+    zero: what data-parallel ranks divide among each other: 0 nothing, 1 the state of the optimizer, 2 gradients
+    too.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -280,6 +282,7 @@ class Options:
     fuse: bool = False
     part: bool = False
     forward_only: bool = False
+    zero: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,14 @@ LOOKED_THROUGH = 8  # different sets of kinds, in the search for kinds that deci
 
 
 def union(*masks: Mask) -> Mask:
-    """What any of the masks lets through. InputError for other sizes, over 63 classes, or over 8 rules."""
+    """What any of the masks lets through.
+
+    Args:
+        *masks: Of the same sizes.
+
+    Raises:
+        InputError: Sizes differ, or it takes more than 63 kinds of keys or 8 ranges a query.
+    """
     kinds, admits = _joined(masks)
     batch = max(mask.batch for mask in masks)
     ranges = torch.cat([mask.ranges.expand(batch, -1, -1, -1) for mask in masks], 1)
@@ -37,7 +44,14 @@ def union(*masks: Mask) -> Mask:
 
 
 def intersection(*masks: Mask) -> Mask:
-    """What all masks let through: every rule of one with every rule of the other. InputError as for `union`."""
+    """What all masks let through: every rule of one with every rule of the other.
+
+    Args:
+        *masks: Of the same sizes.
+
+    Raises:
+        InputError: As for `union`.
+    """
     kinds, admits = _joined(masks)
     batch = max(mask.batch for mask in masks)
     found, ranges = masks[0], masks[0].ranges.expand(batch, -1, -1, -1)

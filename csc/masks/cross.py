@@ -17,7 +17,15 @@ from csc.masks.runs import begins, bounds
 
 
 def cross(ranges: Numbers, keys: int) -> Mask:
-    """Query q of row b sees keys [lo, hi) = ranges[b, q]. ranges: integers [B, Tq, 2] or [Tq, 2]; lo == hi: none."""
+    """Query q of row b sees the keys ranges[b, q] = [lo, hi).
+
+    Args:
+        ranges: Integers [B, Tq, 2] or [Tq, 2]; lo == hi: none.
+        keys: How many there are.
+
+    Raises:
+        InputError: A range leaves the keys.
+    """
     table = torch.as_tensor(ranges)
     table = table[None] if table.dim() == 2 else table
     if table.dtype not in INTEGERS or table.dim() != 3 or table.shape[-1] != 2 or 0 in table.shape:
@@ -33,8 +41,14 @@ def cross(ranges: Numbers, keys: int) -> Mask:
 
 
 def cross_documents(query_ids: Numbers, key_ids: Numbers) -> Mask:
-    """A query sees the keys with its number. query_ids [B, Tq], key_ids [B, Tk]: the keys of a number lie together,
-    queries may come in any order; negative numbers see nothing and are unseen. A number without keys sees nothing.
+    """A query sees the keys with its number.
+
+    Args:
+        query_ids: [B, Tq], in any order; a negative number, and one without keys, sees nothing.
+        key_ids: [B, Tk]; the keys of a number lie together; negative ones are unseen.
+
+    Raises:
+        InputError: The keys of a number lie apart.
     """
     asked, table = torch.as_tensor(query_ids), checked_ids(key_ids, "key_ids")
     if asked.dtype not in INTEGERS or asked.dim() not in (1, 2) or 0 in asked.shape:

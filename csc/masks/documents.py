@@ -30,8 +30,17 @@ from csc.masks.runs import begins, bounds, bounds_of, returns
 
 
 def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-    """int64 [B, T]: 0, 0, .., 1, 1, .. . lengths: of one row, or a list for every row; every row sums to `tokens`
-    (None: to what the first row sums to). InputError names the row that does not.
+    """Document ids of lengths: 0, 0, .., 1, 1, ...
+
+    Args:
+        lengths: Of one row, or a list for every row.
+        tokens: What every row sums to; None: what the first one sums to.
+
+    Returns:
+        int64 [B, T].
+
+    Raises:
+        InputError: A row sums to something else; it is named.
     """
     given = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
     rows = [given] if not given or isinstance(given[0], int) else given
@@ -53,7 +62,17 @@ def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = N
 
 
 def ids_of_positions(position_ids: Numbers) -> torch.Tensor:
-    """int64 [B, T]: documents of position ids that restart, as HF packs them. Inside a document they go up by 1."""
+    """Document ids of position ids that start again at 0, as HF packs documents.
+
+    Args:
+        position_ids: [B, T] or [T]; inside a document they go up by 1.
+
+    Returns:
+        int64 [B, T].
+
+    Raises:
+        InputError: A position neither follows the one before nor starts a document.
+    """
     positions = row_major(position_ids, "position_ids")
     step = positions[:, 1:] - positions[:, :-1]
     restart = torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), step != 1], 1)
@@ -80,7 +99,15 @@ def checked_ids(ids: Numbers, name: str = "document ids") -> torch.Tensor:
 
 
 def documents(ids: Numbers, bidirectional: bool = False) -> Mask:
-    """Causal inside each document, or bidirectional. ids: document ids [B, T]."""
+    """Every token sees its own document.
+
+    Args:
+        ids: Document ids [B, T]; a document lies together, a negative number is padding.
+        bidirectional: Later tokens too.
+
+    Raises:
+        InputError: A document goes on after another one has begun.
+    """
     table = checked_ids(ids)
     lo, hi = bounds(table)
     slot = torch.arange(table.shape[1], device=table.device)
@@ -88,7 +115,15 @@ def documents(ids: Numbers, bidirectional: bool = False) -> Mask:
 
 
 def within(mask: Mask, ids: Numbers) -> Mask:
-    """The part of a mask over T x T that stays inside documents. ids: document ids [B, T]."""
+    """The part of a mask that stays inside documents.
+
+    Args:
+        mask: Over T x T.
+        ids: Document ids [B, T].
+
+    Raises:
+        InputError: The sizes differ, or a document goes on after another one.
+    """
     table = checked_ids(ids)
     _fits(mask, table, "document ids")
     lo, hi = bounds(table)
@@ -96,7 +131,15 @@ def within(mask: Mask, ids: Numbers) -> Mask:
 
 
 def padding(attention_mask: Numbers, causal: bool = False) -> Mask:
-    """Every token sees every token that is there, or those up to itself. attention_mask: [B, T], 0 where padding is."""
+    """Every token sees every token that is there.
+
+    Args:
+        attention_mask: [B, T], 0 where padding is, else 1.
+        causal: Up to itself.
+
+    Raises:
+        InputError: A value is neither 0 nor 1.
+    """
     there = row_major(attention_mask, "attention_mask")
     slot = torch.arange(there.shape[1], device=there.device)[None]
     hi = slot + 1 if causal else torch.full_like(slot, there.shape[1])
@@ -104,7 +147,15 @@ def padding(attention_mask: Numbers, causal: bool = False) -> Mask:
 
 
 def padded(mask: Mask, attention_mask: Numbers) -> Mask:
-    """The mask over T x T without padding: it neither sees nor is seen. attention_mask: [B, T] of 0 and 1."""
+    """A mask without padding, which neither sees nor is seen.
+
+    Args:
+        mask: Over T x T.
+        attention_mask: [B, T] of 0 and 1.
+
+    Raises:
+        InputError: A value is neither 0 nor 1, or the sizes differ.
+    """
     table = row_major(attention_mask, "attention_mask")
     refuse_where(
         (table != 0) & (table != 1),

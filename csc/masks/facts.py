@@ -41,7 +41,15 @@ def loads(mask: Mask) -> torch.Tensor:
 
 
 def block_loads(mask: Mask, block: int) -> torch.Tensor:
-    """int64 [B, nQ]: visible pairs of every block of queries; the last block may be short."""
+    """Visible pairs of every block of queries.
+
+    Args:
+        mask: Any.
+        block: Queries of a block; the last one may be short.
+
+    Returns:
+        int64 [B, nQ].
+    """
     seen = visible(mask)
     blocks = -(-mask.queries // block)
     padded = torch.nn.functional.pad(seen, (0, blocks * block - mask.queries))
@@ -49,7 +57,16 @@ def block_loads(mask: Mask, block: int) -> torch.Tensor:
 
 
 def needed_keys(mask: Mask, owner: torch.Tensor, ranks: int) -> torch.Tensor:
-    """bool [B, ranks, Tk]: some query of the rank sees the key. Exact to the token."""
+    """The keys that some query of a rank sees, exact to the token.
+
+    Args:
+        mask: Any.
+        owner: int [Tq] or [B, Tq]: the rank of every query, -1 for none.
+        ranks: How many there are.
+
+    Returns:
+        bool [B, ranks, Tk].
+    """
     device, keys = mask.ranges.device, mask.keys
     owner = _owners(owner, (mask.batch, mask.queries), ranks).to(device)
     lo, hi = mask.ranges[..., 0].clamp(0, keys).long(), mask.ranges[..., 1].clamp(0, keys).long()
@@ -69,8 +86,15 @@ def needed_keys(mask: Mask, owner: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def needed_blocks(pairs: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch.Tensor:
-    """bool [B, ranks, nK]: some tile of the rank's query blocks is not empty. pairs: int [B, nQ, nK], visible pairs of
-    tiles; owner: the rank of every query block.
+    """The blocks of keys of which a rank computes some tile.
+
+    Args:
+        pairs: int [B, nQ, nK]: visible pairs of tiles, as csc.kernels.tiles.counts has them.
+        owner: int [nQ] or [B, nQ]: the rank of every block of queries.
+        ranks: How many there are.
+
+    Returns:
+        bool [B, ranks, nK].
     """
     owner = _owners(owner, (pairs.shape[0], pairs.shape[1]), ranks).to(pairs.device)
     mine = owner[:, None] == torch.arange(ranks, device=pairs.device)[:, None]  # [B, ranks, nQ]

@@ -25,9 +25,15 @@ SAMPLED = 4096
 def from_mask_mod(mask_mod: MaskMod, batch: int | None, queries: int, keys: int | None = None) -> Mask:
     """The mask of a `mask_mod` as `torch.nn.attention.flex_attention` takes it (also `and_masks`, `or_masks`).
 
-    batch: B, None for 1. keys: as many as queries where not given. Tables that the function captures are on the CPU.
-    InputError, with the operation's name, for a mask that depends on the head or that has no rules; also if the mask
-    and the function differ on sampled pairs.
+    Args:
+        mask_mod: A function of batch, head, query and key; tables that it captures are on the CPU.
+        batch: B; None: 1.
+        queries: How many.
+        keys: How many; None: as many as queries.
+
+    Raises:
+        InputError: The mask depends on the head or has no rules (the operation is named), or the mask and the function
+            differ on sampled pairs.
     """
     batch = 1 if batch is None else positive(batch, "batch")
     keys = positive(queries, "queries") if keys is None else positive(keys, "keys")

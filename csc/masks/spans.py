@@ -36,10 +36,11 @@ MOST_TYPES = 63
 class Sees:
     """What tokens of one type see.
 
-    own: "span": all of their own span; "modality": all tokens of their type in the document, later ones too; "causal":
-    their own span up to themselves.
-    earlier: "nothing", "text", "everything" (but hidden types), or the types that they see, hidden ones too.
-    hidden: tokens outside of the span do not see these, unless they name the type.
+    Attributes:
+        own: "span": all of their own span; "modality": all tokens of their type in the document, later ones too;
+            "causal": their own span up to themselves.
+        earlier: "nothing", "text", "everything" (but hidden types), or the types that they see, hidden ones too.
+        hidden: Tokens outside of the span do not see these, unless they name the type.
     """
 
     own: Literal["span", "modality", "causal"] = "span"
@@ -58,9 +59,15 @@ def spans(
 ) -> Mask:
     """The mask of typed tokens [B, T].
 
-    span_ids: [B, T], tells neighbouring spans of one type apart (text: any number); None: a run of a type is one span.
-    sees: by type; media that are not named see their own span only, text all that is earlier and not hidden.
-    documents: document ids [B, T]; nothing sees beyond its document. InputError where a span is torn.
+    Args:
+        types: Int [B, T]: 0 is text, 1 to 62 are media, negative numbers padding.
+        span_ids: [B, T], tells neighbouring spans of one type apart (text: any number); None: a run of a type is one
+            span.
+        sees: By type; media that are not named see their own span only, text all that is earlier and not hidden.
+        documents: Document ids [B, T]; nothing sees beyond its document.
+
+    Raises:
+        InputError: A span is torn, or a type is too large.
     """
     table = row_major(types, "types")
     refuse_where(
@@ -155,8 +162,17 @@ def _whole(table: torch.Tensor, numbers: torch.Tensor, ids: torch.Tensor, start:
 
 
 def tokens_of(tokens: int, placed: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(types, span_ids), int64 [B, T] each. placed: spans (start, end, type) of one row, or a list of them for every
-    row; the rest is text. Span numbers count up from 1. InputError for spans that overlap or leave the row.
+    """Types and span numbers of spans that lie in text.
+
+    Args:
+        tokens: T.
+        placed: Spans (start, end, type) of one row, or a list of them for every row; the rest is text.
+
+    Returns:
+        (types, span_ids), int64 [B, T] each; span numbers count up from 1.
+
+    Raises:
+        InputError: Spans overlap or leave the row.
     """
     single = all(len(item) == 3 and isinstance(item[0], int) for item in placed)
     rows = [placed] if single else placed

@@ -27,11 +27,8 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
-from csc.passes.freeze import freeze
-from csc.passes.prune import prune
-from csc.passes.recompute import AUTO, recompute, saves_of
-from csc.passes.runner import CAPTURE, TRACING, run
-from csc.passes.split import split
+from csc.passes.recompute import AUTO, saves_of
+from csc.passes.runner import CAPTURE, DIVIDING, TRACING, run
 
 Dimension = tuple[str, int]  # batch entry, dimension
 TEXT_STEP = 8  # of traced lengths; keeps what is left over when a kernel pads to multiples of 8
@@ -85,8 +82,7 @@ class Sampler:
             for item in captured.inputs
         )
         options = replace(self.options, microbatches=1, mesh=Mesh(), context=())
-        passes = (*TRACING, freeze, prune, recompute, split)
-        return run([replace(captured, inputs=inputs)], passes, options, self.progress)[-1]
+        return run([replace(captured, inputs=inputs)], (*TRACING, *DIVIDING), options, self.progress)[-1]
 
     def captured(self, copies: int = 1, grown: Mapping[Length, int] | None = None) -> Program:
         """The capture for so many rows, with these lengths grown to these sizes."""

@@ -6,6 +6,9 @@ rank's tensor as they do in the whole. Boxes of different ranks have no entry in
     read(value, shape, ranks) -> (Box, ...)       of program.json; ValueError with a phrase for what is none
     cut(whole, box) -> tensor                     a dense copy of what is in the box
     put(whole, box, piece)                        the inverse, into the whole
+    whole_box(shape) -> Box                       all of it
+    part(box, dimension, start, stop) -> Box      of these entries of the piece
+    overlap(one, other) -> (slices of one's piece, slices of the other's)...      where boxes have entries in common
 """
 
 from __future__ import annotations
@@ -57,6 +60,42 @@ def put(whole: torch.Tensor, box: Box, piece: torch.Tensor) -> None:
     """Write a piece to its box."""
     for there, here in _places(box):
         whole[there] = piece[here]
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """One stretch for each dimension."""
+    return tuple(((0, size),) for size in shape)
+
+
+def part(box: Box, dimension: int, start: int, stop: int) -> Box:
+    """What the entries from start to stop of a dimension of a box' piece are in the whole."""
+    kept, at = [], 0
+    for low, high in box[dimension]:
+        first, last = max(start - at, 0), min(stop - at, high - low)
+        if first < last:
+            kept.append((low + first, low + last))
+        at += high - low
+    return (*box[:dimension], tuple(kept), *box[dimension + 1 :])
+
+
+def overlap(one: Box, other: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Each block of entries that two boxes have in common, in the piece of either."""
+    common = [list(_common(ours, theirs)) for ours, theirs in zip(one, other, strict=True)]
+    for block in product(*common):
+        yield tuple(here for here, _ in block), tuple(there for _, there in block)
+
+
+def _common(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    at = 0
+    for low, high in ours:
+        there = 0
+        for start, stop in theirs:
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                here = at + first - low
+                yield slice(here, here + last - first), slice(there + first - start, there + last - start)
+            there += stop - start
+        at += high - low
 
 
 def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -86,7 +86,7 @@ class Distributed:
             raise InputError(
                 f"the program is for {size} ranks ({manifest.mesh}), the process group has {world}",
                 manifest.name,
-                f"Start it with torchrun --nproc-per-node={size}, or compile for a mesh of {world} ranks",
+                f"Start {size} processes: nodes x --nproc-per-node; or compile for a mesh of {world} ranks",
             )
         self.rank = dist.get_rank()
         self.ranks = (self.rank,)
@@ -277,8 +277,24 @@ class Distributed:
                 ticket.tensor.copy_(total)
         return True
 
+    def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Summing:
+        buffer = rows.detach().to(self._wire)
+        own, group = torch.empty_like(buffer), self._groups.sums[tuple(sorted(ranks))]
+        work = self._guard(lambda: dist.all_to_all_single(own, buffer, group=group, async_op=True), why)
+        return _Summing(work, own, buffer, dict(zip(ranks, own)), why)
+
+    def finish_scatter(self, ticket: _Summing) -> torch.Tensor:
+        self._guard(ticket.work.wait, ticket.why)
+        return summed(ticket.parts).to(self._device)
+
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         self.finish_sum(self.start_sum(tensor, self._manifest.mesh.group(Group.WORLD, self.rank), why))
+
+    def gathered(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str) -> list[torch.Tensor]:
+        group, buffer = self._groups.sums[tuple(sorted(ranks))], tensor.detach().to(self._wire)
+        parts = [torch.empty_like(buffer) for _ in ranks]
+        self._guard(lambda: dist.all_gather(parts, buffer, group=group), why)
+        return [part.to(self._device) for part in parts]
 
     def compare_programs(self, program: LoadedProgram) -> None:
         self._guard(lambda: agree(program, self._wire), "the comparison of programs before the first step")

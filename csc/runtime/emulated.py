@@ -79,6 +79,7 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         loss=LossSpec(len(stages) - 1, "sum"),
         contexts=(),
         random=False,
+        zero=0,
         frozen=(),
         plan={},
         files={},

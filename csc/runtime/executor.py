@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
+from csc.ir.groups import Group
 from csc.ir.schedule import Action, Kind, Message, doable
 from csc.runtime import context, loss_terms, seeds
 from csc.runtime.counts import Counts
@@ -27,6 +28,7 @@ from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.ranges import Ranges
 from csc.runtime.rank import Rank
+from csc.runtime.scatter import Scattered
 from csc.runtime.specs import MessageSpec
 from csc.runtime.transport import laid_out
 
@@ -117,7 +119,8 @@ class _Step:
         self.losses: dict[int, torch.Tensor] = {}
         self.loss_weights: dict[int, float] = {}
         held = [p for p in manifest.parameters if rank.position in p.ranks]
-        self.gradients = GradientSums(held, self.stages)
+        scatters = manifest.zero >= 2 and len(rank.group(Group.DATA)) > 1
+        self.gradients = GradientSums(held, self.stages, Scattered(rank, held) if scatters else None)
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
@@ -241,6 +244,8 @@ def step(
             rank.endpoint.at(action)
             if action.computes:
                 state.compute(action)
+                if state.gradients.scattered is not None:
+                    yield from state.gradients.scattered.finish()
                 if state.doable(action) is None:
                     continue
             elif state.doable(action) is None:

@@ -19,14 +19,13 @@ import torch
 
 from csc.errors import ProgramError
 from csc.ir.groups import Group
+from csc.runtime.buckets import filled
 from csc.runtime.rank import Rank
+from csc.runtime.scatter import Scattered
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.transport import Endpoint
 
-BUCKET_BYTES = 25 * 2**20
-
 Pair = tuple[str, torch.Tensor]
-_Kind = tuple[Group | None, tuple[int, ...], torch.dtype]
 
 
 class GradientSums:
@@ -38,7 +37,11 @@ class GradientSums:
     later ones are added to that in place. `own` names the parameters that have one.
     """
 
-    def __init__(self, parameters: Iterable[ParameterSpec], stages: Iterable[int]) -> None:
+    def __init__(
+        self, parameters: Iterable[ParameterSpec], stages: Iterable[int], scattered: Scattered | None = None
+    ) -> None:
+        """scattered: where gradients go that ranks divide."""
+        self.scattered = scattered
         self.specs = {spec.name: spec.local for spec in parameters}
         self.buffers: dict[str, torch.Tensor] = {}  # complete after `merge`
         self.own: set[str] = set()
@@ -54,6 +57,8 @@ class GradientSums:
             return
         for name, gradient in pairs:
             self._add(stage, name, gradient)
+        if self.scattered is not None:
+            self.scattered.end(stage)
         self._turn[stage] += 1
         early = self._early.pop((stage, self._turn[stage]), None)
         if early is not None:
@@ -71,6 +76,9 @@ class GradientSums:
                 "Mend the rank file",
             )
         gradient = gradient.to(spec.dtype)
+        if self.scattered is not None and self.scattered.has(name):
+            self.scattered.add(stage, name, gradient)
+            return
         sums, own = self._of_stage[stage], self._own_of_stage[stage]
         if name not in sums:
             sums[name] = gradient
@@ -79,6 +87,16 @@ class GradientSums:
         else:
             sums[name] = sums[name] + gradient
             own.add(name)
+
+    @property
+    def there(self) -> set[str]:
+        """What has a gradient on this rank, whole or in pieces."""
+        return self.buffers.keys() | (self.scattered.touched if self.scattered is not None else set())
+
+    @property
+    def pieces(self) -> dict[str, torch.Tensor]:
+        """Of gradients that ranks divide, this rank's entries; complete after `reduce`."""
+        return self.scattered.pieces if self.scattered is not None else {}
 
     def merge(self) -> None:
         """Fill `buffers`: a parameter that several stages of this rank use gets their sum, highest stage first, as
@@ -100,15 +118,19 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
     parts. Every rank calls it once a step.
 
     reached: the parameters that have a gradient on some rank, if replicas may differ in that: those without it here
-    count zeros, others have none anywhere; None: all ranks have the same.
+    count zeros, others have none anywhere; None: all ranks have the same, those that the program computes.
     """
     if reached is None:
         sums.merge()
+    if sums.scattered is not None:
+        yield from _reduce_pieces(sums.scattered, rank, reached)
     for spec in sums.specs.values():
+        if sums.scattered is not None and sums.scattered.has(spec.name):
+            continue
         if reached is not None and spec.name in reached and spec.name not in sums.buffers:
             sums.buffers[spec.name] = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
             sums.own.add(spec.name)
-        if spec.trainable and len(spec.ranks) > 1 and (reached is None or spec.name in reached):
+        if spec.trainable and len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
                 there = sums.buffers.get(spec.name)
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
@@ -132,34 +154,40 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
             yield why
 
 
+def _reduce_pieces(scattered: Scattered, rank: Rank, reached: Collection[str] | None) -> Generator[str, None, None]:
+    """What is left to do for gradients that ranks divide: sums over the holders of tied parameters."""
+    for spec in scattered.specs.values():
+        if len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
+            own = scattered.pieces[spec.name].clone() if spec.name in scattered.pieces else scattered.zeros(spec)
+            holders = rank.group(Group.PIPELINE, sorted(spec.ranks))
+            yield from wait_sum(rank.endpoint, own, holders, f"tied gradient of {spec.name}", ordered=True)
+            scattered.pieces[spec.name] = own
+        elif spec.name not in (scattered.touched if reached is None else reached):
+            scattered.pieces.pop(spec.name, None)
+
+
 def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Generator[str, None, frozenset[str]]:
     """Those of these parameters that any rank has a gradient of. Every rank calls it with the same names."""
     sums.merge()
-    row = torch.tensor([float(name in sums.buffers) for name in names], dtype=torch.float64, device=rank.device)
+    there = sums.there
+    row = torch.tensor([float(name in there) for name in names], dtype=torch.float64, device=rank.device)
     yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "which parameters have a gradient")
     return frozenset(name for name, count in zip(names, row.tolist(), strict=True) if count)
 
 
-def buckets(sums: GradientSums, limit: int = BUCKET_BYTES) -> list[tuple[Group | None, list[ParameterSpec]]]:
-    """Parameters with a gradient, in lists of one dtype and about `limit` bytes, each with the group on which these are
-    parts.
+def buckets(sums: GradientSums, limit: int | None = None) -> list[tuple[Group | None, list[ParameterSpec]]]:
+    """Parameters with a gradient, in buckets of one dtype and up to `limit` bytes, each with the group that has parts.
 
     Parameters with the same holders share buckets, so that every holder of a tied one sums an equal bucket: a
     ring adds in an order that depends on the position, and the holders must end with the same bits.
     """
-    kinds: dict[_Kind, list[list[ParameterSpec]]] = {}
-    room: dict[_Kind, int] = {}
-    for spec in sums.specs.values():
-        if spec.name not in sums.buffers:
-            continue
-        kind = (spec.gradient.parts, spec.ranks, spec.dtype)
-        size = sums.buffers[spec.name].numel() * spec.dtype.itemsize
-        if kind not in kinds or room[kind] < size:
-            kinds.setdefault(kind, []).append([])
-            room[kind] = limit
-        kinds[kind][-1].append(spec)
-        room[kind] -= size
-    return [(parts, specs) for (parts, _, _), lists in kinds.items() for specs in lists]
+    found = filled(
+        (spec for spec in sums.specs.values() if spec.name in sums.buffers),
+        lambda spec: (spec.gradient.parts, spec.ranks, spec.dtype),
+        lambda spec: sums.buffers[spec.name].numel() * spec.dtype.itemsize,
+        limit,
+    )
+    return [(parts, specs) for (parts, _, _), specs in found]
 
 
 def wait_sum(

@@ -33,6 +33,7 @@ from csc.runtime.specs import (
 )
 
 FORMAT = 4
+ZERO = 2  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 
@@ -85,11 +86,19 @@ def manifest(table: Any, where: str) -> Manifest:
         loss=_loss(top, len(stages)),
         contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
+        zero=_zero(top),
         frozen=top.names("frozen", []),
         plan=top.get("plan", dict, {}),
         files=files,
         tensors=top.hashes("tensors", {}),
     )
+
+
+def _zero(top: Fields) -> int:
+    level = int(top.get("zero", int, 0))
+    if not 0 <= level <= ZERO:
+        raise ProgramError(f"field 'zero' is {level}: this runtime knows 0 to {ZERO}", top.where, REMEDY)
+    return level
 
 
 def _check_stages(stages: Sequence[StageSpec], mesh: Mesh, files: int, where: str) -> None:
@@ -177,6 +186,8 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
         _placement(row, "weight", known, mesh),
         _placement(row, "gradient", (*known, "parts"), mesh) if trainable else WHOLE,
         divided,
+        row.get("reached", bool, True),
+        row.get("repeated", bool, False),
     )
 
 

@@ -41,7 +41,7 @@ def is_part(first: Manifest, other: Manifest) -> bool:
 def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
     """In what a part has more than the first program, or something else."""
     ours, theirs = _common(first), _common(other)
-    alike = [what for what in ("meshes", "microbatches", "losses") if ours[what] != theirs[what]]
+    alike = [what for what in ("meshes", "zero", "microbatches", "losses") if ours[what] != theirs[what]]
     first_stages = {stage[0]: stage for stage in ours["stages"]}
     stages = all(
         rank == first_stages[stage][1] and has_b <= first_stages[stage][2] and has_w <= first_stages[stage][3]
@@ -71,6 +71,7 @@ def _common(program: LoadedProgram) -> dict[str, Any]:
     manifest = program.manifest
     return {
         "meshes": manifest.mesh,
+        "zero": manifest.zero,
         "microbatches": manifest.microbatches,
         "stages": [(s.stage, s.rank, s.backward_input, s.backward_weight) for s in manifest.stages],
         "messages": {m.channel: [value.name for value in m.values] for m in manifest.messages},

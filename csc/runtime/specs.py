@@ -43,6 +43,8 @@ class ParameterSpec:
     dtype: in which it is stored and its gradients are added up; compute: in which the stages take it,
     None: the same. weight, gradient: how it lies on the ranks of each of these positions, and how its gradient does
     before REDUCE; the weight is whole on each, or a shard: then boxes are what each tensor-parallel rank holds.
+    reached: whether a stage computes a gradient of it; none does where the model uses it under no_grad alone.
+    repeated: a W may give several gradients of it.
     """
 
     name: str
@@ -55,6 +57,8 @@ class ParameterSpec:
     weight: Placement = WHOLE
     gradient: Placement = SUMMED
     boxes: tuple[Box, ...] = ()
+    reached: bool = True
+    repeated: bool = False
 
     @property
     def owner(self) -> int:
@@ -186,6 +190,7 @@ class Manifest:
     loss: LossSpec
     contexts: tuple[ContextSpec, ...]
     random: bool  # its microbatches take a seed
+    zero: int  # what ranks of `Group.DATA` divide: see csc.ir.program.Options
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
     files: Mapping[str, str]  # hashes of what may be edited

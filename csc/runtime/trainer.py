@@ -24,7 +24,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import chain
+from operator import or_
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,24 +39,27 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
-from csc.runtime.boxes import cut, put
+from csc.runtime.boxes import cut, part, put, whole_box
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
+from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.fusing import fuse
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
+from csc.runtime.pieces import piece_of
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.shards import Kept, Shards, met_of
-from csc.runtime.specs import ParameterSpec
+from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
+UNEVEN, STALE = 1, 2  # what ranks say before a step, as bits
 ALONE = 2  # what sys.getrefcount gives for an object of one variable: the variable and the argument
 
 Weights = Mapping[str, torch.Tensor]
@@ -70,6 +75,7 @@ class Trainer:
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
     fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
     whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
+    data: what this process steps of parameters that data-parallel ranks divide, of a trainer before (`data`).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -86,6 +92,7 @@ class Trainer:
         fused: bool = False,
         is_profiled: Callable[[], bool] = bool,
         kept: Mapping[str, Kept] = MappingProxyType({}),
+        data: DataShards | None = None,
     ) -> None:
         self.program = program
         self.device = _device(program, device)
@@ -95,6 +102,7 @@ class Trainer:
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
         self._shards = Shards(mesh, self.transport, self.device)
         self._weights, self._empty = self._shards.parameters(program, self._specs, weights, kept)
+        self.data = self._data_shards(data)
         self._compare_weights()
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
@@ -104,6 +112,16 @@ class Trainer:
         self.timeline: dict[int, list[Timed]] = {}
         self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
+
+    def _data_shards(self, before: DataShards | None) -> DataShards | None:
+        """None where every rank steps whole parameters, or all ranks are in this process, which holds each once."""
+        manifest, rank = self.program.manifest, self.transport.ranks[0]
+        group = manifest.mesh.group(Group.DATA, rank)
+        if not manifest.zero or len(group) == 1 or isinstance(self.transport, InProcess):
+            return None
+        found = before if before is not None and before.ranks == group else DataShards(manifest.mesh, rank)
+        found.add(self._specs, self._weights)
+        return found
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -146,6 +164,8 @@ class Trainer:
         self._specs = [*self._specs, *new]
         self._weights = {**self._weights, **{spec.name: other._weights[spec.name] for spec in new}}
         self._empty = self._empty | (other._empty - own.keys())
+        if self.data is not None:
+            self.data.add(new, self._weights)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -215,7 +235,7 @@ class Trainer:
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
             pieces, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
-            return self.run(pieces, uneven(heard), chance)
+            return self.run(pieces, flags(heard), chance)
 
     def check_batch(self, batch: batches.GlobalBatch) -> None:
         """InputError for a batch that does not fit; whether there are weights is not asked."""
@@ -225,7 +245,7 @@ class Trainer:
         self, batch: batches.GlobalBatch, microbatches: int | None = None, local: bool = False
     ) -> tuple[Said, batches.Pieces]:
         """The microbatches of every replica, or of this one's alone, for `run`; and what ranks compare of them, its
-        value whether these may leave parameters out. InputError for a batch that does not fit. Nothing moves.
+        value the flags of this rank. InputError for a batch that does not fit. Nothing moves.
         """
         manifest = self.program.manifest
         if microbatches not in (None, manifest.microbatches):
@@ -236,6 +256,8 @@ class Trainer:
             )
         self._check_values("train_step")
         self._shards.check_sources("train_step")
+        if self.data is not None:
+            self.data.check_steps("train_step")
         alone = isinstance(self.transport, InProcess)
         replica = self._ranks[0].replica
         pieces = batches.split(self._manifests, batch, [replica] if local and not alone else None)
@@ -246,19 +268,22 @@ class Trainer:
                 batches.check_present(one.program.manifest, piece.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[piece.program]) for piece in pieces.all)
         said = NOTHING if alone else batches.said(manifest, pieces, replica)
-        return replace(said, value=float(part)), pieces
+        stale = self.data is not None and self.data.stale
+        return replace(said, value=float(UNEVEN * part + STALE * stale)), pieces
 
     @torch.no_grad()
-    def run(self, pieces: batches.Pieces, uneven: bool, chance: bool = True) -> torch.Tensor:
-        """A step that all ranks have agreed on in a meeting; see `train_step`. uneven: whether microbatches of any
-        replica may leave parameters out.
+    def run(self, pieces: batches.Pieces, flags: int, chance: bool = True) -> torch.Tensor:
+        """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
+        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in pieces.
         """
         drawn = torch.get_rng_state() if self.program.manifest.random else None
         start = time.perf_counter()
         devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
-            results = self._results(pieces, uneven, chance)
+            if self.data is not None and flags & STALE:
+                self.data.gather(self.transport)
+            results = self._results(pieces, bool(flags & UNEVEN), chance)
         except BaseException as error:
             if drawn is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(drawn)
@@ -333,9 +358,12 @@ class Trainer:
                 if (name, rank.shard * divided) in done:
                     continue
                 done.add((name, rank.shard * divided))
-                parameter = self._weights[name]
+                parameter = self.stepped(name)
                 if divided:
                     put(wholes.setdefault(name, torch.empty_like(parameter)), boxes[rank.shard], gradient)
+                    continue
+                if self.data is not None and self.data.of(name) is not None:
+                    self.data.take(name, gradient)
                     continue
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)
@@ -343,9 +371,26 @@ class Trainer:
                     parameter.grad = gradient
                 else:  # shares memory with another gradient, or with what is read again
                     parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+        specs = {spec.name: spec for spec in self._specs}
+        for rank in self._ranks:
+            for name, gradient in results[rank.rank].gradients.pieces.items():
+                if self.data is not None:
+                    self.data.take_piece(name, gradient)
+                else:
+                    put(
+                        wholes.setdefault(name, torch.empty_like(self._weights[name])),
+                        self._entries(rank, specs[name]),
+                        gradient,
+                    )
         for name, gradient in wholes.items():
             before = self._weights[name].grad
             self._weights[name].grad = gradient if before is None else before.add_(gradient)
+
+    def _entries(self, rank: Rank, spec: ParameterSpec) -> Box:
+        """What of a parameter that this process holds whole is a rank's piece."""
+        box = spec.boxes[rank.shard] if spec.boxes else whole_box(spec.shape)
+        group = rank.group(Group.DATA)
+        return part(box, *piece_of(spec.local.shape, len(group), group.index(rank.rank)))
 
     def _read_again(self, pieces: batches.Pieces) -> Iterator[torch.Tensor]:
         """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
@@ -358,7 +403,21 @@ class Trainer:
         """The trainable parameters of this process under the model's names, each once, in the program's
         order.
         """
-        return ((spec.name, self._weights[spec.name]) for spec in self._specs if spec.trainable)
+        return ((spec.name, self.stepped(spec.name)) for spec in self.trained)
+
+    @property
+    def trained(self) -> list[ParameterSpec]:
+        """Of the trainable parameters of this process."""
+        return [spec for spec in self._specs if spec.trainable]
+
+    def box(self, spec: ParameterSpec) -> Box | None:
+        """What this process computes with of a parameter; None: all of it."""
+        return self._shards.box(spec)
+
+    def stepped(self, name: str) -> nn.Parameter:
+        """What this process steps of a parameter that trains."""
+        piece = self.data.of(name) if self.data is not None else None
+        return self._weights[name] if piece is None else piece
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer takes. May be empty on a rank whose stages are frozen."""
@@ -392,15 +451,19 @@ class Trainer:
         """The square of the norm of the gradients that count here."""
         square = torch.zeros(1, dtype=torch.float64, device=self.device)
         for spec in self._specs:
-            gradient = self._weights[spec.name].grad
-            if gradient is not None and spec.trainable and self._first_holder(spec) in self.transport.ranks:
+            gradient = self.stepped(spec.name).grad
+            if gradient is not None and spec.trainable and self.counts(spec):
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
         return float(square)
 
-    def _first_holder(self, spec: ParameterSpec) -> int:
-        """The rank that speaks for all that hold a parameter."""
-        return self._ranks[0].group(spec.equal, spec.ranks)[0]
+    def counts(self, spec: ParameterSpec) -> bool:
+        """Whether this process' gradient of a parameter has entries that no process before it counts."""
+        first = self._ranks[0]
+        if self.data is not None and self.data.of(spec.name) is not None:
+            shard = 0 if "tp" in spec.equal.along else first.shard  # of those that hold the same whole parameter
+            return (first.position, first.shard) == (spec.owner, shard)
+        return first.group(spec.equal, spec.ranks)[0] in self.transport.ranks
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
@@ -415,8 +478,31 @@ class Trainer:
         return {name: kept for name, kept in found.items() if kept is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This process' parameters, frozen ones too, detached, under the model's names."""
+        """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
+        ranks step in pieces its own piece.
+        """
+        return self._held_now | {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    @property
+    def _held_now(self) -> dict[str, torch.Tensor]:
+        """This process' parameters as it computes with them, detached. `refresh` comes before."""
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
+
+    def refresh(self) -> None:
+        """Bring what ranks have stepped in pieces into the parameters that they compute with, if any has. All ranks
+        call it.
+        """
+        if self.program.manifest.zero == 0 or isinstance(self.transport, InProcess):
+            return
+
+        def stale() -> float:
+            if self.data is not None:
+                self.data.check_steps("parameters")
+            return float(self.data is not None and self.data.stale)
+
+        anywhere = self.transport.meeting.total("parameters that ranks have stepped in pieces", stale)
+        if anywhere and self.data is not None:
+            self.data.gather(self.transport)
 
     @property
     def speaks(self) -> bool:
@@ -479,6 +565,7 @@ class Trainer:
             return NOTHING, None
 
         self.transport.meeting.hold("collect", check)
+        self.refresh()
         for spec in wanted:
             into[spec.name].copy_(self._shards.whole(spec, self._weights.get(spec.name)))
             self._shards.put_back(spec)
@@ -490,8 +577,10 @@ class Trainer:
         manifest, meeting = self.program.manifest, self.transport.meeting
         if set(self.transport.ranks) == set(self._ranks[0].group(Group.WORLD)):
             self._check_values("save")
-            saving.write(directory, manifest, None, self.state_dict(), format)
+            saving.write(directory, manifest, None, self._held_now, format)
             return
+
+        self.refresh()
 
         def name() -> float:
             self._check_values("save")
@@ -508,7 +597,7 @@ class Trainer:
             return NOTHING, None
 
         own = [rank.position for rank in self._ranks if rank.rank == rank.group(Group.POSITION)[0]]
-        state = self.state_dict()
+        state = self._held_now
         for spec in manifest.parameters:  # all ranks have their part in each that is divided
             if self._shards.box(spec) is not None:
                 whole = self._shards.whole(spec, state.get(spec.name))
@@ -523,9 +612,9 @@ class Trainer:
         meeting.hold("the index of what is saved", index)
 
 
-def uneven(heard: Sequence[Heard]) -> bool:
-    """Whether any rank said so of its microbatches."""
-    return any(one.value for one in heard)
+def flags(heard: Sequence[Heard]) -> int:
+    """What any rank said: UNEVEN, STALE."""
+    return reduce(or_, (int(one.value) for one in heard), 0)
 
 
 def _read(rank: Rank) -> list[str]:

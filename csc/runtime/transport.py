@@ -63,6 +63,14 @@ class Endpoint(Protocol):
     def finish_sum(self, ticket: Any) -> bool:
         """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
 
+    def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> Any:
+        """Begin to sum `rows`, of which each of these ranks gets one, in their order. All of them call it, in the same
+        order. Returns a ticket.
+        """
+
+    def finish_scatter(self, ticket: Any) -> torch.Tensor | None:
+        """This rank's row of the sum, the highest rank added first; None: ask again later."""
+
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
     ) -> Any:
@@ -101,6 +109,9 @@ class Transport(Protocol):
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Sum a tensor over all processes, in place."""
+
+    def gathered(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str) -> list[torch.Tensor]:
+        """The tensors that these processes give, all of one size, in the order of their ranks."""
 
     def compare_programs(self, program: LoadedProgram) -> None:
         """ProgramError unless all processes have this program."""
@@ -216,6 +227,10 @@ class InProcess:
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         """Nothing to do: there is one process."""
 
+    def gathered(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str) -> list[torch.Tensor]:
+        """There is one process."""
+        return [tensor]
+
     def compare_programs(self, program: LoadedProgram) -> None:
         """Nothing to do: the ranks share it."""
 
@@ -286,6 +301,15 @@ class _Local:
             return False
         tensor.copy_(open_sum.total)
         return True
+
+    def start_scatter(
+        self, rows: torch.Tensor, ranks: tuple[int, ...], why: str
+    ) -> tuple[tuple[_Sum, torch.Tensor], int]:
+        return self.start_sum(rows, ranks, why), ranks.index(self.rank)
+
+    def finish_scatter(self, ticket: tuple[tuple[_Sum, torch.Tensor], int]) -> torch.Tensor | None:
+        (open_sum, _), row = ticket
+        return None if open_sum.total is None else open_sum.total[row]
 
     def drain(self) -> None:
         """Nothing is under way."""

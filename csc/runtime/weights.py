@@ -9,9 +9,10 @@ model has and the program does not use: nothing trains it, a whole model has it,
 
     each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
     read(path, parameters, device, format) -> {name: tensor}     all of them
+    identity(path) -> str                                        which weights those of a directory are
     check(parameters, tensors)                                   tensors in memory against what the program needs
 
-Reading takes the memory of what is read, and no second copy of it: see `_Files`.
+Reading takes the memory of what is read, and no second copy of it: see `Files`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def each(
     for name in specs:
         if name not in there and not optional:
             raise _unknown(name, table, str(path))
-    with _Files(table) as files:
+    with Files(table) as files:
         as_it_is: dict[str, str] = {}  # parameters that a tensor of the files is, under whatever name
         for piece in pieces:
             headers = {key: files.header(key) for key in piece.keys}
@@ -119,10 +120,20 @@ def each(
             yield from ((name, made[name]) for name in wanted)
 
 
+def identity(path: Path) -> str:
+    """A digest of which weights are in a directory that csc wrote; "" of others."""
+    index = path / INDEX
+    if index.is_file():
+        return hashlib.sha256(index.read_bytes()).hexdigest()
+    with _opened(path / SINGLE[0]) as opened:
+        digests = (opened.metadata() or {}).get(DIGESTS, "")
+    return hashlib.sha256(digests.encode()).hexdigest() if digests else ""
+
+
 PORTION = 16 * 2**20  # bytes
 
 
-class _Files:
+class Files:
     """Tensors of several safetensors files, read in portions.
 
     The pages of a mapped file that were read count as memory of the process for as long as the file is mapped. So what
@@ -137,7 +148,7 @@ class _Files:
         self.digests: dict[Path, dict[str, str]] = {}
         self.mapped = 0
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *error: object) -> None:

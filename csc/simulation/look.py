@@ -4,11 +4,13 @@ Terms: the *level* of a stage is its place among the stages of its rank; later c
 of F, B, W, BW and REDUCE are those of Okabe and Ito (2008), which readers with any kind of colour vision tell apart;
 they also differ in brightness.
 
-    colour(kind, level) -> (fill, ink)      levels(timeline) -> {stage: level}      ticks(span, count) -> step
+    colour(kind, level) -> (fill, ink)      levels(timeline) -> {stage: level}      top_of(timelines, limit) -> bytes
     seconds_text(0.0123) -> "12.3 ms"       bytes_text(3 * 2**30) -> "3.00 GiB"
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from csc.simulation.timeline import Timeline
 
@@ -52,6 +54,12 @@ def levels(timeline: Timeline) -> dict[int, int]:
         stages = sorted({event.action.stage for event in events if event.action.computes})
         found.update((stage, level) for level, stage in enumerate(stages))
     return found
+
+
+def top_of(timelines: Sequence[Timeline], limit: float | None) -> float:
+    """Bytes at the top of a memory lane: the limit, where what is used is not lost below it, else the largest peak."""
+    peak = max((size for one in timelines for size in one.peak_memory), default=0.0) or 1.0
+    return max(peak, limit) if limit is not None and limit <= 4 * peak else peak
 
 
 def unit(span: float) -> tuple[float, str]:

@@ -15,21 +15,20 @@
     for (let i = 0; i < steps.length; i++) times[i] = now += steps[i];
     return times;
   };
-  let longest = 1, largest = data.limit || 0;
+  let longest = 1;
+  const largest = data.top * 1.06 || 1, limit = data.limit && data.limit <= data.top ? data.limit : null;
   const runs = data.runs.map((run) => {
     const ranks = run.ranks.map((rank) => {
       const times = sums(rank.times);
       return { ...rank, start: times.filter((_, i) => i % 2 === 0), end: times.filter((_, i) => i % 2 === 1) };
     });
     const memory = run.memory.map((curve) => ({ times: sums(curve.times), sizes: curve.sizes }));
-    for (const curve of memory) for (const size of curve.sizes) if (size > largest) largest = size;
     const start = sums(run.moves.start);
     const moves = { ...run.moves, start, end: start.map((time, i) => time + run.moves.length[i]) };
     longest = Math.max(longest, run.makespan);
     return { ...run, ranks, memory, moves };
   });
   longest = Math.max(longest, data.bound || 0);
-  largest = largest * 1.06 || 1;
 
   const most = Math.max(...runs.map((run) => run.ranks.length), 1);
   const [BOX, CURVE, GAP] = most <= 8 ? [24, 30, 10] : most <= 24 ? [17, 17, 5] : [12, 10, 4];
@@ -181,13 +180,13 @@
     };
     fill(0, state, held);
     fill(state, largest, data.memory);
-    if (data.limit) fill(data.limit, largest, data.limitColour);
-    if (data.limit) {
+    if (limit) fill(limit, largest, data.limitColour);
+    if (limit) {
       pen.strokeStyle = data.limitColour;
       pen.setLineDash([4, 3]);
       pen.beginPath();
-      pen.moveTo(GUTTER, y(data.limit));
-      pen.lineTo(right, y(data.limit));
+      pen.moveTo(GUTTER, y(limit));
+      pen.lineTo(right, y(limit));
       pen.stroke();
       pen.setLineDash([]);
     }

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from csc.simulation import summary
-from csc.simulation.look import BASE, LIMIT, MEANING, MEMORY, TINTS, bytes_text, colour, levels, seconds_text
+from csc.simulation.look import BASE, LIMIT, MEANING, MEMORY, TINTS, bytes_text, colour, levels, seconds_text, top_of
 from csc.simulation.timeline import Curve, Event, Timeline
 
 TICKS = 10**8  # in the longest run: a pixel is still a thousand ticks when zoomed in a hundredfold
@@ -44,7 +44,7 @@ def page(timelines: Sequence[Timeline], title: str, bound: float | None = None, 
             _table(timelines, bound, limit),
             "</header>",
             '<div class="bar"><div class="tools">',
-            _legend(kinds, limit, bound),
+            _legend(kinds, timelines, limit, bound),
             '<span class="buttons">',
             '<label><input type="checkbox" id="messages" checked> messages</label>',
             '<label><input type="checkbox" id="memory" checked> memory</label>',
@@ -76,12 +76,22 @@ def _table(timelines: Sequence[Timeline], bound: float | None, limit: float | No
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table><p>{' '.join(notes)}</p>"
 
 
-def _legend(kinds: Sequence[str], limit: float | None, bound: float | None) -> str:
+def _legend(kinds: Sequence[str], timelines: Sequence[Timeline], limit: float | None, bound: float | None) -> str:
+    """Every colour that page.js draws with."""
     parts = [f'<i style="background:{BASE[kind]}"></i>{kind} {MEANING[kind]}' for kind in kinds]
-    parts.append(f'<i style="background:{MEMORY}"></i>activations')
-    parts.append('<i class="held"></i>state: parameters, gradients, optimizer')
+    if any(level for timeline in timelines for level in levels(timeline).values()):
+        parts.append(f'<i style="background:{colour("F", 1)[0]}"></i>lighter: a later stage of the same rank')
+    moved = {move.kind for timeline in timelines for move in timeline.transfers}
+    named = {"F": "message with activations", "B": "message with gradients"}
+    parts += [f'<i class="line" style="border-color:{BASE[kind]};border-top-style:solid"></i>{name}'
+              for kind, name in named.items() if kind in moved]  # fmt: skip
+    parts.append(f'<i style="background:{MEMORY}"></i>memory: activations')
+    parts.append('<i class="held"></i>memory: parameters, gradients, optimizer state')
     if limit is not None:
-        parts.append(f'<i class="line" style="border-color:{LIMIT}"></i>memory limit')
+        if any(size > limit for timeline in timelines for size in timeline.peak_memory):
+            parts.append(f'<i style="background:{LIMIT}"></i>memory above the limit')
+        above = "" if limit <= top_of(timelines, limit) else ", above the picture"
+        parts.append(f'<i class="line" style="border-color:{LIMIT}"></i>memory limit{above}')
     if bound is not None:
         parts.append('<i class="line upright"></i>lower bound')
     return '<span class="legend">' + "".join(f"<span>{part}</span>" for part in parts) + "</span>"
@@ -95,6 +105,7 @@ def _data(timelines: Sequence[Timeline], bound: float | None, limit: float | Non
         "tick": tick,
         "bound": None if bound is None else round(bound / tick),
         "limit": limit,
+        "top": top_of(timelines, limit),
         "kinds": list(BASE),
         "meaning": list(MEANING.values()),
         "colours": [[colour(kind, level) for level in range(len(TINTS))] for kind in BASE],

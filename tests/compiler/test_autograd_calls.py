@@ -199,11 +199,6 @@ def of_a_result(x: torch.Tensor, layer: Applying) -> torch.Tensor:
     return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0] * layer.scale
 
 
-def autocast(x: torch.Tensor, layer: Applying) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.linear(x, layer.linear.weight).float()
-
-
 REFUSED: dict[str, tuple[Function, str]] = {
     "detach_": (detached_in_place, "detaches a tensor in place"),
     "a write under no_grad": (clamped, "where autograd does not see it"),
@@ -222,8 +217,3 @@ def test_refused(name: str) -> None:
     with pytest.raises(csc.CscError, match=sentence) as caught:
         csc.compile(stack(function), example=batch(), cache=False)
     assert "test_autograd_calls.py" in caught.value.where and caught.value.remedy
-
-
-def test_autocast_is_refused() -> None:
-    with pytest.raises(csc.CscError, match=r"under torch\.autocast"):
-        csc.compile(stack(autocast), example=batch(), cache=False)

@@ -331,6 +331,35 @@ def test_too_short_a_sequence_is_refused() -> None:
 
 
 @pytest.mark.slow
+class Typed(Mixing):
+    """Tokens see those of their own type, which is made of the hidden state."""
+
+    def __init__(self, types: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(torch.tanh)
+        self.project, self.types = nn.Linear(16, 48), types
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        types, places = self.types(hidden), torch.arange(hidden.shape[1])
+        seen = (types[:, None, :, None] == types[:, None, None, :]) & (places[:, None] >= places)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(hidden).chunk(3, -1))
+        hidden = hidden + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(self.layers[0](hidden)).flatten(0, 1), labels.flatten())
+
+
+def test_types_that_have_but_the_sizes_of_hidden_states() -> None:
+    torch.manual_seed(0)
+    model = Typed(lambda hidden: torch.zeros_like(hidden, dtype=torch.int)[:, :, 0])
+    assert differing(model, mixing(torch.tanh)[1], mesh="cp=2") == {}
+
+
+def test_what_attention_sees_may_not_depend_on_parameters() -> None:
+    torch.manual_seed(0)
+    model = Typed(lambda hidden: (hidden[:, :, 0] > 0).long())
+    with pytest.raises(InputError, match=r"group_ranges is an operation|decides with .* what attention sees"):
+        csc.compile(model, mesh="cp=2", example=mixing(torch.tanh)[1], cache=False)
+
+
 def test_a_model_that_says_its_mask_itself() -> None:
     """csc.attention in the user's own code, its mask made by the data loader."""
 

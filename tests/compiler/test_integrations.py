@@ -153,6 +153,64 @@ def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Pa
     assert same(parameters(saved), expected)
 
 
+def uneven(count: int = ROWS * STEPS) -> Samples:
+    """Texts of other lengths, which end in what does not count."""
+    return [
+        {name: tensor[: len(tensor) - row % 4].clone() for name, tensor in one.items()}
+        for row, one in enumerate(samples(count // ROWS))
+    ]
+
+
+def padded(rows: Samples) -> BatchEncoding:
+    """To a multiple of 4."""
+    width = -(-max(len(row["labels"]) for row in rows) // 4) * 4
+
+    def row(one: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        return nn.functional.pad(one[name], (0, width - len(one[name])), value=-100 if name == "labels" else 0)
+
+    return BatchEncoding({name: torch.stack([row(one, name) for one in rows]) for name in rows[0]})
+
+
+def test_hf_trainer_balances_and_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    """As a loop over the loader; what is resumed in the middle of an epoch sees the steps that are left."""
+    data = uneven()
+    balance = {"lengths": [len(one["labels"]) for one in data], "multiple": 4}
+    changes = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    own = csc.balanced(
+        data, fresh(), batch_size=ROWS, collate=padded, shuffle=True, seed=arguments(tmp_path).seed, **balance
+    )
+    expected, trained = loop(fresh(), list(own))
+    log = Losses()
+
+    def trainer() -> CompiledTrainer:
+        return CompiledTrainer(
+            fresh(), arguments(tmp_path, **changes), balance=balance, train_dataset=data, data_collator=padded,
+            callbacks=[log],
+        )  # fmt: skip
+
+    whole = trainer()
+    whole.train()
+    assert log.seen == pytest.approx(expected, abs=1e-6)
+    assert same(parameters(whole.compiled.model), trained)
+    again = trainer()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(parameters(again.compiled.model), trained)
+    with pytest.raises(InputError, match="gradient_accumulation_steps is 2, and balance divides one batch"):
+        CompiledTrainer(fresh(), arguments(tmp_path, gradient_accumulation_steps=2), balance=balance)
+
+
+def test_lightning_takes_a_balanced_loader(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
+    data = uneven()
+    compiled = fresh()
+    loader = csc.balanced(
+        data, compiled, lengths=lambda i: len(data[i]["labels"]), batch_size=ROWS, collate=padded, multiple=4
+    )
+    expected, trained = loop(compiled, list(loader))
+    loader.set_epoch(7)  # in order: the same steps
+    losses, trainer = with_lightning(fresh(), tmp_path, loader=loader)
+    assert losses == expected and same(parameters(trainer.lightning_module.model), trained)
+
+
 def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
     compiled = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
@@ -169,12 +227,16 @@ def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_hf_trainer_on_two_processes(fresh: Callable[[], csc.CompiledModel], mesh: str, tmp_path: Path) -> None:
-    """Shuffled batches, saved and resumed halfway: what one process does, to the bit. Replicas load their shares."""
+@pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1)])
+def test_hf_trainer_on_two_processes(
+    fresh: Callable[[], csc.CompiledModel], mesh: str, zero: int, tmp_path: Path
+) -> None:
+    """Shuffled batches, saved and resumed halfway: what one process does, to the bit. Replicas load their shares, and
+    step their pieces.
+    """
     from tests.compiler import trainer_worker  # which imports this file
 
-    launching.ranks(trainer_worker.main, 2, tmp_path, mesh)
+    launching.ranks(trainer_worker.main, 2, tmp_path, mesh, zero)
     found = json.loads((tmp_path / "result.json").read_text())
     log = Losses()
     alone = CompiledTrainer(
@@ -207,7 +269,9 @@ def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tm
         CompiledTrainer(fresh(), arguments(tmp_path), compute_loss_func=lambda *_: None)
 
 
-def with_lightning(compiled: csc.CompiledModel, directory: Path, ranks: bool = False) -> tuple[list[float], Any]:
+def with_lightning(
+    compiled: csc.CompiledModel, directory: Path, ranks: bool = False, loader: Any = None
+) -> tuple[list[float], Any]:
     """The losses that Lightning saw, and its trainer; ranks: under torchrun, with a checkpoint of all of them."""
     import lightning
 
@@ -231,7 +295,7 @@ def with_lightning(compiled: csc.CompiledModel, directory: Path, ranks: bool = F
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=OneRankEach(compiled) if ranks else "auto",
     )  # fmt: skip
-    trainer.fit(module, DataLoader(samples(), batch_size=ROWS, collate_fn=collate))
+    trainer.fit(module, loader or DataLoader(samples(), batch_size=ROWS, collate_fn=collate))
     trainer.save_checkpoint(directory / "last.ckpt")
     return losses, trainer
 

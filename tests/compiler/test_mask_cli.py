@@ -84,3 +84,16 @@ def test_errors(
 ) -> None:
     code, _, err = run(capsys, monkeypatch, *words)
     assert code == 2 and message in " ".join(err.split())
+
+
+def test_why_the_uneven_way_is_the_fastest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heaviest rank has 1.41 times the mean; more even ways send more keys than attention lasts."""
+    words = ("generation:8192,seed=1", "--ranks", "8")
+    said = figures(capsys, monkeypatch, *words)
+    ways = {way["way"]: way for way in said["ways"]}
+    assert said["ways"][0]["way"] == "balanced" and ways["balanced"]["tiles_over_mean"] > 1.3
+    assert ways["zigzag"]["tiles_over_mean"] < ways["balanced"]["tiles_over_mean"]
+    assert ways["zigzag"]["seconds"] > ways["balanced"]["seconds"]
+    assert "balanced is uneven (1.414) and the fastest" in said["why"]
+    fast = figures(capsys, monkeypatch, *words, "--link", "5000")
+    assert fast["ways"][0]["tiles_over_mean"] < 1.05 and fast["why"] == ""  # links that take no time: even tiles

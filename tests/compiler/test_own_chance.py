@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,90 @@ def compiled(draw: Callable[[], Any]) -> csc.CompiledModel:
 def test_numbers_that_csc_would_not_draw_are_refused(draw: Callable[[], Any], said: str) -> None:
     with pytest.raises(csc.InputError, match=said):
         compiled(draw)
+
+
+def dropping(rate: float, draw: Callable[[], Any]) -> Callable[[torch.Tensor, Applying], torch.Tensor]:
+    """Layer drop, as models of speech and music have it."""
+    return lambda x, layer: x * 0.0 if draw() < rate else layer.scale * x
+
+
+def uniform() -> float:
+    return random.uniform(0, 1)
+
+
+DRAWS = [uniform, lambda: random.random(), lambda: numpy.random.rand(), lambda: numpy.random.uniform(0.0, 1.0)]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_number_that_decides_nothing_may_be_drawn(draw: Callable[[], Any]) -> None:
+    """And the user's generators stay as they were."""
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    model = stack(dropping(0.0, draw))
+    compiled = csc.compile(model, example=batch(), cache=False, check=False)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
+    loss = compiled.train_step(batch()).item()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    eager = model(**batch())
+    eager.backward()
+    assert loss == eager.item()
+    assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters())
+    assert compiled.train_step(batch()).item() == loss, "nothing of the model was changed"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: 1.0 if p < 0.5 else 2.0,
+        lambda p: 1.0 if operator.gt(0.5, p) else 2.0,
+        lambda p: 1.0 if p >= 0.25 else 2.0,
+        lambda p: 1.0 + p,
+        lambda p: 2**p,
+        lambda p: 1.0 if p else 2.0,
+        lambda p: {p: 1.0}[p],
+        lambda p: 1.0 if p == 0.5 else 2.0,
+        lambda p: torch.tensor(float(p)),
+        lambda p: torch.ones(1) * p,
+        lambda p: torch.ones(1).add(p),
+        lambda p: torch.full((1,), p),
+        lambda p: 1.0 if p < torch.tensor(0.5) else 2.0,
+        lambda p: 1.0 if numpy.float64(0.5) > p else 2.0,
+        lambda p: numpy.asarray([p], dtype=float).sum().item(),
+        lambda p: float(f"{p:.3f}"),
+        lambda p: max(p, 0.5),
+    ],
+)
+def test_one_that_is_used_may_not(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(csc.InputError, match="draws random numbers from Python's random module"):
+        compiled(lambda: use(random.random()))
+
+
+@pytest.mark.parametrize("draw", DRAWS[2:])
+def test_nor_one_of_numpy(draw: Callable[[], Any]) -> None:
+    with pytest.raises(csc.InputError, match="draws random numbers from NumPy"):
+        compiled(lambda: 1.0 if draw() < 0.5 else 2.0)
+
+
+def test_one_that_is_used_behind_others_may_not() -> None:
+    def draw() -> float:
+        random.random()
+        return 1.0 if random.uniform(0, 1) < 0.0 else random.gauss(0.0, 1.0)
+
+    with pytest.raises(csc.InputError, match="draws random numbers from Python's random module"):
+        compiled(draw)
+
+
+def test_numbers_of_a_generator_that_the_forward_seeds_are_those_of_eager() -> None:
+    def draw() -> float:
+        random.seed(5)
+        first = random.random()
+        return first - 2 * random.uniform(0, 2)
+
+    random.seed(0)
+    expected, model = draw(), stack(lambda x, layer: layer.scale * x * draw(), 1)
+    found = csc.compile(model, example=batch(), cache=False, check=False).train_step(batch()).item()
+    model.layers[0].function = lambda x, layer: layer.scale * x * expected
+    assert found == model(**batch()).item()
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(WIDTH), left_to_chance_in_a_fork, random.Random(1).random])

@@ -113,6 +113,7 @@ def test_without_weights_the_graph_is_asked(case: str) -> None:
 
 
 TURNS = [1.0, 0.5, 0.25]
+TENSORS = [torch.full((16,), 0.5), torch.full((16,), 1.5)]  # two: every second step is alike
 
 
 class Held:
@@ -131,6 +132,11 @@ def _global_turned() -> float:
     return TURNS[0]
 
 
+def _tensors_turned() -> torch.Tensor:
+    TENSORS.append(TENSORS.pop(0))
+    return TENSORS[0]
+
+
 class Deep:
     """A list in a list."""
 
@@ -141,17 +147,27 @@ class Deep:
         return self.kept[0][-1]
 
 
-SCALES: dict[str, Callable[[], float]] = {
+SCALES: dict[str, Callable[[], Any]] = {
     "iterator": itertools.cycle(TURNS).__next__,
+    "iterator over two": itertools.cycle(TURNS[:2]).__next__,
     "global": _global_turned,
+    "global tensors": _tensors_turned,
     "object": Held().next,
     "nested": Deep().next,
 }
 
 
 @pytest.mark.parametrize("case", SCALES)
-def test_what_changes_where_csc_does_not_look_is_refused_by_the_check(case: str) -> None:
+def test_what_changes_beside_the_model_is_refused(case: str) -> None:
     model = Changing(None, lambda kept: kept, lambda _: SCALES[case](), False)
-    compiled = csc.compile(model, example=small.text_batch(2), cache=False)
-    with pytest.raises(InputError, match=r"the same batch has another loss each time.*its forward changes"):
-        compiled.train_step(small.text_batch(2))
+    with pytest.raises(
+        InputError, match=r"computes with it|the same batch has another loss each time.*forward changes"
+    ):
+        csc.compile(model, example=small.text_batch(2), cache=False).train_step(small.text_batch(2))
+
+
+@pytest.mark.parametrize("case", ["global", "global tensors"])
+def test_a_global_that_is_computed_with_is_refused_without_the_check(case: str) -> None:
+    model = Changing(None, lambda kept: kept, lambda _: SCALES[case](), False)
+    with pytest.raises(InputError, match=r"changes .*T\w+S.* and computes with it"):
+        csc.compile(model, example=small.text_batch(2), cache=False, check=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -184,6 +184,40 @@ def test_what_is_computed_in_which_dtype(base: CompiledModel) -> None:
 
 def _results(program: Program, template: str) -> tuple[Any, ...]:
     return g.outputs(program.templates[template].graph)
+
+
+DECOMPOSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "matrix_exp": torch.matrix_exp,
+    "det": lambda w: w * torch.det(w),
+    "svdvals": lambda w: w * torch.linalg.svdvals(w),
+    "matrix norm": lambda w: w / torch.linalg.norm(w, 2),
+    "pinverse": torch.pinverse,
+    "eigvalsh": lambda w: w * torch.linalg.eigvalsh(w @ w.T),
+}
+
+
+class Decomposed(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.function = nn.Linear(8, 8), function
+        self.weight = nn.Parameter(2 * torch.eye(8) + 0.1 * torch.rand(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) @ self.function(self.weight)).square().mean()
+
+
+@pytest.mark.parametrize("function", DECOMPOSED)
+def test_what_bfloat16_cannot_do_is_done_in_float32(function: str) -> None:
+    batch = {"x": torch.linspace(-1, 1, 32).reshape(4, 8)}
+    eager, model = (Decomposed(DECOMPOSED[function]) for _ in range(2))
+    loss = eager(**batch)
+    loss.backward()
+    own = csc.compile(model, example=batch, precision="bf16", cache=False).train_step(batch)  # checked
+    assert float(own) == pytest.approx(loss.item(), rel=0.05)
+    for (name, parameter), right in zip(model.named_parameters(), eager.parameters()):
+        assert parameter.grad is not None and right.grad is not None
+        assert float((parameter.grad - right.grad).norm()) <= 0.05 * float(right.grad.norm()), name
 
 
 @pytest.mark.slow

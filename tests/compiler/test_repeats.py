@@ -37,7 +37,8 @@ class Layer(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), float(number)))
 
     def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        RUN.append(1)
+        if type(hidden) is not torch.Tensor:  # in a trace
+            RUN.append(1)
         return hidden + self.scale * F.gelu(self.linear(self.norm(hidden) + position)) + self.shift
 
 

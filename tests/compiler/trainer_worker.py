@@ -1,6 +1,6 @@
 """One rank of the test that trains with HF's Trainer on two processes, with a checkpoint on the way.
 
-main(directory, mesh)
+main(directory, mesh, zero)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.compiler.peft_models import llama, text_batch
 from tests.compiler.test_integrations import ROWS, Losses, arguments, collate, samples
 
 
-def main(directory: Path, mesh: str) -> None:
+def main(directory: Path, mesh: str, zero: int) -> None:
     log, again = Losses(), Losses()
     changes = {"train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 2}
     for seen, checkpoint in ((log, None), (again, str(directory / "checkpoint-2"))):
-        compiled = csc.compile(llama(), mesh=mesh, example=text_batch(ROWS), microbatches=2)
+        compiled = csc.compile(llama(), mesh=mesh, example=text_batch(ROWS), microbatches=2, zero=zero)
         trainer = CompiledTrainer(
             compiled,
             arguments(directory, **changes),

@@ -37,7 +37,7 @@ def losses_in(said: str, step: int = 9) -> list[float]:
 def test_llava_trains_alike_in_one_process_and_under_torchrun() -> None:
     alone = losses("examples/llava.py")
     ranks = losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "examples/llava.py")
-    assert len(alone) == 1 and ranks == alone * 3
+    assert len(alone) == 1 and ranks == alone  # the first rank alone prints
     assert alone[0] < 4.6  # ten steps from log(100) = 4.605
 
 
@@ -46,8 +46,8 @@ def test_packed_documents_train_alike_in_one_process_and_on_ranks() -> None:
     """Four context-parallel ranks, other documents in every step."""
     alone = losses("examples/packed.py")
     ranks = losses_in("".join(launching.script(4, "examples/packed.py")))
-    assert len(alone) == 1 and len(ranks) == 4
-    assert ranks == pytest.approx(alone * 4, abs=2e-3)  # gloo adds four gradients in an order of its own
+    assert len(alone) == len(ranks) == 1
+    assert ranks == pytest.approx(alone, abs=2e-3)  # gloo adds four gradients in an order of its own
     assert alone[0] < 3.5  # ten steps from log(100) = 4.605
 
 
@@ -60,7 +60,7 @@ def test_a_composed_model_learns_to_see_and_hear() -> None:
     assert int(shares[1][1]) >= 70 and int(shares[1][2]) >= 95
     alone = re.findall(r"step 20: loss ([\d.]+)", said)
     ranks = launching.script(3, "examples/compose.py", "21")
-    assert losses_in("".join(ranks), step=20) == [float(loss) for loss in alone] * 3
+    assert losses_in("".join(ranks), step=20) == [float(loss) for loss in alone]
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import numpy
@@ -168,6 +171,42 @@ def test_is_taken_apart() -> None:
     kept = (aten.linear.default, aten.layer_norm.default, aten.view.default, aten.upsample_bilinear2d.vec)
     assert [private.is_taken_apart(one) for one in apart] == [True] * 5
     assert [private.is_taken_apart(one) for one in kept] == [False] * 4
+
+
+def test_parts_of() -> None:
+    """The same while export has what it gives in its own table, and what the operation gives."""
+    aten = torch.ops.aten
+    x = torch.linspace(-1, 1, 3)
+
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.logsigmoid(x)
+
+    operation = aten.log_sigmoid.default
+    assert torch.equal(private.parts_of(operation)(x), nn.functional.logsigmoid(x))
+    program = torch.export.export(Calls(), (x,)).run_decompositions({operation: private.parts_of(operation)})
+    assert "aten.log_sigmoid_forward.default" in [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+
+
+def test_unchanged_modules() -> None:
+    """A module that is as asked for stays as it is, in a trace too; another dtype, device or layout is a change."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner = self.inner.to(x.device).to(torch.float32).float().to(x)
+            return self.inner(x)
+
+    x, conv, linear = torch.ones(1, 2), nn.Conv2d(1, 1, 1), nn.Linear(2, 2)
+    with private.unchanged_modules():
+        torch.export.export(Casting(), (x,), strict=False)
+        weight = linear.weight
+        assert linear.half().weight.dtype == torch.float16 and linear.float().weight.dtype == torch.float32
+        assert linear.weight is weight and nn.Linear(2, 2).to("meta").weight.is_meta
+        assert conv.to(memory_format=torch.channels_last) is conv
 
 
 def test_fx_traceback() -> None:
@@ -628,3 +667,28 @@ def test_is_profiled() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private.is_profiled()
     assert not private.is_profiled()
+
+
+class _Ending(torch.utils.data.Dataset[int]):
+    """Whose worker ends itself once it has handed out a batch."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_unattended_workers() -> None:
+    """They are missed where a batch is waited for."""
+    batches = private.unattended_workers(iter(torch.utils.data.DataLoader(_Ending(), num_workers=1)))
+    assert next(batches) == 0
+    time.sleep(1)  # while torch's own handler would raise
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        next(batches)
+    del batches  # ends what is left without an error
+    without = iter(torch.utils.data.DataLoader(_Ending()))
+    assert private.unattended_workers(without) is without

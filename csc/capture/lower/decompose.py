@@ -4,8 +4,8 @@
 
 `x.to(dtype)`, `x.reshape(shape)` and their like give a view or a copy, as their arguments are: each is taken apart into
 the operations that it is here, and so are a few that are made of others which csc has rules for, but have none
-themselves. All others stay as they are. Only where a model writes in place, which few do, torch traces the whole graph
-again, twice, to find out what every view of what was written holds afterwards.
+themselves. All others stay as they are. Where a model writes in place, views are made again behind the write
+(csc.capture.lower.writes); only what has no form there is left to torch, which traces the whole graph again, twice.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ExportGraphSignature
 
+from csc.capture.lower.writes import without_writes
 from csc.errors import ProgramError
 from csc.ir import graph as g
-from csc.torch_private import OpOverload, is_taken_apart, make_fx, python_kernels
+from csc.torch_private import OpOverload, is_taken_apart, make_fx, parts_of, python_kernels
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -30,6 +31,9 @@ def functional(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, Export
     the loss.
     """
     graph = _rewritten(exported.graph) if all(map(_is_plain, exported.graph.nodes)) else None
+    if graph is not None and any(map(g.mutates, graph.nodes)):
+        graph = without_writes(graph)
+        graph = None if graph is None else _rewritten(graph)
     if graph is None or any(map(g.mutates, graph.nodes)):  # running statistics: only their parts say that they write
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
@@ -44,7 +48,7 @@ def _rewritten(exported: fx.Graph) -> fx.Graph:
     for node in exported.nodes:
         if node.target is operator.getitem and isinstance(mapping[node.args[0]], (list, tuple)):
             mapping[node] = mapping[node.args[0]][node.args[1]]
-        elif _is_of_others(node.target):
+        elif _is_of_others(node.target) and not g.mutates(node):
             mapping[node] = _taken_apart(graph, node, mapping)
         elif _is_own_constant(node):
             mapping[node] = mapping[node.args[0]]
@@ -54,12 +58,11 @@ def _rewritten(exported: fx.Graph) -> fx.Graph:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it is a value, or an operation on values that does not write, and none that runs other functions."""
+    """Whether it is a value, or an operation on values, and none that runs other functions."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    if isinstance(node.target, OpOverload):
-        return not g.mutates(node) or _is_own_constant(node)
-    return node.target is operator.getitem or isinstance(node.meta.get("val"), NUMBERS)
+    known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    return known or isinstance(node.meta.get("val"), NUMBERS)
 
 
 def _is_of_others(operation: Any) -> bool:
@@ -87,11 +90,12 @@ def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> fx.N
 def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> Any:
     """What a node gives, by operations that are not made of others."""
     given = node.all_input_nodes
+    evaluate: Any = _OTHER_OPERATIONS.get(node.target, node.target)
 
     def run(*values: Any) -> Any:
         by_node = dict(zip(given, values))
         arguments, keywords = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
-        return node.target(*arguments, **keywords)  # type: ignore[operator]
+        return evaluate(*arguments, **keywords)
 
     values = [one.meta["val"] for one in given]
     with torch.no_grad(), python_kernels():
@@ -127,14 +131,14 @@ def _strided(
     return written.reshape(-1).scatter(0, numbers.reshape(-1), values.reshape(-1)).view(written.shape)
 
 
-_OTHER_OPERATIONS = {
+_OTHER_OPERATIONS: dict[Any, Any] = {
     torch.ops.aten.copy.default: _written,
     torch.ops.aten.concat.default: torch.cat,
     torch.ops.aten.as_strided_scatter.default: _strided,
 }
 # Torch's derivatives of these are those of what they call: nothing but the graph changes.
 _MADE_OF_OTHERS = {
-    operation: operation.decompose
+    operation: parts_of(operation)
     for packet in map(
         torch.ops.aten.__getattr__,
         ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "log_sigmoid", "tensordot", "inner", "tile",

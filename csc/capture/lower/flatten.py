@@ -18,6 +18,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 
 from csc.analysis.own_backward import settle
 from csc.capture.dedup import bodies
+from csc.capture.lower.autocast import SETTLED, write_casts
 from csc.capture.lower.decompose import functional
 from csc.capture.lower.detached import own_memory
 from csc.capture.lower.masked_index import without_selections
@@ -49,13 +50,14 @@ def inline_regions(module: fx.GraphModule) -> None:
             enable_grad, body, *operands = node.args
             _inline(module, node, body, operands, detach=not enable_grad)
         elif is_autocast_region(node.target):
-            _device, _dtype, enabled, _cache, body, *operands = node.args
+            device, dtype, enabled, cache, body, *operands = node.args
+            inner = getattr(module, body.target)
+            inline_regions(inner)
             if enabled:
-                raise InputError(
-                    "the model runs part of itself under torch.autocast",
-                    source_of(node) or "model",
-                    "cast the parameters instead (model.to(torch.bfloat16)), or disable autocast inside forward",
-                )
+                write_casts(inner.graph, device, dtype, cache)
+            else:
+                for one in inner.graph.nodes:
+                    one.meta[SETTLED] = True
             _inline(module, node, body, operands, detach=False)
     module.recompile()
 

@@ -36,6 +36,10 @@ def without_selections(graph: fx.Graph, mode: FakeTensorMode) -> None:
     Before    %rows : f32[u0, 8] = aten.index(%x, [%mask]);  %y = aten.add(%rows, 1);  aten.index_put(%x, [%mask], %y)
     After     %rows : f32[2, 10, 8] = aten.alias(%x);  %y = aten.add(%rows, 1);  aten.where(%mask, %y, %x)
 
+    `torch.where(mask)` gives the places of all elements, in place; what is then looked up at these and added at others
+    (`out.index_add_(0, places, rows)`, as the experts of a mixture do) is in place, and adds zeros where nothing was
+    selected.
+
     Raises InputError, with the source line, where rows that were not selected would count.
     """
     _Rewriting(graph, mode).run()
@@ -54,6 +58,8 @@ class _Rewriting:
                 self._select(node, mask)
             elif mask is not None:
                 self._write(node, mask)
+            elif g.op_name(node) == "aten::where" and len(node.args) == 1:
+                self._find(node)
             elif any(used in self.in_place for used in node.all_input_nodes):
                 self._carry_on(node)
 
@@ -63,6 +69,34 @@ class _Rewriting:
         rows = self._made(node, aten.alias.default, (whole,), {}, whole.meta["val"])
         self._replace(node, rows)
         self.in_place[rows] = mask
+
+    def _find(self, node: fx.Node) -> None:
+        """`torch.where(mask)`: the places of all elements, along each dimension."""
+        mask: Any = node.args[0]
+        if mask.meta["val"].dtype is not torch.bool:
+            mask = self._call(node, aten.ne.Scalar, mask, 0)
+        shape = [self._size(node, mask, dim) for dim in range(mask.meta["val"].dim())]
+        flat = self._call(node, aten.reshape.default, mask, [-1])
+        for one in list(node.users):
+            dim: Any = one.args[1]
+            along = self._call(node, aten.arange.default, shape[dim], device=mask.meta["val"].device)
+            column = self._call(node, aten.view.default, along, [-1, *[1] * (len(shape) - dim - 1)])
+            places = self._call(node, aten.expand.default, column, shape)
+            rows = self._call(node, aten.reshape.default, places, [-1])
+            self._replace(one, rows)
+            self.in_place[rows] = flat
+        self.graph.erase_node(node)
+
+    def _add(self, node: fx.Node) -> None:
+        """`whole.index_add(0, places, rows)`: nothing is added for rows that were not selected."""
+        whole, dim, places, rows, *_ = node.args
+        masks = [self.in_place.get(one) for one in (places, rows)]  # type: ignore[arg-type]
+        if dim != 0 or whole in self.in_place or not isinstance(masks[0], fx.Node) or not _same(*masks):
+            raise _refused(node, "adds rows, of which a mask has selected some")
+        assert isinstance(rows, fx.Node)
+        others = self._call(node, aten.logical_not.default, masks[0])
+        others = self._column(node, others, rows.meta["val"].dim() - 1)
+        node.replace_input_with(rows, self._call(node, aten.masked_fill.Scalar, rows, others, 0))
 
     def _write(self, node: fx.Node, mask: fx.Node) -> None:
         """`x[mask] = values`."""
@@ -89,6 +123,9 @@ class _Rewriting:
             return
         if name == "aten::masked_scatter" and given == [node.args[2]]:
             node.replace_input_with(given[0], self._together(node, given[0]))
+            return
+        if name == "aten::index_add":
+            self._add(node)
             return
         if name == "aten::cross_entropy_loss" and node.args[1] in self.in_place:
             self._leave_out(node)

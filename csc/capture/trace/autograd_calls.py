@@ -1,21 +1,25 @@
 """What a model asks of autograd in its forward, where a trace would not see it or would take it for something else.
 
     asked = Asked()
-    with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients: the line that did
+    with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients, asked.flags: the lines
+                                        that did
 
 What becomes of it:
     torch.autograd.grad           without create_graph its results are detached; with it they are traced
     tensor.data                   tensor.detach()
     torch.inference_mode          torch.no_grad: what it makes may be used like any other tensor of a trace
+    tensor.requires_grad          answered as it is, and noted: with another frozen set the answer may be another
     tensor.backward, detach_      refused; so are hooks on several tensors, on saved ones and on a grad_fn, which csc
                                   would not call
     y.data.mul_(2)                refused: a write that autograd does not see leaves gradients as they were, which a
                                   graph without writes cannot say
+    no_grad inside autocast       refused: export loses it
     embedding(.., max_norm)       refused: it changes the table
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,26 +29,40 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from csc.capture.diagnostics import calling_line
+from csc.capture.diagnostics import calling_line, is_of_libraries
 from csc.errors import InputError
 from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
-GRAD_FN, DATA = (getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data"))
+GRAD_FN, DATA, NEEDS, LEAF = (
+    getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data", "requires_grad", "is_leaf")
+)
+FLAGS = (NEEDS, LEAF, GRAD_FN)
+MODES = ("__torch_function__", "_run")  # functions of modes between the model's line and this one
 
 
 class Asked(TorchFunctionMode):
-    """gradients: the line that last asked for a gradient; "": none did."""
+    """gradients: the line that last asked for a gradient; flags: the first of the model's own that asked whether a
+    tensor needs one. "": none did.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients = ""
+        self.gradients = self.flags = ""
+        self.autocasts: list[bool] = []  # of the blocks that are open: whether gradients were on where it began
         self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == DATA:
             return torch.Tensor.detach(*args)
+        if func in FLAGS and not self.flags and not in_functorch_transform() and _is_asked_by_the_model():
+            self.flags = calling_line()
+        if self.autocasts and self.autocasts[-1] != torch.is_grad_enabled() and not in_functorch_transform():
+            raise _refused(
+                "the model turns gradients on or off inside a block of torch.autocast, which a trace loses",
+                "put torch.no_grad() around the autocast block, or take detach() of the results",
+            )
         if func is torch.Tensor.detach_:
             raise _refused("the model detaches a tensor in place", "take the tensor that detach() returns")
         if func is torch.Tensor.backward:
@@ -106,6 +124,14 @@ class _Node:
         return getattr(self._node, name)
 
 
+def _is_asked_by_the_model() -> bool:
+    """Whether a mode is called for a line that is neither torch's nor csc's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name in MODES:
+        frame = frame.f_back
+    return not is_of_libraries(frame.f_code.co_filename)
+
+
 @contextmanager
 def autograd_calls(asked: Asked) -> Iterator[None]:
     """A context around the model's forward, in a trace."""
@@ -115,9 +141,27 @@ def autograd_calls(asked: Asked) -> Iterator[None]:
         patch.object(saved_tensors_hooks, "__enter__", _entered(saved_tensors_hooks.__enter__)),
         patch.object(torch.inference_mode, "__enter__", _enter_as_no_grad),
         patch.object(torch.inference_mode, "__exit__", _leave_as_no_grad),
+        patch.object(torch.autocast, "__enter__", _noting(asked, torch.autocast.__enter__)),
+        patch.object(torch.autocast, "__exit__", _leaving(asked, torch.autocast.__exit__)),
         asked,
     ):
         yield
+
+
+def _noting(asked: Asked, own: Callable[..., Any]) -> Callable[..., Any]:
+    def __enter__(self: torch.autocast) -> Any:
+        asked.autocasts.append(torch.is_grad_enabled())
+        return own(self)
+
+    return __enter__
+
+
+def _leaving(asked: Asked, own: Callable[..., Any]) -> Callable[..., Any]:
+    def __exit__(self: torch.autocast, *error: Any) -> Any:
+        asked.autocasts.pop()
+        return own(self, *error)
+
+    return __exit__
 
 
 def _enter_as_no_grad(self: torch.inference_mode) -> None:

@@ -45,6 +45,7 @@ from csc.torch_private import (
     one_is_no_special_size,
     plain_checkpoints,
     tensors_of_data,
+    unchanged_modules,
     without_messages,
 )
 
@@ -110,9 +111,16 @@ class LossOnly(nn.Module):
         alone = Alone(batch, {id(parameters[path]): (path, one) for path, one in buffers.items()}, self._example)
         with (
             own_gradients() as with_hooks,
-            own_chance(),
             autograd_calls(self.autograd),
-            self.watching.entries(batch, asked, recording, alone, by_number if self._with_rows else None),
+            self.watching.entries(
+                batch,
+                asked,
+                recording,
+                alone,
+                by_number if self._with_rows else None,
+                {id(tensor): name for name, tensor in parameters.items()},
+            ),
+            own_chance(),
             self._repeats.patched(),
             hosting.hosted(self.model, calls, host.asking, self._example, batch, self._name_of, self._found),
         ):
@@ -230,9 +238,9 @@ class Host:
 class Exported:
     """deciding: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
-    gradients: the line that asked autograd for some; changes: what the model wrote to itself; written_beside: and
-    beside it; undecided: whether it
-    asked of the batch alone what was not answered; decisions: what was.
+    gradients: the line that asked autograd for some; asked_flags: the first that asked whether a tensor needs any;
+    changes: what the model wrote to itself; written_beside: and beside it; undecided: whether it asked of the batch
+    alone what was not answered; decisions: what was.
     """
 
     program: torch.export.ExportedProgram
@@ -241,6 +249,7 @@ class Exported:
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
     gradients: str
+    asked_flags: str
     changes: Changes
     written_beside: frozenset[Slot]
     undecided: bool
@@ -402,6 +411,7 @@ def _exported(
         calls,
         tuple(asked) if ones else None,
         wrapped.autograd.gradients,
+        wrapped.autograd.flags,
         wrapped.changes,
         wrapped.written_beside,
         wrapped.watching.undecided,
@@ -431,6 +441,7 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         each_computed(),
         plain_checkpoints(),
         tensors_of_data(),
+        unchanged_modules(),
     ):
         yield
 

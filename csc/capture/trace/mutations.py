@@ -8,7 +8,7 @@ weights is traced again instead.
 Terms: a *slot* is (path of a module, name of an attribute), of a buffer (path of its module + "._buffers", name).
 
     before = Slots(model); ...; before.written() -> {slot: (before, after)}
-    refuse_if_computed_with(model, run, changes, program, again)     InputError
+    refuse_if_computed_with(model, run, changes, beside, program, again)     InputError
     with attributes_kept(model): ...                                 nothing that is written stays behind
 """
 
@@ -68,15 +68,21 @@ class Slots:
 
 
 def refuse_if_computed_with(
-    model: nn.Module, run: Callable[[], float], changes: Changes, program: Program, again: Callable[[], Captured]
+    model: nn.Module,
+    run: Callable[[], float],
+    changes: Changes,
+    beside: frozenset[Slot],
+    program: Program,
+    again: Callable[[], Captured],
 ) -> None:
     """InputError if what the model's forward wrote decides what it computes in a later step.
 
     run: the loss of one forward, with random numbers that are the same each time; program: the capture; changes: what
-    was written in its trace; again: captures the model as it then is, for models that cannot be run.
+    was written in its trace; beside: globals, objects and closures that were, which nobody puts back; again: captures
+    the model as it then is, for models that cannot be run.
     """
     first = {slot: both for slot, both in changes.items() if not _remembered(*both)}
-    if not first:
+    if not first and not beside:
         return
     try:
         losses, counted = _losses(model, run)
@@ -88,7 +94,7 @@ def refuse_if_computed_with(
             _traced_with(model, counted, program, again)
     else:
         if any(abs(loss - losses[0]) > SAME * abs(losses[0]) for loss in losses):
-            raise _computed_with(model, first)
+            raise _computed_with(model, first or beside)
 
 
 def _losses(model: nn.Module, run: Callable[[], float]) -> tuple[list[float], dict[Slot, Any]]:
@@ -130,7 +136,8 @@ def _traced_with(
 
 
 def _computed_with(model: nn.Module, slots: Iterable[Slot]) -> InputError:
-    names = ", ".join(sorted(f"{path.removesuffix(BUFFERS)}.{name}".lstrip(".") for path, name in slots))
+    paths = (("" if path == BESIDE else path.removesuffix(BUFFERS), name) for path, name in slots)
+    names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in paths))
     return InputError(
         f"the model's forward changes {names} and computes with it, so that each step is another one",
         type(model).__name__,

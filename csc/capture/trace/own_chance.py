@@ -2,7 +2,7 @@
 
 csc draws for each region from a seed of the step (csc.kernels.dropout). So a forward that seeds torch's generator, or
 has one of its own, to draw the same numbers each time would have others; and what Python's or NumPy's generator gave
-in the trace would stand in the program for good.
+in the trace would stand in the program for good, if it was used for anything (csc.capture.trace.draws).
 
     with own_chance(): ...      while the model's forward is traced; InputError with the line, where it is known
 """
@@ -10,7 +10,7 @@ in the trace would stand in the program for good.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from csc.capture.diagnostics import calling_line
+from csc.capture.trace.draws import Drawn, hidden_draws
 from csc.errors import InputError
+from csc.torch_private import pytree
 
 SEED = 0x5EED_0F_C5C  # one that a model will not choose
 FIXED = "make the numbers in __init__ and keep them as a buffer, or let them come with the batch"
@@ -30,11 +32,14 @@ class _Drawing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._states, self._after = _states(), ""
+        self._before = self._expected = _states()
+        self._after, self._drawn, self._used = "", False, False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._after and self._states != _states():
+        if self._drawn:
+            args, kwargs = pytree.tree_map_only(Drawn, Drawn.revealed, (args, kwargs))
+        if not self._after and self._expected != _states():
             self._after = calling_line()
         if torch.initial_seed() != SEED:
             raise InputError(
@@ -50,11 +55,25 @@ class _Drawing(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    def draw(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A number that may remain without use. Of a generator from which nothing else came before, that is as well as
+        if nothing had been drawn.
+        """
+        alone = not self._used and self._expected == _states()
+        drawn, self._drawn = function(*args), True
+        if alone:
+            self._expected = _states()
+        return drawn
+
+    def used(self) -> None:
+        """The value of a number was used."""
+        self._used, self._expected = True, self._before
+
     def refuse_drawn(self) -> None:
         """InputError if a generator that is not torch's will give other numbers than before the forward. One that the
-        forward seeds gives the same in every step.
+        forward seeds gives the same in every step. If nothing came of what was drawn, it is put back.
         """
-        for (name, state), (_, now) in zip(self._states, _states()):
+        for (name, state), (_, now) in zip(self._expected, _states()):
             if state != now:
                 raise InputError(
                     f"the model draws random numbers from {name} in its forward; they would be the same in every step",
@@ -62,6 +81,8 @@ class _Drawing(TorchFunctionMode):
                     "draw them with torch, or let them come with the batch; where they are drawn in training alone, "
                     "put that module in eval mode",
                 )
+        if not self._used:
+            _restore(self._before)
 
 
 @contextmanager
@@ -69,7 +90,8 @@ def own_chance() -> Iterator[None]:
     """A context around the model's forward, in a trace."""
     with torch.random.fork_rng([]), _Drawing() as drawing:
         torch.manual_seed(SEED)
-        yield
+        with hidden_draws(drawing.draw, drawing.used):
+            yield
         drawing.refuse_drawn()
 
 
@@ -77,3 +99,9 @@ def _states() -> list[tuple[str, Any]]:
     """What the generators of the process will give next."""
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return [("Python's random module", random.getstate()), ("NumPy", (kind, keys.tobytes(), *rest))]  # type: ignore[union-attr]
+
+
+def _restore(states: list[tuple[str, Any]]) -> None:
+    (_, own), (_, (kind, keys, *rest)) = states
+    random.setstate(own)
+    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))

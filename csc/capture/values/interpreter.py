@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.values.batch_alone import MISSING, Alone
 from csc.capture.values.call_log import Recording, writes
+from csc.capture.values.counts import Counts
+from csc.capture.values.hit_loop import HitLoops
 from csc.capture.values.lazy_split import LazyNumbers, LazyPieces, length
 from csc.capture.values.row_index import RowIndices
 from csc.ir.asked import Expression
@@ -77,6 +79,7 @@ class Watching(TorchFunctionMode):
         self._facts: dict[int, _Fact] = {}
         self._pieces = LazyPieces(self._run)
         self._rows: RowIndices | None = None
+        self._counts, self._loops = Counts(), HitLoops({})
         self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
         self.deciding: set[str] = set()
@@ -94,20 +97,24 @@ class Watching(TorchFunctionMode):
         recording: Recording,
         alone: Alone,
         rows: Callable[[Run], RowIndices] | None = None,
+        parameters: Mapping[int, str] | None = None,
     ) -> Iterator[None]:
         """Watch what is computed from these tensors. asked(sources): called before values are asked for, known or not;
-        it may raise. rows: makes what moves rows by their numbers, if that is wanted.
+        it may raise. rows: makes what moves rows by their numbers, if that is wanted. parameters: names of the model's,
+        by the identity of what they are in this run.
         """
         self.recording, self.alone = recording, alone
         self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
-        self._pieces = LazyPieces(self._run)
+        self._pieces, self._counts = LazyPieces(self._run), Counts()
+        self._loops = HitLoops(parameters or {})
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
         modules = self._rows.real_for_modules() if self._rows is not None else nullcontext()
         with self, modules, lists_from(self._listed):
             yield
+            self._loops.refuse_left()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,6 +123,9 @@ class Watching(TorchFunctionMode):
             self.recording.add(func, args, kwargs, result)
             return result
         name = getattr(func, "__name__", "")
+        looped = self._loops.call(name, args, kwargs)
+        if looped is not NotImplemented:
+            return looped
         if self._rows is not None:
             moved = self._rows.call(func, name, args, kwargs)
             if moved is not NotImplemented:
@@ -167,6 +177,8 @@ class Watching(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.recording.add(func, args, kwargs, result)
         self.alone.add(func, args, kwargs, result)
+        self._counts.add(name, args, kwargs, result)
+        self._loops.add(name, args, kwargs, result)
         if name == "__getitem__" and isinstance(result, torch.Tensor) and result.dim():
             assume_several(result.shape[0])
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
@@ -236,7 +248,9 @@ class Watching(TorchFunctionMode):
         def number(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() or leaf.is_floating_point():
                 return leaf
-            value = self._value(leaf)
+            count, value = self._counts.of(leaf), self._value(leaf)
+            if count is not None:
+                return count
             if value is None:
                 answer = (
                     self._of_batch_alone(torch.Tensor.item, "item", (leaf,), {}) if self._sources(leaf) else MISSING

@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from csc.capture.values.call_log import writes
@@ -121,9 +121,8 @@ class RowIndices:
         own = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if self._holds(leaf)]
-            if given:  # who watches the run makes them real
-                args, kwargs = handle_torch_function(_as_given, given, args, kwargs)
+            if any(self._holds(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+                args, kwargs = _as_given(args, kwargs)  # who watches the run makes them real
             return own(module, *args, **kwargs)
 
         with patch.object(nn.Module, "__call__", call):
@@ -273,7 +272,9 @@ class _Take:
 
 
 def _as_given(args: Any, kwargs: Any) -> Any:
-    return args, kwargs
+    """What each mode on the way makes of these arguments, as with a function of torch."""
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return handle_torch_function(_as_given, given, args, kwargs) if has_torch_function(given) else (args, kwargs)
 
 
 def _indexed(moved: Moved, key: Sequence[Any]) -> Moved:

@@ -1,6 +1,8 @@
 """An assignment of a step's samples: replicas first, then a portfolio of ways to fill microbatches, scored in full.
 
-    assign(step, room, moves) -> Assignment
+    assign(step, room, moves, numbers) -> Assignment
+    with_known_sizes(step, assignment, room) -> Assignment
+    even(step) -> groups[replica][position]          of loads as equal as longest first makes them
 
 Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
 sooner. So the targets of the first and last positions grow from a part of the others' up to it: over p - 1 positions
@@ -19,9 +21,12 @@ from functools import partial
 import numpy as np
 
 from csc.errors import InputError
-from csc.planning.assign.filling import filled
+from csc.planning.assign.filling import filled, fillings
+from csc.planning.assign.known_sizes import settled
+from csc.planning.assign.layout import Floats
 from csc.planning.assign.polish import polished
-from csc.planning.assign.step import Floats, Groups, Step
+from csc.planning.assign.runs import Runs
+from csc.planning.assign.step import Groups, Step
 from csc.planning.schedules.memory import reserve
 from csc.planning.schedules.timing import makespan, peaks
 
@@ -41,9 +46,11 @@ class Assignment:
     peaks: tuple[float, ...]
 
 
-def assign(step: Step, room: Sequence[float] | None = None, moves: int = MOVES) -> Assignment:
+def assign(
+    step: Step, room: Sequence[float] | None = None, moves: int = MOVES, numbers: Sequence[int] | None = None
+) -> Assignment:
     """The fastest assignment of the portfolio whose activations fit. room: bytes by rank, None: no limit; moves: how
-    many local changes are tried afterwards.
+    many local changes are tried afterwards; numbers: what samples are called in errors.
 
     InputError if there are fewer samples than microbatches, or for a sample that does not fit alone: which, and what
     would do.
@@ -55,7 +62,7 @@ def assign(step: Step, room: Sequence[float] | None = None, moves: int = MOVES) 
             f"take {count} samples a step or more, or fewer microbatches",
         )  # fmt: skip
     if room is not None:
-        _check_alone(step, room)
+        _check_alone(step, room, numbers or range(len(step.samples)))
     of_replica = _replicas(step)
     found = []
     for own in of_replica:
@@ -67,8 +74,18 @@ def assign(step: Step, room: Sequence[float] | None = None, moves: int = MOVES) 
             f"no assignment was found whose activations fit: {max(taken):.4g} bytes where there is room for "
             f"{min(room):.4g}", "memory", "take more microbatches, or a schedule that holds fewer of them",
         )  # fmt: skip
+    return _assignment(step, found)
+
+
+def _assignment(step: Step, found: Sequence[Groups]) -> Assignment:
     groups = tuple(tuple(tuple(sorted(group)) for group in own) for own in found)
-    return Assignment(groups, max(step.seconds(groups)), tuple(taken))
+    return Assignment(groups, max(step.seconds(groups)), tuple(step.peaks(groups)))
+
+
+def even(step: Step) -> list[list[list[int]]]:
+    """What equal loads make of a step, where nothing is tried."""
+    count = step.microbatches
+    return [_members(own, filled(step.shares[own], np.ones(count)), count) for own in _replicas(step)]
 
 
 def _replicas(step: Step) -> list[list[int]]:
@@ -88,18 +105,46 @@ def _best(step: Step, own: Sequence[int], cost: Cost) -> list[list[int]]:
     """The fastest filling of a replica's microbatches: with equal targets, then with a ramp, then with a drain too."""
     loads = step.shares[list(own)]
 
-    def filling(targets: Floats) -> list[list[int]]:
-        bins = filled(loads, targets)
-        return [[own[i] for i, b in enumerate(bins) if b == place] for place in range(step.microbatches)]
+    def by_load(ways: Sequence[Floats]) -> list[list[list[int]]]:
+        return [_members(own, bins, count) for bins in fillings(loads, np.array(ways))]
+
+    def by_length(ways: Sequence[Floats]) -> list[list[list[int]]]:
+        return [_members(own, runs.bins(targets), count) for targets in ways]
 
     count = step.microbatches
-    even = filling(np.ones(count))
-    best, targets = _first(cost, [(even, np.ones(count)), (_smallest_outside(even, step), np.ones(count))])
+    equal = np.ones(count)
+    kinds = [by_load]
+    if step.layout is not None and not step.layout.packed:
+        runs = Runs(step, own)
+        kinds.append(by_length)
+    level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: cost(one[0], None))
+    best, targets = _first(cost, [(level, equal), (_smallest_outside(level, step), equal)])
     ramps = list(_ramps(count, len(step.orders)))
-    best, targets = _first(cost, [(best, targets), *((filling(one), one) for one in ramps)])
+    best, targets = _first(cost, [(best, targets), *zip(filling(ramps), ramps)] if ramps else [(best, targets)])
     drains = [np.minimum(targets, one[::-1]) for one in ramps]
-    best, _ = _first(cost, [(best, targets), *((filling(one), one) for one in drains)])
+    best, _ = _first(cost, [(best, targets), *zip(filling(drains), drains)] if drains else [(best, targets)])
     return best
+
+
+def _members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for item, place in zip(own, bins):
+        found[place].append(item)
+    return found
+
+
+def with_known_sizes(step: Step, found: Assignment, room: Sequence[float] | None = None) -> Assignment:
+    """The assignment, changed as little as it takes for microbatches to have sizes that the step's layout knows, as far
+    as they can be had and fit.
+    """
+    layout = step.layout
+    if layout is None or not layout.known:
+        return found
+
+    def fits(groups: Groups) -> bool:
+        return room is None or all(peak <= limit for peak, limit in zip(step.peaks([groups]), room))
+
+    return _assignment(step, [settled(own, layout, step.shares, fits) for own in found.groups])
 
 
 def _first(cost: Cost, ways: Sequence[tuple[list[list[int]], Floats]]) -> tuple[list[list[int]], Floats]:
@@ -140,7 +185,7 @@ def _cost(step: Step, room: Sequence[float] | None, groups: Groups, least: Figur
     return max(0.0, *(peak - limit for peak, limit in zip(peaks(work, step.orders), room))), seconds
 
 
-def _check_alone(step: Step, room: Sequence[float]) -> None:
+def _check_alone(step: Step, room: Sequence[float], numbers: Sequence[int]) -> None:
     """InputError for a sample that a rank has no room for even alone."""
     alone = step.samples.max(axis=0)
     if all(peak <= limit for peak, limit in zip(_peaks_of(step, alone), room)):
@@ -149,8 +194,9 @@ def _check_alone(step: Step, room: Sequence[float]) -> None:
         for rank, (peak, limit) in enumerate(zip(_peaks_of(step, sample), room)):
             if peak > limit:
                 raise InputError(
-                    f"sample {index} alone takes {peak:.4g} bytes on rank {rank}, which has room for {limit:.4g}",
-                    "memory", f"allow {peak:.4g} bytes for activations or more, cut the sample, or leave it out",
+                    f"sample {numbers[index]} alone takes {peak:.4g} bytes on rank {rank}, which has room for "
+                    f"{limit:.4g}", "memory",
+                    f"allow {peak:.4g} bytes for activations or more, cut the sample, or leave it out",
                 )  # fmt: skip
 
 

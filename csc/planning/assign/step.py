@@ -4,8 +4,9 @@ Terms
   sample     what a data loader's dataset gives for one index; features of a microbatch are sums over its samples
   group      the samples of one microbatch; groups[replica][position], positions in the order in which they are run
   multiple   features are rounded up to multiples of these, as batches are padded, so that few programs are compiled
+  layout     how samples lie in a microbatch, where its features are no sums over them (csc.planning.assign.layout)
 
-    Step(samples, pipeline, placement, orders, replicas, microbatches, multiple, room)
+    Step(samples, pipeline, placement, orders, replicas, microbatches, multiple, layout)
     step.seconds(groups) -> seconds of each replica         step.features(groups) -> [microbatch][feature]
     step.peaks(groups) -> bytes by rank, the largest of any replica
 """
@@ -17,13 +18,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from csc.planning.assign.layout import Floats, Layout
 from csc.planning.schedules.timing import makespan, peaks
 from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import FIGURES, Loads, Pipeline
 
-Floats = npt.NDArray[np.float64]
 Groups = Sequence[Sequence[int]]
 
 
@@ -31,7 +31,7 @@ Groups = Sequence[Sequence[int]]
 class Step:
     """samples: [sample][feature], without the constant one, which every microbatch has once. pipeline: with the rates
     of (1, *features) in its loads, whose own features are not read. orders: of each rank, over positions.
-    multiple: by feature; 1 or 0 rounds nothing.
+    multiple: by feature; 1 or 0 rounds nothing. layout: None: features are sums, rounded.
     """
 
     samples: Floats
@@ -41,9 +41,12 @@ class Step:
     replicas: int
     microbatches: int
     multiple: tuple[float, ...]
+    layout: Layout | None = None
 
     def features(self, groups: Groups) -> Floats:
         """[microbatch][feature] of a replica's groups, the constant one first."""
+        if self.layout is not None:
+            return self.layout.features(groups)
         sums = np.array([self.samples[list(group)].sum(axis=0) for group in groups])
         return np.hstack([np.ones((len(groups), 1)), rounded(sums, self.multiple)])
 

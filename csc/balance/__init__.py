@@ -1,0 +1,1 @@
+"""Batches balanced by what each stage pays for their samples: csc.balanced over torch's DataLoader."""

@@ -1,0 +1,172 @@
+"""csc.balanced: a loader whose steps are divided by what each stage pays for their samples.
+
+loader = csc.balanced(dataset, compiled, lengths="length", batch_size=128, collate=collate, shuffle=True)
+for batch in loader:
+    loss = compiled.train_step(batch)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from csc.balance import costs
+from csc.balance.collation import Collation, Counted, counted_entries
+from csc.balance.costs import Costs
+from csc.balance.decision import Decider
+from csc.balance.delivery import Delivery
+from csc.balance.lengths import Lengths, read
+from csc.balance.loader import BalancedLoader
+from csc.balance.order import Order
+from csc.driver.compiled import CompiledModel
+from csc.errors import InputError
+from csc.planning.assign.layout import Kind, Layout
+from csc.runtime.launch import several_processes
+
+OWN = ("batch_sampler", "collate_fn", "in_order")  # of the DataLoader, and not to be given here
+
+
+def balanced(
+    dataset: Any,
+    compiled: CompiledModel,
+    *,
+    lengths: Any,
+    batch_size: int,
+    collate: Callable[..., Mapping[str, Any]],
+    multiple: int = 64,
+    sampler: Iterable[int] | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> BalancedLoader:
+    """A loader of steps for `compiled.train_step`, their samples divided so that the step is short.
+
+    dataset: with `len` and `dataset[i]`; Hugging Face's too. Which samples a step has is the sampler's to say (or
+    `shuffle` and `seed`: in order, or another order each epoch); never changed. Which replica, microbatch and place in
+    the order each gets is decided from lengths alone, in the DataLoader's workers (num_workers=), and is the same on
+    every rank; each process loads and collates its own replica's samples only.
+    lengths: of every sample its tokens, positions in the language model, and what else encoders pay for (tiles,
+    images, frames): a dict of columns, {"tokens": [...], "tiles": [...]}; columns may be names of the dataset's; one
+    column alone is the tokens; or a function of a sample's number that returns such a dict or a number.
+    batch_size: samples of a step, of all replicas and microbatches. drop_last: leave out a last step that has fewer.
+    collate: makes a microbatch of a list of samples: a row each, padded, or all in one row. If it takes a second
+    argument, that is the width its rows are to have; else it pads them to `multiple` itself.
+    multiple: widths are multiples of it; a size of microbatches is a program.
+    options: the DataLoader's: num_workers, pin_memory, prefetch_factor, ...
+
+    What samples cost each stage is measured once, by tracing a few of them; all ranks call it. InputError for lengths
+    that are none or are not those of the collated samples, and for steps that do not fill all microbatches.
+    """
+    mesh, microbatches = compiled.options.mesh, compiled.options.microbatches
+    count = _samples_of(dataset)
+    table = read(lengths, dataset)
+    _check_numbers(batch_size, multiple, mesh.dp * microbatches, options)
+    order = Order(count, sampler, shuffle, seed)
+    _check_last(order.length(), batch_size, drop_last, mesh.dp, microbatches)
+    collation = Collation(dataset, collate)
+
+    def make() -> dict[str, bytes]:
+        return {"measured": json.dumps(_measured(compiled, table, collation, multiple, batch_size).to_json()).encode()}
+
+    found = _Measured.from_json(json.loads(compiled.of_first(make)["measured"]))
+    decider = _decider(compiled, table, found, multiple)
+    replicas = [compiled.dp_rank] if several_processes() else list(range(decider.replicas))
+    return BalancedLoader(Delivery(collation, decider, replicas, found.counted), order, batch_size, drop_last, options)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the first rank finds out for all. known: widths of microbatches by kind."""
+
+    costs: Costs
+    packed: bool
+    counted: tuple[Counted, ...]
+    known: Mapping[Kind, tuple[int, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "costs": costs.to_json(self.costs), "packed": self.packed, "counted": [vars(one) for one in self.counted],
+            "known": [[list(kind), list(widths)] for kind, widths in self.known.items()],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> _Measured:
+        known = {tuple(kind): tuple(widths) for kind, widths in data["known"]}
+        counted = tuple(Counted(**one) for one in data["counted"])
+        return cls(costs.from_json(data["costs"]), data["packed"], counted, known)
+
+
+def _measured(
+    compiled: CompiledModel, table: Lengths, collation: Collation, multiple: int, batch_size: int
+) -> _Measured:
+    first = [0, 1] if len(table) > 1 else [0]
+    packed = collation.is_packed(first, int(table.tokens[first].sum()))
+    layout = Layout(table.tokens, table.units, packed, multiple)
+    made: list[tuple[list[int], dict[str, Any]]] = []
+
+    def collated(group: Any) -> dict[str, Any]:
+        batch = collation.checked(group, table, packed, layout.size(group)[-1], ())
+        made.append((list(group), batch))
+        return batch
+
+    typical = batch_size / (compiled.options.mesh.dp * compiled.options.microbatches)
+    found = costs.measured(compiled, layout, table.names, collated, typical)
+    counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
+    measured = _Measured(found, packed, counted, {})
+    return replace(measured, known=_decider(compiled, table, measured, multiple).with_sizes(batch_size).known)
+
+
+def _decider(compiled: CompiledModel, table: Lengths, found: _Measured, multiple: int) -> Decider:
+    options = compiled.options
+    return Decider(table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.known)
+
+
+def _samples_of(dataset: Any) -> int:
+    """How many there are. InputError for what is no dataset with numbers."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InputError(
+            f"a {type(dataset).__name__} cannot be asked for its samples by number", "csc.balanced",
+            "give a dataset with __len__ and __getitem__; of a stream, balance what a buffer of it holds",
+        )  # fmt: skip
+    count = len(dataset)
+    if not count:
+        raise InputError("the dataset has no samples", "csc.balanced", "look at where it is read from")
+    return count
+
+
+def _check_numbers(batch_size: int, multiple: int, least: int, options: Mapping[str, Any]) -> None:
+    for name, value in (("batch_size", batch_size), ("multiple", multiple)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name} is {value!r}", "csc.balanced", "pass a whole number of at least 1")
+    if batch_size < least:
+        raise InputError(
+            f"batch_size is {batch_size}, and a step has {least} microbatches, of all replicas together",
+            "csc.balanced", f"take {least} samples a step or more, or compile for fewer microbatches",
+        )  # fmt: skip
+    wrong = [name for name in OWN if name in options]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]} is given, and which samples make a batch is what csc.balanced decides", "csc.balanced",
+            "say it with sampler=, shuffle=, batch_size= and collate=",
+        )  # fmt: skip
+
+
+def _check_last(count: int, batch_size: int, drop_last: bool, replicas: int, microbatches: int) -> None:
+    """InputError if an epoch has no step, or its last one does not fill its microbatches."""
+    least = replicas * microbatches
+    left = count % batch_size
+    if drop_last and count < batch_size:
+        raise InputError(
+            f"an epoch has {count} samples, and a step {batch_size}: with drop_last there is none", "csc.balanced",
+            "take smaller steps, or more samples",
+        )  # fmt: skip
+    if left and not drop_last and left < least:
+        raise InputError(
+            f"the last step of an epoch has {left} of {batch_size} samples, for {least} microbatches ({replicas} "
+            f"replicas x {microbatches})", "csc.balanced", "pass drop_last=True, or another batch_size",
+        )  # fmt: skip

@@ -1,0 +1,189 @@
+"""What samples cost a compiled model, stage by stage: rates of features, fitted to a few groups of real samples.
+
+Terms
+  probe      a group of samples that is collated and traced, so that its costs are known
+  features   of a microbatch, as csc.planning.assign.layout has them: (1, units, their squares, positions, pairs)
+  typical    a probe as most microbatches are, which is not fitted: by how much it is off is the error
+
+    measured(compiled, layout, names, collated, typical) -> Costs
+    of_problems(program, problems, counted) -> Costs
+    to_json(costs) -> dict          from_json(data) -> Costs
+
+A trace counts every pair of a row; rates are fitted to that. Samples that are packed in one row see themselves alone,
+which is what the features of a microbatch count.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from csc.driver.compiled import CompiledModel
+from csc.errors import InputError
+from csc.ir.program import Program
+from csc.planning.assign.layout import Floats, Layout
+from csc.planning.problem import Problem, pipeline
+from csc.planning.rates import Rates, fitted, loads, mean
+from csc.planning.schedules.work import orders_of
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline_file import from_json as read
+from csc.simulation.pipeline_file import to_json as written
+
+log = logging.getLogger("csc")
+
+POOR = 0.1  # an error from which on a fit is a warning
+SPARE = 1  # probes more than there are features
+Collated = Callable[[Sequence[int]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """pipeline: with the rates of features in its loads. orders: of each rank, over positions. room: bytes for
+    activations by rank; None: nobody says. error: of the seconds of a typical microbatch, relative.
+    """
+
+    pipeline: Pipeline
+    placement: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
+    room: tuple[float, ...] | None
+    error: float
+
+
+def measured(
+    compiled: CompiledModel, layout: Layout, names: Sequence[str], collated: Collated, typical: float
+) -> Costs:
+    """layout: of all samples; names: of the kinds of their units; collated: makes a microbatch of a group; typical: how
+    many samples a microbatch has. InputError if a probe cannot be traced, or
+    its regions are not those of the example.
+    """
+    program = compiled.program
+    groups = _probes(layout, max(1, round(typical)))
+    problems = [compiled.problem(collated(group)) for group in groups]
+    regions = [region.name for region in program.regions]
+    for group, one in zip(groups, problems):
+        if [unit.name for unit in one.units] != regions:
+            raise InputError(
+                f"a microbatch of samples {_listed(group)} has other regions than the example", "csc.balanced",
+                "compile with an example that has every entry which the dataset's samples have",
+            )  # fmt: skip
+    counted = _counted(layout, groups)
+    found = of_problems(program, problems, counted)
+    if found.error > POOR:
+        log.warning(
+            "lengths explain what a microbatch takes poorly: that of samples %s is off by %.0f%%; microbatches will be "
+            "less balanced than they could be. Is there something that encoders pay for and lengths do not say (%s)?",
+            _listed(groups[-1]), 100 * found.error, ", ".join(("tokens", *names)),
+        )  # fmt: skip
+    return found
+
+
+def of_problems(program: Program, problems: Sequence[Problem], counted: Floats) -> Costs:
+    """The costs of a program's stages, from the same model's problems at several sizes and the features of each; the
+    last one tells how far the others are off.
+    """
+    assert program.schedule is not None
+    rates, error = _rates(problems, counted)
+    place = {region.name: index for index, region in enumerate(program.regions)}
+    stages = [[place[name] for name in stage.regions] for stage in program.stages]
+    whole = replace(mean(rates, problems[-1], counted[-1].tolist()), scale=None)
+    found = pipeline(whole, stages)
+    found = replace(found, loads=loads(rates, whole, stages, []))
+    placement = tuple(stage.rank for stage in program.stages)
+    room = None
+    if whole.memory is not None:
+        state = [0.0] * (1 + max(placement))
+        for stage, rank in zip(found.stages, placement):
+            state[rank] += stage.state
+        room = tuple(whole.memory - held for held in state)
+    return Costs(found, placement, tuple(map(tuple, orders_of(program.schedule))), room, error)
+
+
+def _listed(group: Sequence[int]) -> str:
+    return ", ".join(map(str, group))
+
+
+def _counted(layout: Layout, groups: Sequence[Sequence[int]]) -> Floats:
+    """Features as a trace sees them: of the microbatch's sizes, whoever sees whom in it."""
+    found = layout.features(groups)
+    kinds = layout.units.shape[1]
+    found[:, 1 + kinds : 1 + 2 * kinds] = found[:, 1 : 1 + kinds] ** 2
+    if layout.packed:
+        found[:, -1] = found[:, -2] ** 2
+    return found
+
+
+def _probes(layout: Layout, typical: int) -> list[list[int]]:
+    """Groups that tell features apart, and last the typical one: chosen greedily among groups of one to three samples,
+    each the one that is the least explained by those before (pivoted orthogonalisation). All have some of every kind of
+    units that there is.
+    """
+    full = np.flatnonzero((layout.units > 0).all(axis=1))
+    if not len(full):
+        raise InputError(
+            "no sample has something of every kind of units, and costs are measured on such", "lengths",
+            "put a sample with all of them into the dataset, or leave a kind out that there is nothing of",
+        )  # fmt: skip
+    by = [full[np.argsort(column[full], kind="stable")] for column in (layout.lengths, *layout.units.T)]
+    picked = [int(order[round(q * (len(order) - 1))]) for order in by for q in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    picked = list(dict.fromkeys(picked))
+    candidates = [[i] * n for i in picked for n in (1, 2, 3)] + [[i, j] for i in picked for j in picked if i < j]
+    rows = _counted(layout, candidates)
+    rows = rows / np.maximum(rows.max(axis=0), 1e-300)
+    chosen: list[int] = []
+    left = rows.copy()
+    while len(chosen) < rows.shape[1]:
+        sizes = (left**2).sum(axis=1)
+        best = int(sizes.argmax())
+        if sizes[best] < 1e-12:
+            break
+        chosen.append(best)
+        unit = left[best] / np.sqrt(sizes[best])
+        left = left - np.outer(left @ unit, unit)
+    spare = [k for k in range(len(candidates) // 2, len(candidates)) if k not in chosen][:SPARE]
+    middle = len(by[0]) // 2
+    near = by[0][max(0, middle - typical // 2) :][:typical]
+    return [candidates[k] for k in (*chosen, *spare)] + [near.tolist()]
+
+
+def _rates(problems: Sequence[Problem], counted: Floats) -> tuple[Rates, float]:
+    """Of all features: those that the probes do not tell apart from others get nothing."""
+    known, kept = counted[:-1], [0]
+    order = [0, counted.shape[1] - 2, counted.shape[1] - 1, *range(1, counted.shape[1] - 2)]
+    for feature in order[1:]:
+        columns = known[:, [*kept, feature]]
+        scaled = columns / np.maximum(np.abs(columns).max(axis=0), 1e-300)
+        if np.linalg.matrix_rank(scaled, tol=1e-6) == len(kept) + 1:
+            kept.append(feature)
+    found = fitted(problems[:-1], known[:, kept].tolist())
+    nothing = [tuple(_nothing(one) for one in row) for row in (found.units[0], found.values[0])]
+    units = [found.units[kept.index(f)] if f in kept else nothing[0] for f in range(counted.shape[1])]
+    values = [found.values[kept.index(f)] if f in kept else nothing[1] for f in range(counted.shape[1])]
+    rates = Rates(tuple(units), tuple(values), found.error)
+    right = sum(unit.work for unit in problems[-1].units)
+    predicted = sum(unit.work for unit in mean(rates, problems[-1], counted[-1].tolist()).units)
+    return rates, max(found.error, abs(predicted / right - 1) if right else 0.0)
+
+
+def _nothing(one: Any) -> Any:
+    figures = ("forward", "backward_input", "backward_weight", "saved", "kept", "size", "gradient_size")
+    return replace(one, **{name: 0.0 for name in figures if hasattr(one, name)})
+
+
+def to_json(costs: Costs) -> dict[str, Any]:
+    """Numbers to the last digit: for the ranks that have not measured."""
+    return {**{field.name: getattr(costs, field.name) for field in fields(Costs)}, "pipeline": written(costs.pipeline)}
+
+
+def from_json(data: Mapping[str, Any]) -> Costs:
+    """What `to_json` wrote, once it has been JSON."""
+    return Costs(
+        read(data["pipeline"], "costs"),
+        tuple(data["placement"]),
+        tuple(map(tuple, data["orders"])),
+        None if data["room"] is None else tuple(data["room"]),
+        data["error"],
+    )

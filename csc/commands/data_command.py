@@ -1,0 +1,55 @@
+"""`csc data`: what balance makes of a file of lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from csc.commands.options import Opening, on_target
+from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.simulation.look import seconds_text
+
+SHOWN = 24  # sizes
+
+
+@on_target
+def data(
+    opening: Opening,
+    lengths: Annotated[
+        Path, typer.Option("--lengths", help="an .npz with a column `tokens`, and one for each kind of units")
+    ],
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="samples of a step, of all replicas")] = 128,
+    multiple: Annotated[int, typer.Option("--multiple", min=1, help="widths of rows are multiples of it")] = 64,
+    packed: Annotated[bool, typer.Option("--packed/--padded", help="samples in one row, or a row for each")] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="random steps that are simulated")] = 8,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
+    from csc.balance.lengths import of_file
+    from csc.reports.data import of_lengths
+
+    with opening as compiled:
+        found = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
+    if json_output:
+        print_json(found.as_dict())
+        return
+    first = next(iter(found.distribution.values()))
+    table = Table("", *first, title=f"{found.samples} samples")
+    for name, values in found.distribution.items():
+        table.add_row(name, *(f"{value:.4g}" for value in values.values()))
+    console.print(table)
+    ways = Table("samples divided", "a step takes", "x of balanced", title=f"{steps} steps of {batch_size} samples")
+    for way, seconds in found.seconds.items():
+        ways.add_row(way, seconds_text(seconds), f"{seconds / found.seconds['balanced']:.3f}")
+    console.print(ways)
+    shown = ", ".join(" x ".join(map(str, size[-2:])) for size in found.sizes[:SHOWN])
+    more = f" and {len(found.sizes) - SHOWN} more" if len(found.sizes) > SHOWN else ""
+    console.print(f"{len(found.sizes)} sizes of microbatches (rows x width): {shown}{more}", highlight=False)
+    console.print(
+        f"{found.outside} of {found.microbatches} microbatches had another size; costs are off by {found.error:.1%}",
+        highlight=False,
+    )

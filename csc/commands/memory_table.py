@@ -1,0 +1,35 @@
+"""The memory that a plan expects of each rank, as a table.
+
+memory_table(rows, limit) -> Table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from csc.commands.printing import table
+from csc.reports.memory import RankMemory
+from csc.simulation.look import bytes_text
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "recomputed", "messages")
+
+
+def memory_table(rows: Sequence[RankMemory], limit: float | None) -> Table:
+    """A row for each pipeline rank; equal neighbours share one. limit: bytes that a rank may hold."""
+    above = "" if limit is None else f", limit {bytes_text(limit)}"
+    made = table("rank", *KINDS, "all", title=f"memory of a rank at its fullest, as planned{above}")
+    position = 0
+    while position < len(rows):
+        end = position
+        while end + 1 < len(rows) and _sizes(rows[end + 1]) == _sizes(rows[position]):
+            end += 1
+        named = str(position) if end == position else f"{position} to {end}"
+        made.add_row(named, *map(bytes_text, (*_sizes(rows[position]), rows[position].total)))
+        position = end + 1
+    return made
+
+
+def _sizes(row: RankMemory) -> tuple[int, ...]:
+    return tuple(getattr(row, kind) for kind in KINDS)

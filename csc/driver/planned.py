@@ -1,0 +1,30 @@
+"""The memory that the plan expects, beside what was measured.
+
+planned_memory(program, ranks) -> bytes    of the ranks that this process runs; None without a plan
+beside(metrics, device) -> str             one sentence for the log
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from csc.runtime.program import LoadedProgram
+from csc.simulation.look import bytes_text
+from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline_file import from_json as read_pipeline
+
+
+def planned_memory(program: LoadedProgram, ranks: tuple[int, ...]) -> float | None:
+    """State and activations of these ranks, each at its fullest, as the plan accounts for them."""
+    figures = program.manifest.plan.get("pipeline")
+    if not figures:
+        return None
+    peaks = peak_memory(read_pipeline(figures), program.schedule)
+    return sum(peaks[program.manifest.mesh.coordinates(rank).pp] for rank in ranks)
+
+
+def beside(metrics: Mapping[str, float], device: str) -> str:
+    """What was measured and what was planned. On a CPU the measure is of the process: Python and libraries too."""
+    whole = ", of the whole process with Python and its libraries" if device == "cpu" else ""
+    measured, planned = bytes_text(metrics["peak_memory"]), bytes_text(metrics["planned_memory"])
+    return f"memory of this process' ranks: {planned} planned; {measured} measured{whole}"

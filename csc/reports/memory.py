@@ -1,0 +1,71 @@
+"""What each pipeline rank will hold at its fullest moment, by kind, before anything runs.
+
+Terms: sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs, csc.simulation.memory). Ranks of
+one pipeline position hold the same.
+
+    memory_forecast(program, options) -> [RankMemory]      one for each position on the pp axis
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from csc.analysis.costs import stored_dtypes, variant_cost
+from csc.ir.program import Options, Program
+from csc.simulation.memory import peak_memory, states
+from csc.simulation.pipeline_file import from_json as read_pipeline
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """parameters, gradients, optimizer: there for the whole step; the optimizer's are AdamW's two moments.
+    activations: the most that microbatches in flight keep for their backward. recomputed: what the backward of one
+    region makes again while it runs. messages: one message of each channel that ends here.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    recomputed: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """All of it at one moment, which is the most that there can be."""
+        return sum(value for name, value in asdict(self).items() if name != "rank")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
+    """Of a planned Program; empty without a plan."""
+    if program.plan is None or program.schedule is None:
+        return []
+    pipeline = read_pipeline(program.plan.pipeline)
+    schedule = program.schedule
+    peaks, held = peak_memory(pipeline, schedule), states(pipeline, schedule)
+    stored = stored_dtypes(program)
+    figures = {name: variant_cost(v, False, stored[name]).figures() for name, v in program.variants.items()}
+    variant = {region.name: region.variant for region in program.regions}
+    found = []
+    for rank in range(options.mesh.pp):
+        stages = [stage for stage in program.stages if stage.rank == rank]
+        own = [figures[variant[name]] for stage in stages for name in stage.regions]
+        here = {stage.index for stage in stages}
+        received = [size for (_, source, to), size in pipeline.messages.items() if to in here and source not in here]
+        found.append(
+            RankMemory(
+                rank,
+                parameters=sum(one["parameters"] for one in own),
+                gradients=sum(one["gradients"] for one in own),
+                optimizer=sum(one["optimizer"] for one in own),
+                activations=round(peaks[rank] - held[rank]),
+                recomputed=max((one["again"] for one in own), default=0),
+                messages=round(sum(received)),
+            )
+        )
+    return found

@@ -1,0 +1,300 @@
+"""The state of an optimizer on disk, by the names of parameters: written by any mesh and level of ZeRO, read by any.
+
+Terms: each process writes the *parts* that it alone has, or has before others: a box of a parameter's entries
+(csc.runtime.boxes) for each tensor of its state. An *index* lists the parts of all processes, numbers that are no
+entries (Adam's `step`), and the options of the groups. It names the weights that the state belongs to.
+
+    save(directory, optimizer, trainer)        all ranks call it, after the weights are there
+    load(directory, optimizer, trainer)        all ranks call it; every process reads the parts that it needs
+
+Nothing is pickled. A state is there whole, or the one before is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from csc.errors import InputError
+from csc.runtime import weights
+from csc.runtime.boxes import overlap, part, whole_box
+from csc.runtime.reading import read_json, within
+from csc.runtime.saving import digest, published
+from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime.trainer import Trainer
+from csc.runtime.words import NOTHING, Said
+
+INDEX = "optimizer.index.json"
+FORMAT = 1
+_PART = re.compile(r"optimizer-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Own:
+    """A parameter that this process steps: what of its entries, and whether no process before this one has them."""
+
+    name: str
+    spec: ParameterSpec
+    parameter: torch.nn.Parameter
+    box: Box
+    writes: bool
+
+
+def owned(trainer: Trainer) -> list[Own]:
+    """What this process steps."""
+    found = []
+    for spec in trainer.trained:
+        box = trainer.box(spec) or whole_box(spec.shape)
+        if trainer.data is not None and trainer.data.of(spec.name) is not None:
+            box = part(box, *trainer.data.piece(spec.name))
+        found.append(Own(spec.name, spec, trainer.stepped(spec.name), box, trainer.counts(spec)))
+    return found
+
+
+def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
+    """Write the state beside the weights that `directory` has. If one process cannot, all raise, and the state that was
+    there is what is read there. InputError for state that is neither numbers nor tensors of a parameter's entries.
+    """
+    path, meeting = Path(directory), trainer.transport.meeting
+    rank, count = trainer.transport.ranks[0], trainer.program.manifest.mesh.size // len(trainer.transport.ranks)
+    drawn = meeting.total("save the optimizer", lambda: float(secrets.randbits(32)) if rank == 0 else 0.0)
+    file = f"optimizer-{rank + 1:05d}-of-{count:05d}-{int(drawn):08x}.safetensors"
+
+    def write() -> tuple[Said, str]:
+        tensors, told = _listed(optimizer, owned(trainer), file, rank)
+        if tensors:
+            digests = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
+            published(path / file, lambda made: save_file(tensors, made, metadata={weights.DIGESTS: digests}))
+        return NOTHING, json.dumps(told)
+
+    try:
+        text = meeting.hold("the parts of an optimizer's state", write)
+        texts = meeting.texts("save the optimizer", text)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            (path / file).unlink(missing_ok=True)
+        raise
+
+    def index() -> tuple[Said, None]:
+        if rank == 0:
+            told = _joined([json.loads(one) for one in texts], weights.identity(path))
+            published(path / INDEX, lambda made: made.write_text(json.dumps(told, indent=1) + "\n"))
+            _clear(path, {one["file"] for found in told["parameters"].values() for one in _parts(found)})
+        return NOTHING, None
+
+    meeting.hold("the index of an optimizer's state", index)
+
+
+def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [one for parts in found["tensors"].values() for one in parts]
+
+
+def _clear(path: Path, listed: set[str]) -> None:
+    """Remove what older saves, or one that was cut off, have left."""
+    for file in list(path.iterdir()):
+        if _PART.fullmatch(file.name) and file.name not in listed:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def _listed(
+    optimizer: torch.optim.Optimizer, own: Sequence[Own], file: str, rank: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors that this process writes, and what it tells of its state."""
+    of_parameter = {id(one.parameter): one for one in own}
+    tensors: dict[str, torch.Tensor] = {}
+    parameters: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        members = [of_parameter[id(p)] for p in group["params"] if id(p) in of_parameter]
+        strange = next((p for p in group["params"] if id(p) not in of_parameter and p.numel()), None)
+        if strange is not None:
+            raise InputError(
+                f"the optimizer steps a parameter of shape {list(strange.shape)} that the model does not train",
+                "save",
+                "make it with compiled.optimizer(...), or over compiled.parameters()",
+            )
+        groups.append({"names": [one.name for one in members], "options": _options(group)})
+        for one in members:
+            if one.writes and one.parameter in optimizer.state:
+                found = _state_of(one, optimizer.state[one.parameter], tensors, file, rank)
+                parameters[one.name] = {"shape": list(one.spec.shape), **found}
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "parameters": parameters}
+
+
+def _state_of(
+    one: Own, state: Mapping[str, Any], tensors: dict[str, torch.Tensor], file: str, rank: int
+) -> dict[str, Any]:
+    """What the index says of a parameter's state; its tensors are added to `tensors`."""
+    numbers: dict[str, Any] = {}
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == one.parameter.shape and value.dim():
+            name = f"{one.name}/{key}/{rank}"
+            if value.numel():
+                tensors[name] = value.detach().cpu().contiguous().clone()
+            parts[key] = [{"file": file, "key": name, "box": one.box}] if value.numel() else []
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            numbers[key] = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item(),
+                            "shape": list(value.shape)}  # fmt: skip
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            numbers[key] = {"value": value}
+        else:
+            what = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InputError(
+                f"{key!r} of {one.name!r} is {what}, neither a number nor a tensor of the parameter's entries",
+                "save",
+                "save this optimizer's own state_dict() on every rank, and load it with the same mesh",
+            )
+    return {"numbers": numbers, "tensors": parts}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group, as JSON has them."""
+    found = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        try:
+            found[key] = json.loads(json.dumps(value))
+        except TypeError:
+            raise InputError(
+                f"option {key!r} of a group of parameters is a {type(value).__name__}", "save",
+                "give groups numbers, texts and lists of these",
+            ) from None  # fmt: skip
+    return found
+
+
+def _joined(told: Sequence[Mapping[str, Any]], identity: str) -> dict[str, Any]:
+    """The index, of what all processes tell."""
+    groups = [{**group, "names": list[str]()} for group in told[0]["groups"]]
+    parameters: dict[str, Any] = {}
+    for one in told:
+        if len(one["groups"]) != len(groups) or one["kind"] != told[0]["kind"]:
+            raise InputError(
+                f"ranks have other optimizers: {told[0]['kind']} with {len(groups)} groups of parameters, and "
+                f"{one['kind']} with {len(one['groups'])}",
+                "save",
+                "make the same groups on every rank, empty ones too",
+            )
+        for group, theirs in zip(groups, one["groups"]):
+            group["names"] += [name for name in theirs["names"] if name not in group["names"]]
+        for name, found in one["parameters"].items():
+            known = parameters.setdefault(name, {**found, "tensors": {}})
+            for key, parts in found["tensors"].items():
+                known["tensors"].setdefault(key, []).extend(parts)
+    return {"format": FORMAT, "kind": told[0]["kind"], "weights": identity, "groups": groups, "parameters": parameters}
+
+
+def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
+    """Give the optimizer the state that is in a directory. A parameter that was not trained when it was written starts
+    without a state, as in a new optimizer. InputError, with nothing changed, if it is of another kind of optimizer, of
+    other groups or parameters, or belongs to other weights than those beside it.
+    """
+
+    def read() -> tuple[Said, dict[str, Any]]:
+        try:
+            return NOTHING, _read(Path(directory), optimizer, owned(trainer))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"it is damaged: {type(error).__name__}: {error}", str(Path(directory) / INDEX),
+                "Take another copy of it, or an older checkpoint",
+            ) from error  # fmt: skip
+
+    optimizer.load_state_dict(trainer.transport.meeting.hold("load the optimizer", read))
+
+
+def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, Any]:
+    """What `load_state_dict` takes."""
+    table = _table(path, optimizer)
+    of_parameter = {id(one.parameter): one for one in own}
+    home = {name: i for i, group in enumerate(table["groups"]) for name in group["names"]}
+    state, groups, number = {}, [], 0
+    for i, group in enumerate(optimizer.param_groups):
+        numbers = []
+        for parameter in group["params"]:
+            one = of_parameter.get(id(parameter))
+            if one is not None and one.name in table["parameters"]:
+                if home.get(one.name) != i:
+                    raise _unfit(path, f"{one.name!r} is in group {home.get(one.name)} there, and in group {i} here")
+                state[number] = _of_one(path, one, table["parameters"][one.name])
+            numbers.append(number)
+            number += 1
+        options = {k: _like(v, table["groups"][i]["options"].get(k, v)) for k, v in group.items() if k != "params"}
+        groups.append({**options, "params": numbers})
+    return {"state": state, "param_groups": groups}
+
+
+def _like(now: Any, then: Any) -> Any:
+    """An option as it was, in the type that it has now."""
+    if isinstance(now, torch.Tensor):
+        return torch.full_like(now, then) if not isinstance(then, torch.Tensor) else then
+    return tuple(then) if isinstance(now, tuple) and isinstance(then, list) else then
+
+
+def _table(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The index, checked."""
+    if not (path / INDEX).is_file():
+        raise InputError(f"it has no {INDEX}", str(path), "Save with compiled.save(directory, optimizer=optimizer)")
+    table = read_json(path / INDEX, lambda what: InputError(what, str(path / INDEX), "Take an older checkpoint"))
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise _unfit(path, "it is no index of an optimizer's state that this csc reads")
+    if table["kind"] != type(optimizer).__name__:
+        raise _unfit(path, f"it is the state of {table['kind']}, and this is {type(optimizer).__name__}")
+    if len(table["groups"]) != len(optimizer.param_groups):
+        count = len(optimizer.param_groups)
+        raise _unfit(path, f"it has {len(table['groups'])} groups of parameters, and the optimizer has {count}")
+    if table["weights"] != weights.identity(path):
+        raise _unfit(path, "the weights beside it are of another save: a save was cut off, or had no optimizer")
+    return table
+
+
+def _unfit(path: Path, what: str) -> InputError:
+    return InputError(what, str(path / INDEX), "Make the optimizer as it was made for that save, or begin a new one")
+
+
+def _of_one(path: Path, one: Own, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of what this process steps of a parameter."""
+    if found["shape"] != list(one.spec.shape):
+        raise _unfit(path, f"{one.name!r} is {found['shape']} there, and {list(one.spec.shape)} in the model")
+    state: dict[str, Any] = {}
+    for key, number in found["numbers"].items():
+        dtype = number.get("dtype")
+        value = number["value"]
+        state[key] = torch.full(number["shape"], value, dtype=getattr(torch, dtype)) if dtype else value
+    for key, parts in found["tensors"].items():
+        state[key] = _assembled(path, one, key, parts)
+    return state
+
+
+def _assembled(path: Path, one: Own, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """This process' entries, out of all parts that have some of them."""
+    files = {row["key"]: within(path, row["file"], lambda what: _unfit(path, what)) for row in parts}
+    made: torch.Tensor | None = None
+    filled = 0
+    with weights.Files(files) as opened:
+        for row in parts:
+            box: Box = tuple(tuple((int(a), int(b)) for a, b in dim) for dim in row["box"])
+            blocks = list(overlap(one.box, box))
+            if not blocks and made is not None:
+                continue
+            tensor = opened.tensor(row["key"], "cpu") if blocks else opened.header(row["key"])
+            if made is None:
+                made = torch.empty(one.parameter.shape, dtype=tensor.dtype)
+            for here, there in blocks:
+                made[here] = tensor[there]
+                filled += made[here].numel()
+    if made is None or filled != made.numel():
+        raise _unfit(path, f"{key!r} of {one.name!r} is not all there")
+    return made.to(one.parameter.device)

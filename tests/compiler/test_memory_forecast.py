@@ -1,0 +1,54 @@
+"""The memory that a plan expects of each rank, by kind."""
+
+from __future__ import annotations
+
+import pytest
+
+import csc
+from csc.reports.forecast import forecast
+from csc.reports.memory import RankMemory, memory_forecast
+from tests.models import hf
+
+
+@pytest.fixture(scope="module")
+def compiled() -> csc.CompiledModel:
+    return csc.compile(
+        hf.llava(), mesh="pp=3", example=hf.llava_batch(4), microbatches=4, freeze=["vision_tower"], schedule="1f1b",
+        recompute={"language_model": "full"},
+    )  # fmt: skip
+
+
+def test_kinds_are_those_of_the_model_and_of_the_simulation(compiled: csc.CompiledModel) -> None:
+    rows = memory_forecast(compiled.program, compiled.options)
+    plan = forecast(compiled, None).plan
+    assert [row.rank for row in rows] == [0, 1, 2]
+    for row in rows:
+        state = row.parameters + row.gradients + row.optimizer
+        assert state == plan.state[row.rank]
+        assert row.activations == pytest.approx(plan.peak_activations[row.rank], abs=1)
+        assert row.total == state + row.activations + row.recomputed + row.messages == row.as_dict()["total"]
+    parameters = dict(compiled.model.named_parameters())
+    trained = {name: p for name, p in parameters.items() if "vision_tower" not in name}
+    assert sum(row.gradients for row in rows) == 4 * sum(p.numel() for p in trained.values())
+    assert sum(row.optimizer for row in rows) == 2 * sum(row.gradients for row in rows)  # AdamW's two moments
+    assert any(row.recomputed for row in rows)
+
+
+def test_messages_come_from_other_ranks(compiled: csc.CompiledModel) -> None:
+    alone = compiled.with_options(mesh="pp=1")
+    (row,) = memory_forecast(alone.program, alone.options)
+    assert isinstance(row, RankMemory) and row.messages == 0
+    rows = memory_forecast(compiled.program, compiled.options)
+    assert rows[1].messages > 0
+
+
+def test_measured_stands_beside_planned(compiled: csc.CompiledModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="csc"):
+        for _ in range(3):
+            compiled.train_step(hf.llava_batch(4))
+    planned = memory_forecast(compiled.program, compiled.options)
+    held = sum(row.parameters + row.gradients + row.optimizer + row.activations for row in planned)
+    assert compiled.metrics["planned_memory"] == pytest.approx(held, abs=len(planned))
+    assert compiled.metrics["peak_memory"] > 0
+    said = [line for line in caplog.messages if line.startswith("memory of ")]
+    assert len(said) == 1 and "measured" in said[0] and "planned" in said[0]

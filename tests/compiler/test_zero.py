@@ -1,0 +1,216 @@
+"""Parameters whose optimizer's state data-parallel ranks divide: what trains is what trains without."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import csc
+from csc.ir.groups import Group
+from csc.runtime import buckets
+from csc.runtime.boxes import cut
+from csc.runtime.pieces import piece_of, seen
+from tests import launching
+from tests.compiler import zero_worker
+from tests.compiler.zero_models import BATCHES
+from tests.compiler.zero_worker import adamw, compiled_of, steps
+from tests.exactness import FLOAT32
+
+OFTEN = [
+    {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 1},
+    {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 2},
+    {"model": "captions", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 2},
+]
+SELDOM = [
+    {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 2},
+    {"model": "llava_tied", "mesh": "dp=2,pp=2", "samples": 4, "microbatches": 1, "zero": 2, "clip": None},
+    {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 1},
+    {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 2, "freeze": ["vision_tower"]},
+]
+
+
+@torch.no_grad()
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-30))
+
+
+def named(case: dict[str, Any]) -> str:
+    return f"{case['model']}-{case['mesh']}-{case['zero']}"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", [*OFTEN, *(pytest.param(case, marks=pytest.mark.slow) for case in SELDOM)], ids=named)
+def test_processes_step_their_pieces_alone(case: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, norms and parameters after three steps are those of one process in which nothing is divided."""
+    mesh = csc.Mesh.of(case["mesh"])
+    launching.ranks(zero_worker.main, mesh.size, case, tmp_path)
+    together = compiled_of(case, zero=0)
+    batch, optimizer = BATCHES[case["model"]](case["samples"]), adamw(together)
+    expected = steps(together, batch, optimizer, case.get("clip", 0.5))
+    trained = {name: p.detach().clone() for name, p in together.model.named_parameters()}
+    specs = {spec.name: spec for spec in together.trainer().program.manifest.parameters if spec.trainable}
+    later = steps(together, batch, optimizer)["losses"]
+    for rank in range(mesh.size):
+        result = json.loads((tmp_path / f"result_{rank}.json").read_text())
+        assert result["losses"] == pytest.approx(expected["losses"], rel=FLOAT32)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=FLOAT32)
+        assert result["later"] == result["again"] == pytest.approx(later, rel=FLOAT32), (
+            "what is loaded is what was saved"
+        )
+        assert result["evaluated"] == pytest.approx(later[0], rel=1e-5)
+        check_refusals(result["refused"])
+        group, state = mesh.group(Group.DATA, rank), 0
+        own = load_file(tmp_path / f"own_{rank}.safetensors")
+        held = {name for name, spec in specs.items() if mesh.coordinates(rank).pp in spec.ranks}
+        assert own.keys() == held
+        for name, tensor in own.items():
+            there = cut(trained[name], specs[name].boxes[mesh.shard(rank)]) if specs[name].boxes else trained[name]
+            if there.dim():
+                there = seen(there, piece_of(there.shape, len(group), group.index(rank)))
+            assert tensor.shape == there.shape, name
+            assert apart(tensor, there) <= 1e-6, name
+            state += 2 * there.numel() if name != "never" and there.dim() else 0
+        assert result["state"] == state, "two moments of each entry that the rank steps"
+        whole = load_file(tmp_path / f"whole_{rank}.safetensors")
+        assert whole.keys() == trained.keys()
+        for name, tensor in whole.items():
+            assert apart(tensor, trained[name]) <= 1e-6, name
+
+
+def check_refusals(said: list[str]) -> None:
+    entrywise, whole, unproven, after = said
+    assert "Adafactor steps a piece of a parameter in another way than the whole" in entrywise
+    assert "was given a parameter of shape" in whole and "compiled.named_parameters()" in whole
+    for one in (unproven, after):
+        assert "was written to by something that is not known to work entry by entry" in one
+
+
+@pytest.mark.gloo
+def test_without_clipping_every_bit_is_that_of_whole_parameters(tmp_path: Path) -> None:
+    case = {"model": "llama", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 2, "clip": None}
+    launching.ranks(zero_worker.main, 2, case, tmp_path)
+    together = compiled_of(case, zero=0)
+    expected = steps(together, BATCHES["llama"](4), adamw(together), None)
+    trained = dict(together.model.named_parameters())
+    for rank in range(2):
+        assert json.loads((tmp_path / f"result_{rank}.json").read_text())["losses"] == expected["losses"]
+        for name, tensor in load_file(tmp_path / f"whole_{rank}.safetensors").items():
+            assert torch.equal(tensor, trained[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_state_is_for_every_mesh(tmp_path: Path) -> None:
+    """Saved at dp=2,tp=2; gone on with on other meshes, at other levels, and in one process: the same losses."""
+    case = {"model": "llama", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 1}
+    launching.ranks(zero_worker.main, 4, case, tmp_path)
+    later = json.loads((tmp_path / "result_0.json").read_text())["later"]
+    one = compiled_of(case, mesh="dp=1", zero=0)
+    optimizer = adamw(one)
+    one.load(tmp_path / "weights", optimizer=optimizer)
+    assert steps(one, BATCHES["llama"](4), optimizer)["losses"] == pytest.approx(later, rel=FLOAT32)
+    one.load(tmp_path / "weights", optimizer=optimizer)
+    one.save(tmp_path / "weights", optimizer=optimizer)
+    for mesh, zero in (("dp=2,pp=2", 2), ("pp=2", 0), ("dp=4", 1)):
+        other = {**case, "mesh": mesh, "zero": zero}
+        launching.ranks(zero_worker.resume, csc.Mesh.of(mesh).size, other, tmp_path)
+        assert json.loads((tmp_path / "resumed_1.json").read_text()) == pytest.approx(later, rel=FLOAT32), mesh
+
+
+@pytest.mark.gloo
+def test_phases_failures_and_accumulation(tmp_path: Path) -> None:
+    launching.ranks(zero_worker.phases, 2, tmp_path)
+    assert (tmp_path / "done_0").exists() and (tmp_path / "done_1").exists()
+
+
+def test_what_is_damaged_is_a_sentence(tmp_path: Path) -> None:
+    case = {"model": "odd", "mesh": "dp=1", "samples": 8, "microbatches": 1, "zero": 0}
+    compiled, batch = compiled_of(case), BATCHES["odd"](8)
+    optimizer = adamw(compiled)
+    steps(compiled, batch, optimizer, count=1)
+    compiled.save(tmp_path, optimizer=optimizer)
+    index, (file,) = tmp_path / "optimizer.index.json", tmp_path.glob("optimizer-*.safetensors")
+    text, content = index.read_text(), file.read_bytes()
+
+    def refused(what: str, over: torch.optim.Optimizer = optimizer) -> None:
+        with pytest.raises(csc.InputError, match=what):
+            compiled.load(tmp_path, optimizer=over)
+
+    refused("is the state of AdamW, and this is Adam", compiled.optimizer(torch.optim.Adam))
+    refused("has 2 groups of parameters, and the optimizer has 1", compiled.optimizer(torch.optim.AdamW))
+    turned = list(reversed(optimizer.param_groups))
+    turned = [{"params": group["params"], "weight_decay": 0.0} for group in turned]
+    refused("is in group 1 there, and in group 0 here", compiled.optimizer(torch.optim.AdamW, turned))
+    for damaged in (
+        text[:-9], text.replace('"groups"', '"gruops"'), text.replace('"box"', '"bix"'),
+        text.replace('"shape"', '"shop"'), text.replace('"format": 1', '"format": 9'), "[]", "{}",
+        text.replace(file.name, "../" + file.name), text.replace(file.name, "nowhere.safetensors"),
+    ):  # fmt: skip
+        assert damaged != text
+        index.write_text(damaged)
+        refused(".")
+    listed = json.loads(text)
+    listed["parameters"]["embed.weight"]["tensors"]["exp_avg"] = []
+    index.write_text(json.dumps(listed))
+    refused("'exp_avg' of 'embed.weight' is not all there")
+    index.write_text(text)
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("its bytes have changed")
+    file.write_bytes(content)
+    compiled.load(tmp_path, optimizer=optimizer)
+    compiled.save(tmp_path)  # the same weights: the state belongs to them
+    compiled.load(tmp_path, optimizer=optimizer)
+    steps(compiled, batch, optimizer, count=1)
+    compiled.save(tmp_path)
+    refused("the weights beside it are of another save")
+
+
+def test_plans_count_what_a_rank_holds() -> None:
+    found = []
+    for zero in (0, 1, 2):
+        case = {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 1, "zero": zero}
+        program = compiled_of(case).program
+        numbers = sum(p.numel for p in program.parameters if p.name != "never")
+        assert program.plan is not None
+        found.append(program.plan.pipeline["stages"][0]["state"] / numbers)
+    assert found == pytest.approx([16, 8 + 8 / 4, 4 + 12 / 4], rel=0.01)
+
+
+def test_in_one_process_nothing_is_divided() -> None:
+    """All replicas train the model's own parameters, with any optimizer that would do for processes too."""
+    case = {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 1, "zero": 1}
+    compiled, plain = compiled_of(case), compiled_of(case, zero=0)
+    batch = BATCHES["odd"](8)
+    assert steps(compiled, batch, adamw(compiled)) == steps(plain, batch, adamw(plain))
+    assert all(p is compiled.model.get_parameter(name) for name, p in compiled.named_parameters())
+    with pytest.raises(csc.InputError, match="Adafactor steps a piece"):
+        compiled.optimizer(torch.optim.Adafactor)
+    with pytest.raises(csc.InputError, match=r"LBFGS takes no step .* closure"):
+        compiled.optimizer(torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("model", ["odd", pytest.param("tied", marks=pytest.mark.slow)])
+def test_buckets_of_gradients_leave_one_by_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of two regions of a stage waits for both; the sum is that of whole gradients."""
+    monkeypatch.setattr(buckets, "BYTES", 1024)
+    found = []
+    for zero in (0, 2):
+        compiled = compiled_of({"model": model, "mesh": "dp=4", "samples": 16, "microbatches": 4, "zero": zero})
+        compiled.train_step(BATCHES[model](16))
+        found.append({name: p.grad for name, p in compiled.named_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert gradient is not None
+        assert apart(found[1][name], gradient) <= 1e-6, name
+
+
+def test_levels_that_do_not_exist_are_refused() -> None:
+    for level in (-1, 3, True, "1"):
+        with pytest.raises(csc.InputError, match=re.escape(f"zero is {level!r}")):
+            csc.compile(lambda: torch.nn.Linear(2, 2), zero=level)  # type: ignore[arg-type]

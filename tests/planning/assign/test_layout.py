@@ -1,0 +1,84 @@
+"""How samples lie in microbatches: features, sizes, neighbours in length, and sizes that are kept to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csc.planning.assign.known_sizes import settled
+from csc.planning.assign.layout import Layout, with_size
+from csc.planning.assign.portfolio import assign
+from csc.planning.assign.step import Step
+from tests.balance.costs import costs
+
+GROUPS = [[0, 3], [1], [2, 4, 5]]
+LENGTHS = np.array([10.0, 33.0, 7.0, 12.0, 20.0, 9.0])
+UNITS = np.array([[1.0], [2.0], [0.0], [1.0], [3.0], [2.0]])
+
+
+def step(layout: Layout, replicas: int, microbatches: int) -> Step:
+    own = costs(3, microbatches)
+    return Step(layout.samples, own.pipeline, own.placement, own.orders, replicas, microbatches, (1.0,) * 4, layout)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_features_are_those_of_the_rows(packed: bool) -> None:
+    layout = Layout(LENGTHS, UNITS, packed, multiple=8)
+    for group, row in zip(GROUPS, layout.features(GROUPS).tolist()):
+        own, units = LENGTHS[group], UNITS[group, 0]
+        width = 8 * np.ceil((own.sum() if packed else own.max()) / 8)
+        pairs = (own**2).sum() if packed else len(group) * width**2
+        positions = width if packed else len(group) * width
+        assert row == [1.0, units.sum(), (units**2).sum(), positions, pairs]
+        assert layout.size(group) == (int(units.sum()), 1 if packed else len(group), int(width))
+
+
+def test_a_known_width_is_taken_if_it_adds_little() -> None:
+    layout = Layout(LENGTHS, UNITS, True, 8, known=with_size({}, (2, 1, 28)))
+    assert layout.size([0, 3]) == (2, 1, 28)  # 24 would do
+    assert layout.features([[0, 3]])[0, -2] == 28
+    assert replace(layout, slack=0.1).size([0, 3]) == (2, 1, 24)
+    assert layout.size([0, 5]) == (3, 1, 24)  # of another kind nothing is known
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=8, max_size=24), st.booleans(),
+    st.integers(1, 2), st.booleans(),
+)  # fmt: skip
+def test_each_sample_once_however_they_lie(
+    samples: list[tuple[int, int]], packed: bool, replicas: int, knows: bool
+) -> None:
+    lengths, units = (np.array(one, dtype=np.float64) for one in zip(*samples))
+    layout = Layout(lengths, units[:, None], packed, 8)
+    if knows:
+        first = assign(step(layout, replicas, 4), moves=0)
+        for own in first.groups:
+            for size in layout.sizes(own):
+                layout = replace(layout, known=with_size(layout.known, size))
+    found = assign(step(layout, replicas, 4), moves=4)
+    assert sorted(i for own in found.groups for group in own for i in group) == list(range(len(samples)))
+    assert all(len(own) == 4 and all(own) for own in found.groups)
+    assert found == assign(step(layout, replicas, 4), moves=4)
+
+
+def test_neighbours_in_length_share_padded_rows() -> None:
+    """Long and short samples, half of each: padding a short one to a long one doubles it."""
+    lengths = np.array([400.0, 50.0] * 16)
+    found = assign(step(Layout(lengths, np.ones((32, 1)), False, 8), 1, 8), moves=0)
+    mixed = [group for group in found.groups[0] if len({lengths[i] for i in group}) > 1]
+    assert len(mixed) <= 1
+
+
+def test_samples_change_places_until_sizes_are_known() -> None:
+    lengths = np.array([10.0, 20.0, 30.0, 40.0])
+    layout = Layout(lengths, np.zeros((4, 0)), True, 10, known={(1,): (50,)}, slack=0.0)
+    shares = (lengths / lengths.sum())[:, None]
+    found = settled([[0, 1], [2, 3]], layout, shares, lambda groups: True)
+    assert sorted(map(sorted, found)) == [[0, 3], [1, 2]] or sorted(map(len, found)) == [1, 3]
+    assert {layout.size(group) for group in found} == {(1, 50)}
+    assert settled([[0, 1], [2, 3]], layout, shares, lambda groups: False) == [[0, 1], [2, 3]]

@@ -1,0 +1,57 @@
+"""What commands print: tables that cut no name, and progress without a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from csc.commands.printing import table
+from csc.commands.progress import shown
+
+NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_names_are_folded_never_cut(width: int) -> None:
+    made = table("parameter", "difference", title="differences")
+    made.add_row(NAME, "1e-7")
+    text = io.StringIO()
+    Console(file=text, width=width).print(made)
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in text.getvalue()
+    assert NAME in "".join(line.split("│")[1].strip() for line in lines if "│" in line)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [("70", 70), ("", 160)])
+def test_tables_follow_columns(columns: str, expected: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-c", "from csc.commands.printing import console; print(console.width)"]
+    given = {**environment, "COLUMNS": columns} if columns else environment
+    assert int(subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout) == expected
+
+
+def test_a_log_has_a_line_every_few_seconds() -> None:
+    text = io.StringIO()
+    with shown(Console(file=text, width=80), every=0.05) as tell:
+        tell("differentiate [model.layers.0]")
+        while text.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    lines = text.getvalue().splitlines()
+    assert len(lines) >= 2 and all(line.startswith("csc: ") for line in lines)
+    assert lines[-1].startswith("csc: differentiate [model.layers.0], ")
+    said = text.getvalue()
+    time.sleep(0.12)
+    assert text.getvalue() == said  # the command is done
+
+
+def test_a_quick_command_says_nothing() -> None:
+    text = io.StringIO()
+    with shown(Console(file=text), every=60.0) as tell:
+        tell("capture")
+    assert text.getvalue() == ""
