@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-fast lint clean help
+.PHONY: install demo test test-fast lint docs clean help
 
 help:
 	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (about 4 minutes after installation)"
 	@echo "make test       everything: linter, types, all tests"
 	@echo "make test-fast  the tests of the inner loop: no slow ones, no processes"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation as a site, in build/site"
 
 install: $(STAMP)
 
@@ -36,6 +37,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache

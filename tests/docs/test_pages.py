@@ -1,0 +1,90 @@
+"""The documentation: Python blocks of the tutorial, the how-to and the reference pages run; links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.pages import DOCS, PAGES, ROOT, anchors, links, script
+
+RUN = [page for page in PAGES if page.startswith(("tutorial/", "how-to/", "reference/"))]
+FIRST = "tutorial/first-model.md"  # its files are those that later pages import
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages: they compile the same model, so each but the first starts from its traced graphs."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in RUN if page != "reference/command-line.md"])
+def test_blocks_run(page: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(cache))
+    files = script(FIRST).files | script(page).files
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "page.py"
+    path.write_text(script(page).code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("model", "train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with torch.random.fork_rng():
+        if page == FIRST:
+            runpy.run_path("train.py", run_name="__main__")
+        else:
+            assert script(page).code.strip(), f"{page} has no block that runs"
+            runpy.run_path(str(path), run_name="__main__")
+    for name in ("model", "train"):
+        sys.modules.pop(name, None)
+
+
+def test_a_block_that_does_not_run_says_why() -> None:
+    for page in RUN:
+        text = (DOCS / page).read_text()
+        assert text.count("```python") == text.count("<!-- not run: ") + len(script(page).files) + len(
+            re.findall(r"(?<!-->\n)```python\n", text)
+        ), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in links(page):
+        path = ROOT / target
+        assert path.exists(), f"{page} links to {target}, which is not there"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{page} links to {target}#{anchor}, which is no heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r": ([\w/-]+\.md)$", settings, re.M)
+    apart = re.findall(r"^  /([\w/-]+\.md)$", settings, re.M)  # not_in_nav
+    assert len(listed) == len(set(listed)) and set(listed) <= set(PAGES) <= {*listed, *apart}
+
+
+def test_pages_say_what_they_are_for() -> None:
+    """A title, and plain text before the first block, table or picture."""
+    for page in RUN:
+        title, _, first = (DOCS / page).read_text().split("\n", 2)
+        assert title.startswith("# ") and re.match(r"[A-Z`]", first), page
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """As `make docs` does, where the extra `docs` is installed."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
+    outside = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"?https?://")
+    for path in tmp_path.rglob("*.html"):
+        assert not outside.search(path.read_text()), path
