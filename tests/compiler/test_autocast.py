@@ -51,6 +51,12 @@ def norms_and_products(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return (layer.b(y) @ layer.b(y).transpose(-1, -2)).float() @ x + F.rms_norm(y, (WIDTH,))
 
 
+def chained(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """The second product has one operand in the low dtype already."""
+    with torch.autocast("cpu", BF16):
+        return F.linear(layer.a(x), layer.b.weight).float()
+
+
 def attention(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", BF16):
         y = layer.a(x).unflatten(-1, (2, 4)).transpose(1, 2)
@@ -89,14 +95,42 @@ def without_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.a(x) * gate
 
 
+def gradients_off_inside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", BF16):
+        with torch.no_grad():
+            gate = torch.sigmoid(layer.b(x))
+        return layer.a(x) * gate
+
+
+def gradients_off_inside_a_block_that_is_off(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        with torch.no_grad():
+            gate = torch.sigmoid(layer.b(x))
+        return layer.a(x) * gate
+
+
+def rotated(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """As HF's rotary embedding: gradients off, and autocast off inside of that."""
+    with torch.autocast("cpu", BF16):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            angle, _ = (layer.b(x.float()) @ x.transpose(-1, -2)).max(-1, keepdim=True)
+        with torch.no_grad(), torch.enable_grad():
+            y = layer.a(x)
+        return y * angle.cos()
+
+
 CASES: dict[str, Part] = {
     "norms and products": norms_and_products,
+    "chained": chained,
     "attention": attention,
     "nested": nested,
     "einsum": einsum,
     "joined": joined,
     "decorated": decorated,
     "without gradient": without_gradient,
+    "gradients off inside": gradients_off_inside,
+    "gradients off inside a block that is off": gradients_off_inside_a_block_that_is_off,
+    "rotated": rotated,
 }
 
 
@@ -120,18 +154,17 @@ def test_casts_are_those_of_eager(case: str) -> None:
             assert float((found - right).norm()) <= LAST_BITS * float(right.norm()) + 1e-7, name
 
 
-def gradients_off_inside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+def written_with_gradients_off(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", BF16):
         with torch.no_grad():
-            gate = torch.sigmoid(layer.b(x))
+            gate = torch.zeros_like(x)
+            gate.copy_(layer.b(x))
         return layer.a(x) * gate
 
 
-def gradients_off_inside_a_block_that_is_off(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", enabled=False):
-        with torch.no_grad():
-            gate = torch.sigmoid(layer.b(x))
-        return layer.a(x) * gate
+def gradients_on_inside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", BF16), torch.enable_grad():
+        return layer.a(x) * layer.b(x)
 
 
 def recurrent(layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -142,8 +175,8 @@ def recurrent(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (gradients_off_inside, "turns gradients on or off inside a block of torch.autocast"),
-        (gradients_off_inside_a_block_that_is_off, "turns gradients on or off inside a block of torch.autocast"),
+        (written_with_gradients_off, "with gradients off, inside a block of torch.autocast"),
+        (gradients_on_inside, "the model turns gradients on, .* inside a block of torch.autocast"),
         (recurrent, r"cannot tell what is cast in aten::gru"),
     ],
 )

@@ -2,7 +2,8 @@
 
 Terms
   region    the calls of one such block, as export keeps them: without casts, with the results that the casts lead to
-  work      what a call does, operation by operation, and the dtypes of the results; views and casts left out
+  work      what a call does, operation by operation, and the dtypes of operands and results; views and casts left out
+            (values without data let an operation take operands of dtypes that it refuses with data)
 
     write_casts(body, device, dtype, cache)      calls of a region take their operands as torch.autocast gives them
 
@@ -104,15 +105,15 @@ class _Work(TorchDispatchMode):
             if not self.done and id(args[0]) in self._given and kwargs.get("dtype") is not None:
                 self.casts[self._given[id(args[0])]] = kwargs["dtype"]
         elif func.namespace != "prim" and not any(one.alias_info for one in func._schema.returns):
-            self._add(str(func), result)
+            self._add(str(func), (args, kwargs, result))
         return result
 
     def gave(self, result: Any) -> None:
         """What the call returns belongs to its work."""
         self._add("return", result)
 
-    def _add(self, what: str, result: Any) -> None:
-        dtypes = [one.dtype for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+    def _add(self, what: str, values: Any) -> None:
+        dtypes = [one.dtype for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
         self.done.append((what, tuple(dtypes)))
 
 

@@ -13,7 +13,8 @@ What becomes of it:
                                   would not call
     y.data.mul_(2)                refused: a write that autograd does not see leaves gradients as they were, which a
                                   graph without writes cannot say
-    no_grad inside autocast       refused: export loses it
+    no_grad inside autocast       export loses it: each result is detached, and writes are refused
+    enable_grad inside autocast   refused, where gradients were off before it: export loses it
     embedding(.., max_norm)       refused: it changes the table
 """
 
@@ -58,11 +59,9 @@ class Asked(TorchFunctionMode):
             return torch.Tensor.detach(*args)
         if func in FLAGS and not self.flags and not in_functorch_transform() and _is_asked_by_the_model():
             self.flags = calling_line()
-        if self.autocasts and self.autocasts[-1] != torch.is_grad_enabled() and not in_functorch_transform():
-            raise _refused(
-                "the model turns gradients on or off inside a block of torch.autocast, which a trace loses",
-                "put torch.no_grad() around the autocast block, or take detach() of the results",
-            )
+        lost = bool(self.autocasts) and self.autocasts[0] != torch.is_grad_enabled() and not in_functorch_transform()
+        if lost and (torch.is_grad_enabled() or "out" in kwargs):
+            raise _lost()
         if func is torch.Tensor.detach_:
             raise _refused("the model detaches a tensor in place", "take the tensor that detach() returns")
         if func is torch.Tensor.backward:
@@ -82,6 +81,11 @@ class Asked(TorchFunctionMode):
             for one, version in zip(tensors, versions):
                 if one._version != version:
                     self._check(one)
+                    if lost:
+                        raise _lost()
+        if lost:
+            result = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        with unwatched():
             self._note(result)
         if func is torch.autograd.grad:
             self.gradients = calling_line() or "model"
@@ -194,6 +198,14 @@ def _no_hook_on_several(*args: Any, **kwargs: Any) -> None:
     raise _refused(
         "the model puts one hook on several tensors (register_multi_grad_hook), which csc would not call",
         "put a hook on each that returns its gradient",
+    )
+
+
+def _lost() -> InputError:
+    return _refused(
+        "the model turns gradients on, or writes to a tensor with gradients off, inside a block of torch.autocast, "
+        "which a trace loses",
+        "put torch.no_grad() or torch.enable_grad() around the autocast block",
     )
 
 
