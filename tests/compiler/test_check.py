@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import csc
 from csc.check.eager import eager_step
 from csc.check.numbers import WithoutChance
+from csc.check.rounding import moved
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.reports.verification import parting, verify
@@ -168,6 +169,35 @@ def test_eager_steps_leave_the_model_as_it_was() -> None:
     assert set(step.gradients) == {"linear.weight"} and model.linear.bias.requires_grad
     assert model.inside is inside and model.other is other and not inside.any() and not other.any()
     assert model.calls == 0 and model.seen == [1] and model.linear.weight.grad is None
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by * x
+
+
+class Cancelling(nn.Module):
+    """The gradient of one number is a small difference of large sums, mostly rounding; that of another is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.plain = Scaled(), Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.noise(x.sum(-1) - x.flip(-1).sum(-1) + 1e-4) + self.plain(x.sum(-1))).mean()
+
+
+def test_a_gradient_that_is_mostly_rounding_is_known_for_it() -> None:
+    model, batch = Cancelling(), {"x": torch.linspace(0.1, 3, 4000).view(4, 1000)}
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    right = eager_step(model, batch, {"noise.by", "plain.by"})
+    found = moved(model, batch, {"noise.by", "plain.by"}, "auto", right, torch.finfo(torch.float32).eps / 2)
+    assert found["noise.by"] > 0.01 and found["plain.by"] < 1e-6
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
 def test_lists_of_microbatches_are_one_batch_where_they_can_be() -> None:
