@@ -129,7 +129,8 @@ def _sounds(model: nn.Module, config: Any, takes: set[str]) -> Iterator[dict[str
 
 def _placed(model: nn.Module, config: Any, text: dict[str, torch.Tensor], extra: dict[str, Any]) -> dict[str, Any]:
     """Text with as many placeholders as the encoder gives rows of features, the same number in each sample."""
-    token = placeholder(config, "image" if any("pixel" in name for name in extra) else "audio")
+    kinds = ("image", "video") if any("pixel" in name for name in extra) else ("audio",)
+    token = next((found for kind in kinds if (found := placeholder(config, kind)) is not None), None)
     count = rows_of(model, extra)
     if token is None or not count or "input_ids" not in text:
         return text | extra
@@ -165,7 +166,7 @@ def placeholder(config: Any, what: str) -> int | None:
 
 def rows_of(model: nn.Module, extra: dict[str, Any]) -> int:
     """How many rows of features the model makes of pictures or sound; 0 if it does not say."""
-    for name in ("get_image_features", "get_audio_features", "get_placeholder_features"):
+    for name in ("get_image_features", "get_video_features", "get_audio_features", "get_placeholder_features"):
         for owner in (model, getattr(model, "model", None)):
             function = getattr(owner, name, None)
             if function is None:

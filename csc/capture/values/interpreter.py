@@ -158,6 +158,8 @@ class Watching(TorchFunctionMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sources = frozenset[str]().union(*(self._sources(tensor) for tensor in tensors))
         known = self._all_known(name, tensors, leaves)
+        if name == "__format__" and known and not sources:  # a number of the trace alone, as in f"expert_{number}"
+            return self._really(func, args, kwargs)
         if _asks(name, args, kwargs):
             if tensors:
                 self._asked(sources)
