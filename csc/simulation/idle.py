@@ -1,24 +1,25 @@
 """Why ranks are idle: every idle second of a simulated run has one cause.
 
-Terms: see csc.simulation.waits. The idle seconds of a rank are the makespan without its work. Between a rank's first
-and last action it is idle only while it waits for a message, and at each moment of a wait
-  - either the message on which it comes down is on its way,
-  - or a rank computes what it comes down to: its *root*.
+Terms: see csc.simulation.waits. The idle seconds of a rank are the makespan without its work. Between its first and
+last action a rank is idle only while it waits for a message: at each moment either that message is on its way, or
+another rank computes what it comes down to. So each moment is one of
 
-    ramp       before the rank's first action, and after its last one
-    message    a message is on its way
-    imbalance  the root has more to do in the step than this rank, by MORE at least
-    memory     the root has not; and this rank has an action at hand, but each of those would take it above its limit
-    order      the root has not; and an action at hand fits: it stands later in the rank's list, that is all
-    way        the root has not, and nothing is at hand: microbatches are on their way through the other ranks
+    ramp       before the rank's first action, or after its last one
+    message    the message is on its way
+    memory     another rank computes; this one has an action at hand, but each of those would take it above its limit
+    order      another rank computes; an action at hand fits, but stands later in the rank's list
+    way        another rank computes, and nothing is at hand: microbatches are on their way through the pipeline
 
-The first that holds, in this order: a cause is no promise. Of a rank with the most to do none is imbalance.
+and of these seconds some are instead
+
+    imbalance  as many as the busiest rank has more work than this one: no order and no memory can fill them. Taken
+               from way; if that is less, from order, memory and the ramp after the last action, in this order
 
 At hand are, of the actions later in the rank's list, the next F, B, W and BW of each of its stages, as soon as what
 they need has been made on the rank, or has arrived. One *fits* if the rank stays within its limit with that action
 moved to where it waits, from there on.
 
-    idle(pipeline, schedule, timeline, limits) -> [Idle of each rank]      limits: bytes of each rank; None: no limit
+    idle(pipeline, schedule, timeline, limits) -> [Causes of each rank]     limits: bytes of each rank; None: no limit
 """
 
 from __future__ import annotations
@@ -26,72 +27,67 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from csc.ir.schedule import PARTS, Action, Message, Schedule
 from csc.simulation.memory import changes, states
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.timeline import Timeline
-from csc.simulation.waits import Root, Span, roots, spans
+from csc.simulation.waits import Span, Stretch, on_their_way, spans
 
 CAUSES = ("ramp", "message", "imbalance", "memory", "order", "way")
-MORE = 1.05  # so many times the work of a rank is more work, not the same but for rounding to whole layers
-
-
-@dataclass(frozen=True)
-class Idle:
-    """causes: seconds by each of CAUSES, together all that the rank is idle. waited_for: seconds between its first and
-    last action by the rank that they came down to.
-    """
-
-    causes: Mapping[str, float]
-    waited_for: Mapping[int, float]
+Causes = dict[str, float]  # seconds by each of CAUSES
 
 
 def idle(
     pipeline: Pipeline, schedule: Schedule, timeline: Timeline, limits: Sequence[float] | None = None
-) -> list[Idle]:
+) -> list[Causes]:
     """The causes of each rank's idle seconds in the run that the simulator made of the schedule."""
     doing = spans(schedule, timeline)
-    known = roots(doing)
+    moving = on_their_way(doing)
     state = states(pipeline, schedule)
     arrivals = {((t.kind, t.source, t.destination), t.microbatch): t.end for t in timeline.transfers}
     coming: dict[tuple[str, int], list[Message]] = {}
     for channel in pipeline.messages:
         coming.setdefault((channel[0], channel[2]), []).append(channel)
+    most = max(timeline.busy, default=0.0)
     found = []
     for rank, events in enumerate(timeline.ranks):
         causes = dict.fromkeys(CAUSES, 0.0)
-        waited_for: dict[int, float] = {}
-        if not events:
-            found.append(Idle({**causes, "ramp": timeline.makespan}, waited_for))
-            continue
-        first, last = events[0].start, events[-1].end
-        causes["ramp"] = (first - timeline.start) + (timeline.end - last)
-        own = _Own(pipeline, schedule, rank, state[rank], None if limits is None else limits[rank], arrivals, coming)
-        for number, wait in enumerate(doing[rank]):
-            if not wait.waits or not own.between(wait.position):
-                continue
-            any_, fitting = own.at_hand(wait)
-            for root in known[rank, number]:
-                waited_for[root.rank] = waited_for.get(root.rank, 0.0) + root.end - root.start
-                busier = timeline.busy[root.rank] >= MORE * timeline.busy[rank]
-                for cause, seconds in _parts(root, busier, any_, fitting):
-                    causes[cause] += seconds
-        found.append(Idle(causes, waited_for))
+        after = timeline.makespan
+        if events:
+            causes["ramp"] = events[0].start - timeline.start
+            after = timeline.end - events[-1].end
+            limit = None if limits is None else limits[rank]
+            own = _Own(pipeline, schedule, rank, state[rank], limit, arrivals, coming)
+            for number, wait in enumerate(doing[rank]):
+                if wait.waits and own.between(wait.position):
+                    for cause, seconds in _parts(wait, moving[rank, number], *own.at_hand(wait)):
+                        causes[cause] += seconds
+        found.append(_with_imbalance(causes, after, most - timeline.busy[rank]))
     return found
 
 
-def _parts(root: Root, busier: bool, any_: float, fitting: float) -> Iterator[tuple[str, float]]:
-    """The causes of one stretch. any_, fitting: when some action is at hand, and one that fits."""
-    if root.on_its_way or busier:
-        yield "message" if root.on_its_way else "imbalance", root.end - root.start
-        return
+def _parts(wait: Span, moving: Sequence[Stretch], any_: float, fitting: float) -> Iterator[tuple[str, float]]:
+    """The seconds of a wait by cause. any_, fitting: from when on some action is at hand, and one that fits."""
+    yield "message", sum(end - start for start, end in moving)
+    ends = [wait.start, *(time for stretch in moving for time in stretch), wait.end]
     times = (-math.inf, any_, fitting, math.inf)
-    for cause, start, end in zip(("way", "memory", "order"), times, times[1:]):
-        start, end = max(start, root.start), min(end, root.end)
-        if start < end:
-            yield cause, end - start
+    for first, last in zip(ends[::2], ends[1::2]):  # between the stretches
+        for cause, start, end in zip(("way", "memory", "order"), times, times[1:]):
+            yield cause, max(0.0, min(last, end) - max(first, start))
+
+
+def _with_imbalance(causes: Causes, after: float, less: float) -> Causes:
+    """after: seconds after the last action, which are ramp as far as they are no imbalance. less: work that the rank
+    has less than the busiest.
+    """
+    found = {**causes, "ramp*": after}
+    for cause in ("way", "order", "memory", "ramp*"):
+        taken = min(found[cause], less - found["imbalance"])
+        found[cause] -= taken
+        found["imbalance"] += taken
+    found["ramp"] += found.pop("ramp*")
+    return found
 
 
 class _Own:

@@ -6,23 +6,23 @@ or a wait that takes time: the spans of a rank follow each other without a gap u
 
     spans(schedule, timeline) -> [[Span, ...] of each rank]
     span_before(spans, time) -> the one that ends at that time
-    roots(spans) -> {(rank, number of a wait): [Root, ...]}      what each wait comes down to, moment by moment
+    on_their_way(spans) -> {(rank, number of a wait): [(start, end), ...]}    when it comes down to a moving message
 
 The timeline is one that csc.simulation.simulate made of the schedule.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from csc.ir.schedule import Action, Schedule
 from csc.simulation.timeline import Timeline
 
 Spans = list[list["Span"]]
 Key = tuple[int, int]  # the rank of a span, and its number among the spans of that rank
+Stretch = tuple[float, float]  # from when to when
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,6 @@ class Span:
     @property
     def waits(self) -> bool:
         return self.sender >= 0
-
-
-class Root(NamedTuple):
-    """From start to end, `rank` computes what is waited for in the end (on its way: the message from it moves)."""
-
-    start: float
-    end: float
-    rank: int
-    on_its_way: bool
 
 
 def spans(schedule: Schedule, timeline: Timeline) -> Spans:
@@ -89,55 +80,47 @@ def span_before(own: Sequence[Span], time: float) -> Span:
     return own[bisect_left(own, time, key=lambda span: span.end)]
 
 
-def roots(found: Spans) -> dict[Key, list[Root]]:
-    """Every wait by what it comes down to. Before its message is given, the sender computes, or waits itself: then for
-    what its own wait comes down to. No circle, as ranks that wait for each other at one moment would do so for ever.
+def on_their_way(found: Spans) -> dict[Key, list[Stretch]]:
+    """For every wait the stretches in which the message that it comes down to is on its way; in the others a rank
+    computes that message.
 
-    What a wait depends on ends no later than it does, so waits are looked at by their ends.
+    Before the message of a wait is given, its sender computes, or waits itself: then for what its own wait comes down
+    to. There is no circle, as ranks that wait for each other at one moment would do so for ever. What a wait depends on
+    ends no later than it does, so waits are looked at by their ends.
     """
     waits = [(rank, i) for rank, own in enumerate(found) for i, span in enumerate(own) if span.waits]
-    known: dict[Key, list[Root]] = {}
+    known: dict[Key, list[Stretch]] = {}
     for key in sorted(waits, key=lambda key: found[key[0]][key[1]].end):
         open_ = [key]  # a message that takes no time ends two waits at once, in whatever order
         while open_:
             rank, i = open_[-1]
             span = found[rank][i]
-            needed = list(_meanwhile(found[span.sender], span))
-            missing = [(span.sender, n) for n, other in needed if other.waits and (span.sender, n) not in known]
+            needed = [(span.sender, n) for n in _meanwhile(found[span.sender], span)]
+            missing = [other for other in needed if other not in known]
             if missing:
                 open_ += missing
             else:
-                known[open_.pop()] = _roots(span, needed, known)
+                inside = [stretch for other in needed for stretch in known[other]]
+                known[open_.pop()] = _joined([*inside, (span.given, span.end)], span.start, span.end)
     return known
 
 
-def _meanwhile(own: Sequence[Span], wait: Span) -> Iterator[tuple[int, Span]]:
-    """The sender's spans from the start of the wait until the message is given, with their numbers."""
-    first = bisect_left(own, wait.start, key=lambda span: span.end)
-    for i in range(first, len(own)):
+def _meanwhile(own: Sequence[Span], wait: Span) -> Iterator[int]:
+    """The sender's waits from the start of this one until the message is given, by their numbers."""
+    for i in range(bisect_right(own, wait.start, key=lambda span: span.end), len(own)):
         if own[i].start >= wait.given:
             return
-        if own[i].end > wait.start:
-            yield i, own[i]
+        if own[i].waits:
+            yield i
 
 
-def _roots(wait: Span, needed: Sequence[tuple[int, Span]], known: dict[Key, list[Root]]) -> list[Root]:
-    found: list[Root] = []
-
-    def add(start: float, end: float, rank: int, on_its_way: bool) -> None:
-        start, end = max(start, wait.start), min(end, wait.end)
-        if start >= end:
-            return
-        if found and found[-1][2:] == (rank, on_its_way):
-            found[-1] = Root(found[-1].start, end, rank, on_its_way)
-        else:
-            found.append(Root(start, end, rank, on_its_way))
-
-    for i, span in needed:
-        if span.waits:
-            for root in known[wait.sender, i]:
-                add(*root)
-        else:
-            add(span.start, span.end, wait.sender, False)
-    add(wait.given, wait.end, wait.sender, True)
+def _joined(stretches: Sequence[Stretch], start: float, end: float) -> list[Stretch]:
+    """What of them, in order of time, lies between start and end."""
+    found: list[Stretch] = []
+    for first, last in stretches:
+        first, last = max(first, start), min(last, end)
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        elif first < last:
+            found.append((first, last))
     return found
