@@ -28,7 +28,5 @@ def show_forecast(found: Forecast) -> None:
 def bound_text(found: Forecast) -> str:
     """The lower bound, what it holds for, what it comes from, and how far the plan is above it."""
     kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
-    return (
-        f"lower bound {seconds_text(found.bound)}, over all {kind}: the plan is {found.gap:.1%} above it; what it "
-        f"comes from: {found.limits.term}"
-    )
+    above = f"the plan is {max(0.0, found.gap):.1%} above it"
+    return f"lower bound {seconds_text(found.bound)}, over all {kind}: {above}; what it comes from: {found.limits.term}"

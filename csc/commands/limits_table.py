@@ -13,7 +13,7 @@ from csc.simulation.look import unit
 MOST = 3  # ranks of the longest path that are named
 LEAST = 1e-3  # of the step: a shorter idle time of the busiest rank is not named
 MEANING = {
-    "ramp": "before its first action and after its last",
+    "ramp": "before a rank's first action and after its last",
     "message": "what it waits for is on its way",
     "imbalance": "it has less work than the busiest",
     "memory": "work that is at hand would not fit",
@@ -25,13 +25,14 @@ MEANING = {
 def show_limits(limits: Limits) -> None:
     """Print them. Causes of which no rank has anything have no column."""
     size, name = unit(limits.makespan)
-    causes = [cause for cause in CAUSES if limits.causes[cause] > 0]
+    causes = [cause for cause in CAUSES if limits.causes[cause] > 1e-6 * limits.makespan]
     rows = table("rank", "work", "idle", *causes, title=f"work and idle time by cause, in {name}")
     for rank, (work, one) in enumerate(zip(limits.work, limits.idle)):
         figures = (work, limits.makespan - work, *(one[cause] for cause in causes))
         rows.add_row(str(rank), *(_number(seconds / size) for seconds in figures))
     console.print(rows)
-    console.print(f"a rank is idle: {'; '.join(f'{cause}: {MEANING[cause]}' for cause in causes)}", highlight=False)
+    if causes:
+        console.print("; ".join(f"{cause}: {MEANING[cause]}" for cause in causes), highlight=False)
     for line in sentences(limits):
         console.print(line, highlight=False)
 
@@ -42,7 +43,7 @@ def sentences(limits: Limits) -> list[str]:
     rank = limits.busiest
     own = limits.idle[rank]
     parts = [f"{_number(own[cause] / size)} {name} {cause}" for cause in CAUSES if own[cause] > LEAST * limits.makespan]
-    waiting = f" and its idle time: {', '.join(parts)}" if parts else ", which is hardly idle"
+    waiting = f" and its idle time: {', '.join(parts)}" if parts else " which is hardly idle"
     found = [f"the step is {_number(limits.work[rank] / size)} {name} of work of rank {rank}, the busiest,{waiting}"]
     ranked = sorted(limits.path.work.items(), key=lambda item: -item[1])
     shares = [(f"rank {r}", seconds) for r, seconds in ranked[:MOST]]

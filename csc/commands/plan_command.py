@@ -65,12 +65,13 @@ def _show(advised: Advice, memory: float | None, seconds: float) -> None:
     above = "" if memory is None else f", memory limit {bytes_text(memory)}"
     how = ", planned with auto" if advised.with_auto else ""
     console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, "stages"))
-    console.print(
-        _table(f"what a change would bring{how}; speed of each microbatch beside this plan", "change", advised.changes)
-    )
+    if advised.changes:
+        title = f"what a change would bring{how}; speed: of a microbatch, beside this plan"
+        console.print(_table(title, "change", advised.changes))
     for row in (*advised.alternatives, *advised.changes):
         if row.makespan is None:
-            console.print(f"no plan for {escape(row.name)}: {escape(row.why)}", highlight=False)
+            several = f", {row.on_a_rank} on a rank" if row.on_a_rank else ""
+            console.print(f"no plan for {escape(row.name)}{several}: {escape(row.why)}", highlight=False)
     if any(row.cut for row in (*advised.alternatives, *advised.changes)):
         console.print("*: the search had to end early, there may be better", highlight=False)
     if advised.left:
@@ -83,9 +84,9 @@ def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Table:
     made = table(first, *more, "on a rank", "step", "speed", "idle", "peak memory", title=title)
     for row in rows:
         if row.makespan is not None:
+            step = seconds_text(row.makespan) + ("*" if row.cut else "")
+            idle = f"{max(0.0, row.idle or 0.0):.1%}"
             peak = bytes_text(row.peak_memory or 0.0) + ("" if row.fits else ", above the limit")
-            made.add_row(
-                escape(row.name), *([escape(row.stages)] if more else []), str(row.on_a_rank),
-                seconds_text(row.makespan) + ("*" if row.cut else ""), f"{row.speedup:.2f} x", f"{row.idle:.1%}", peak,
-            )  # fmt: skip
+            named = [escape(row.name), *([escape(row.stages)] if more else [])]
+            made.add_row(*named, str(row.on_a_rank), step, f"{row.speedup:.2f} x", idle, peak)
     return made

@@ -3,7 +3,7 @@
 Terms
   variation   what is planned instead: a problem, a schedule, and what of the partition is given
   outcome     the plan of a variation, or the sentence that says why there is none; cut: its time was over before its
-              search was, so it may be better than that
+              search was, so there may be a better one
 
     tried(variations, seconds, tell) -> [Outcome, ...]      in their order; what there was no time for has no outcome
 """
@@ -73,4 +73,5 @@ def _outcome(variation: Variation, limit: float) -> Outcome:
         )  # fmt: skip
     except CscError as error:
         return Outcome(variation, None, why=error.what)
-    return Outcome(variation, found, problem.microbatches, cut=time.monotonic() - began >= limit)
+    late = time.monotonic() - began >= limit
+    return Outcome(variation, found, problem.microbatches, cut=late and variation.schedule == "auto")

@@ -34,13 +34,16 @@ ONE_ON_A_RANK = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 IN_TURNS = ("interleaved-1f1b", "interleaved-zb")
 SEVERAL = (2, 4)  # stages on a rank that are looked at besides one
 MORE_MEMORY = 10e9
+LARGE = 0.05  # of what all regions save for B: components with less are not worth running again
 SHARE = 0.5  # of the time, at most, for the alternatives
 EQUAL = "equal forward time"
 
 
 @dataclass(frozen=True)
 class Now:
-    """The plan as it is, and how others are to be planned: with `schedule`, on its stages if they were given."""
+    """The plan as it is, and how others are to be planned: with `schedule`, which is `auto` where the plan's own was
+    given whole, and on its stages if they were given.
+    """
 
     problem: Problem
     stages: tuple[tuple[int, ...], ...]
@@ -50,6 +53,7 @@ class Now:
     peak_memory: float
     idle: float
     schedule: str
+    schedule_given: bool
     stages_given: bool
     chunks: int | None
 
@@ -110,7 +114,7 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
         alternatives=tuple(sorted(rows, key=lambda row: math.inf if row.makespan is None else row.makespan)),
         changes=tuple(_row(outcome, now) for outcome in second),
         left=tuple(each.name for each in (*others[len(first) :], *changed[len(second) :])),
-        with_auto=given_schedule(compiled.options) is not None,
+        with_auto=now.schedule_given,
     )
 
 
@@ -130,6 +134,7 @@ def now_of(program: Program, options: Options) -> Now:
         peak_memory=max(program.plan.peak_memory),
         idle=1 - work / numbers.ranks / program.plan.makespan if program.plan.makespan else 0.0,
         schedule="auto" if written else str(options.schedule),
+        schedule_given=written,
         stages_given=options.stages is not None or options.cuts is not None or options.placement is not None,
         chunks=options.chunks,
     )
@@ -144,14 +149,15 @@ def alternatives(now: Now) -> list[Variation]:
 
     if now.stages_given:
         names = (*ONE_ON_A_RANK, "auto") if now.on_a_rank == 1 else (*ONE_ON_A_RANK, *IN_TURNS, "auto")
-        found = [Variation(name, plain, name, **now.kept) for name in names]
+        found = [Variation(name, plain, name, **now.kept) for name in names if name != now.schedule]
         return [*found, Variation("auto", plain)]
     several = [n for n in SEVERAL if n * numbers.ranks <= len(numbers.units)] if numbers.ranks > 1 else []
     found = [Variation(name, plain, name) for name in ONE_ON_A_RANK]
     found += [Variation(name, plain, name, n) for name in IN_TURNS for n in several]
     found += [Variation("zb-v", plain, "zb-v", 2)] if several else []
     found += [Variation("auto", plain, "auto", n) for n in (1, *several)]
-    found = [each for each in found if (each.schedule, each.chunks or 1) != (now.schedule, now.on_a_rank)]
+    own = (now.schedule, now.on_a_rank)
+    found = [each for each in found if now.schedule_given or (each.schedule, each.chunks or 1) != own]
     return [*found, Variation(EQUAL, lambda: replace(numbers, memory=None), "1f1b", stages=_equal(numbers))]
 
 
@@ -166,9 +172,9 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
     """Other problems near this one."""
     numbers, schedule = now.problem, now.schedule
     found = []
-    if given_schedule(compiled.options) is not None:
+    if now.schedule_given:
         found.append(Variation("schedule auto, nothing else", lambda: numbers, schedule, **now.kept))
-    if not now.stages_given and schedule != "zb-v" and 1 < numbers.ranks * (now.on_a_rank + 1) <= len(numbers.units):
+    if not now.stages_given and schedule != "zb-v" and 1 < numbers.ranks <= len(numbers.units) // (now.on_a_rank + 1):
         found.append(
             Variation(f"{now.on_a_rank + 1} stages on a rank", lambda: numbers, schedule, now.on_a_rank + 1)
         )  # fmt: skip
@@ -188,16 +194,19 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
 
 
 def _recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:
-    """All regions under another choice, and single components run again."""
+    """All regions under another choice, and single components run again that save much."""
     chosen = compiled.options.recompute
     plain = chosen or (("*", NONE),)
     options: dict[str, tuple[tuple[str, Choice], ...]] = {}
     for choice in (NONE, SELECTIVE, FULL):
         if plain != (("*", choice),):
             options[f"recompute {choice}"] = (("*", choice),)
-    turning = {region.component for region in compiled.program.regions if region.needs_dx or region.needs_dw}
-    if len(turning) > 1 and not any(choice in (AUTO, FULL) for _, choice in chosen):
-        options |= {f"recompute {one}=full": (*chosen, (one, FULL)) for one in sorted(turning)}
+    saved: dict[str, float] = {}
+    for unit in now.problem.units:
+        saved[unit.component] = saved.get(unit.component, 0.0) + unit.saved
+    if not any(choice in (AUTO, FULL) for _, choice in chosen):
+        large = [name for name, size in saved.items() if LARGE * sum(saved.values()) < size < sum(saved.values())]
+        options |= {f"recompute {name}=full": (*chosen, (name, FULL)) for name in large}
     return [_compiled(name, compiled, now, recompute=list(pairs)) for name, pairs in options.items()]
 
 
@@ -238,7 +247,7 @@ def _row(outcome: Outcome, now: Now) -> Row:
     else:
         name, stages = variation.name, _stages(variation.stages is not None and now.stages_given)
     if found is None:
-        return Row(name, stages, why=outcome.why)
+        return Row(name, stages, variation.chunks, why=outcome.why)
     if variation.same and found.makespan > now.makespan:
         return replace(_itself(now), name=name, fits=True)
     ranks = len(found.peak_memory)
