@@ -22,7 +22,7 @@ from csc.analysis.explain import explain
 from csc.driver.compiled import CompiledModel
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
-from csc.passes.pipeline_problem import problem
+from csc.passes.pipeline_problem import limit, problem
 from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE
 from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
@@ -184,13 +184,23 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
         wider = replace(numbers, ranks=2 * numbers.ranks)
         found.append(Variation(f"{wider.ranks} pipeline ranks", lambda: wider, schedule, **now.kept))
     if numbers.memory is not None:
-        roomy = replace(numbers, memory=numbers.memory + MORE_MEMORY)
-        found.append(Variation("10 GB more memory", lambda: roomy, schedule, **now.kept, same=True))
+        found.append(_with_more_memory(compiled, now))
     instant = replace(numbers, network=Network())
     found.append(
         Variation("messages that take no time, same order", lambda: instant, now.whole, stages=now.stages)
     )  # fmt: skip
     return [*found, *_recomputations(compiled, now), *_freezings(compiled, now)]
+
+
+def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
+    """The plan as it is would do, too. With recompute="auto" less is run again, which takes a compilation."""
+    name, program, options = "10 GB more memory", compiled.program, compiled.options
+    most, left = limit(program, options), now.problem.memory
+    assert most is not None and left is not None
+    if any(choice == AUTO for _, choice in options.recompute):
+        return replace(_compiled(name, compiled, now, memory=round(most + MORE_MEMORY)), same=True)
+    roomy = replace(now.problem, memory=left + MORE_MEMORY)
+    return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
 
 
 def _recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:

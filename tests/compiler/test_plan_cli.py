@@ -88,6 +88,16 @@ def test_stages_that_were_given_stay(run: Run) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
+def test_more_memory_runs_less_again(run: Run) -> None:  # noqa: F811
+    """With recompute="auto" more memory is another compilation: the row is the plan without anything run again."""
+    found = found_by(run, "--recompute", "auto", "--memory", "880KiB")
+    more = named(found["changes"], "10 GB more memory")
+    assert more["speedup"] > 1.01
+    free = found_by(run, "--recompute", "none", "--limit", "0")
+    assert more["makespan"] == pytest.approx(free["makespan"], rel=0.01)
+
+
+@pytest.mark.slow
 def test_the_tables(run: Run) -> None:  # noqa: F811
     done = run("plan", *SHARED, "--memory", "1100KiB")
     assert done.code == 0, done.err
