@@ -21,6 +21,7 @@ from csc.commands.data_command import data
 from csc.commands.explain_command import explain
 from csc.commands.mask import mask
 from csc.commands.options import Opening, on_target
+from csc.commands.plan_command import plan
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.simulate_command import simulate, timeline
 from csc.commands.timings import compile_times, timings_table
@@ -164,7 +165,7 @@ def passes(json_output: JsonOption = False) -> None:
     console.print(listed)
 
 
-for command in (explain, verify, simulate, timeline, cost, profile, data, mask):
+for command in (explain, verify, simulate, plan, timeline, cost, profile, data, mask):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from csc.commands.forecast_table import bound_text, show_forecast
+from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.timeline_files import write_timelines
 from csc.simulation.look import bytes_text, seconds_text
 
 
@@ -47,28 +49,17 @@ def simulate(
         found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
         held = memory_forecast(compiled.program, compiled.options)
     timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
-    _write_timelines(
+    write_timelines(
         timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, svg, found.bound, found.memory
     )
     if json_output:
         print_json({**found.as_dict(), "memory": [row.as_dict() for row in held]})
         return
-    shares = table(
-        "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
-    )
-    for rank in found.as_dict()["ranks"]:
-        shares.add_row(
-            str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
-            bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
-        )  # fmt: skip
-    console.print(shares)
+    show_forecast(found)
     console.print(memory_table(held, found.memory))
+    show_limits(found.limits)
     console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
-    kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
-    console.print(
-        f"lower bound {seconds_text(found.bound)}, over all {kind}: the plan is {found.gap:.1%} above it",
-        highlight=False,
-    )
+    console.print(bound_text(found), highlight=False)
     if found.baseline is not None:
         console.print(
             f"{found.baseline.name}: {seconds_text(found.baseline.makespan)}, peak memory "
@@ -92,7 +83,7 @@ def timeline(
     from csc.reports.forecast import comparison, read
 
     timelines = [read(source) for source in sources]
-    _write_timelines(timelines, "timelines", None, page, chrome, svg)
+    write_timelines(timelines, "timelines", None, page, chrome, svg)
     rows = comparison(timelines)
     if json_output:
         print_json({"timelines": [vars(row) for row in rows]})
@@ -104,22 +95,3 @@ def timeline(
             escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
         )
     console.print(means_of)
-
-
-def _write_timelines(
-    timelines: list[Any], title: str, output: Path | None, page: Path | None, chrome: Path | None,
-    svg: Path | None, bound: float | None = None, limit: float | None = None,
-) -> None:  # fmt: skip
-    from csc.simulation.chrome import chrome_trace
-    from csc.simulation.page import page as page_text
-    from csc.simulation.timeline import to_json
-    from csc.simulation.vector import svg as svg_text
-
-    if output is not None:
-        output.write_text(json.dumps(to_json(timelines[0])))
-    if page is not None:
-        page.write_text(page_text(timelines, title, bound, limit))
-    if svg is not None:
-        svg.write_text(svg_text(timelines, title, bound, limit))
-    if chrome is not None:
-        chrome.write_text(json.dumps(chrome_trace(timelines)))

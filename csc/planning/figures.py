@@ -1,12 +1,14 @@
-"""Whether the numbers of a problem are numbers that can be planned with.
+"""Whether the numbers of a problem, and of what is asked of a plan, are numbers that can be planned with.
 
-check_figures(problem)          InputError: the first that is not, whose it is, and what to do
+check_figures(problem)                  InputError: the first that is not, whose it is, and what to do
+check_asked(chunks, effort, limit)      the same for these
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from numbers import Integral, Real
 
 from csc.errors import InputError
 from csc.planning.problem import Problem
@@ -16,31 +18,57 @@ BYTES = ("saved", "kept", "state")
 
 
 def check_figures(problem: Problem) -> None:
-    """Every time and size is finite and at least 0, the memory is one number, every microbatch has a size. Memory below
-    0 is what a limit leaves that constants alone exceed: the partition says what would fit.
+    """Every time and size is finite and at least 0, the memory is one number, ranks and microbatches are whole, every
+    microbatch has a size. Memory below 0 is what a limit leaves that constants alone exceed: the partition says what
+    would fit.
     """
     memory = problem.memory
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float))):
+    if memory is not None and not _number(memory):
         raise InputError(
             f"the memory is {memory!r}, and has to be one number of bytes, the same for all ranks",
             "memory",
             "Give the bytes of the rank that has the least",
         )
-    if memory is not None and math.isnan(memory):
+    if memory is not None and not math.isfinite(memory):
         raise InputError(f"a rank cannot work with {memory} bytes of memory", "memory", "Give a number, or no limit")
+    per_node = problem.network.ranks_per_node
+    _check_whole("ranks", problem.ranks, "Ask for at least 1")
+    _check_whole("microbatches", problem.microbatches, "Ask for at least 1")
+    if per_node is not None:
+        _check_whole("ranks on a node", per_node, "Give at least 1, or None where all are on one")
     for what, number in _figures(problem):
-        if not 0 <= number < math.inf:
+        if not _number(number) or not 0 <= number < math.inf:
             raise InputError(
-                f"{what} is {number}",
+                f"{what} is {number!r}",
                 "planning",
                 "Times and sizes are finite and at least 0: look at the hardware profile or the measured costs",
             )
-    if problem.scale is not None and len(problem.scale) < problem.microbatches:
+    if problem.scale is not None and len(problem.scale) != problem.microbatches:
         raise InputError(
             f"{len(problem.scale)} microbatches have a size, the step has {problem.microbatches}",
             "planning",
             "Give one size for each microbatch",
         )
+    if problem.scale is not None and not sum(problem.scale):
+        raise InputError("no microbatch has a size above 0", "planning", "Give the step something to do")
+
+
+def check_asked(chunks: int | None, effort: float, limit: float | None) -> None:
+    """The stages of a rank are a whole number; effort and seconds are finite and at least 0."""
+    if chunks is not None:
+        _check_whole("stages on a rank", chunks, "Ask for at least 1")
+    for name, number in (("effort", effort), ("limit", 0.0 if limit is None else limit)):
+        if not _number(number) or not 0 <= number < math.inf:
+            raise InputError(f"{name} is {number!r}", "planning", "Give a finite number of at least 0")
+
+
+def _number(given: object) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool)
+
+
+def _check_whole(what: str, given: object, remedy: str) -> None:
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        raise InputError(f"there cannot be {given!r} {what}", "planning", remedy)
 
 
 def _figures(problem: Problem) -> Iterator[tuple[str, float]]:
@@ -59,4 +87,11 @@ def _figures(problem: Problem) -> Iterator[tuple[str, float]]:
     for name in ("within", "between"):
         link = getattr(problem.network, name)
         yield f"the latency {name} nodes", link.latency
-        yield f"the seconds for a byte {name} nodes", 1 / link.bandwidth if link.bandwidth else math.inf
+        yield f"the seconds for a byte {name} nodes", _for_a_byte(link.bandwidth)
+
+
+def _for_a_byte(bandwidth: float) -> float:
+    """What is no number stays what it is."""
+    if not _number(bandwidth):
+        return bandwidth
+    return 1 / bandwidth if bandwidth else math.inf

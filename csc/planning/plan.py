@@ -23,7 +23,7 @@ from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
-from csc.planning.figures import check_figures
+from csc.planning.figures import check_asked, check_figures
 from csc.planning.joint import budget_of, searched
 from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
@@ -95,6 +95,7 @@ def plan(
     of the stages.
     """
     check_figures(problem)
+    check_asked(chunks, effort, limit)
     budget = Budget(budget_of(problem, effort), limit, tell)
     if stages is None:
         check_ranks(problem)

@@ -24,6 +24,7 @@ from csc.ir.schedule import PARTS
 from csc.passes.pipeline_problem import problem
 from csc.planning.partition import balance
 from csc.planning.plan import plan
+from csc.reports.limits import Limits, limits
 from csc.runtime.program import load
 from csc.simulation.jitter import Jitter
 from csc.simulation.pipeline_file import from_json as read_pipeline
@@ -44,6 +45,7 @@ class Forecast:
     bound: float
     shared: bool
     plan: Timeline
+    limits: Limits
     baseline: Timeline | None
     holds: tuple[str, ...]  # per rank, the regions of its stages
     memory: float | None
@@ -67,6 +69,7 @@ class Forecast:
             "bound": self.bound,
             "bound_of": "several stages a rank" if self.shared else "one stage a rank",
             "gap": self.gap,
+            "limits": self.limits.as_dict(),
             "memory_limit": self.memory,
             "peak_memory": max(self.plan.peak_memory),
             "ranks": [
@@ -98,13 +101,15 @@ def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jit
     assert program.plan is not None and program.schedule is not None
     numbers = problem(program, options)
     pipeline = read_pipeline(program.plan.pipeline)
+    timeline = simulate(pipeline, program.schedule, jitter, f"plan: {program.schedule.name}")
     return Forecast(
         schedule=program.schedule.name,
         layout=program.plan.layout,
         costs=program.plan.costs,
         bound=program.plan.shared_bound if program.plan.bound is None else program.plan.bound,
         shared=program.plan.bound is None,
-        plan=simulate(pipeline, program.schedule, jitter, f"plan: {program.schedule.name}"),
+        plan=timeline,
+        limits=limits(numbers, pipeline, program.schedule, timeline, several=program.plan.bound is None),
         baseline=_baseline(program, options, baseline, jitter) if baseline is not None else None,
         holds=tuple(_held(program, rank) for rank in range(options.mesh.pp)),
         memory=numbers.memory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,27 @@ BAD = [
     (lambda p: replace(p, scale=(1.0, math.nan)), "size of microbatch 1 is nan"),
     (lambda p: replace(p, scale=(1.0,)), "1 microbatches have a size, the step has 2"),
     (lambda p: replace(p, network=Network(Link(0.0, 0.0))), "seconds for a byte within nodes is inf"),
+    (lambda p: replace(p, network=Network(Link(0.0, "1e9"))), "seconds for a byte within nodes is '1e9'"),
+    (lambda p: replace(p, network=Network(ranks_per_node=0)), "cannot be 0 ranks on a node"),
+    (lambda p: replace(p, units=(replace(p.units[0], state="8"), *p.units[1:])), "state bytes of u0 is '8'"),
+    (lambda p: replace(p, units=(replace(p.units[0], kept=None), *p.units[1:])), "kept bytes of u0 is None"),
+    (lambda p: replace(p, memory=math.inf), "cannot work with inf bytes of memory.*or no limit"),
+    (lambda p: replace(p, scale=(1.0, 1.0, 1.0)), "3 microbatches have a size, the step has 2"),
+    (lambda p: replace(p, scale=(0.0, 0.0)), "no microbatch has a size above 0"),
+    (lambda p: replace(p, microbatches=2.5), "cannot be 2.5 microbatches"),
+    (lambda p: replace(p, microbatches="4"), "cannot be '4' microbatches"),
+    (lambda p: replace(p, microbatches=0), "cannot be 0 microbatches"),
+    (lambda p: replace(p, ranks=math.nan), "cannot be nan ranks"),
+    (lambda p: replace(p, ranks=-1), "cannot be -1 ranks"),
+]
+ASKED = [
+    ({"chunks": 0}, "cannot be 0 stages on a rank"),
+    ({"chunks": 1.5}, "cannot be 1.5 stages on a rank"),
+    ({"chunks": True}, "cannot be True stages on a rank"),
+    ({"effort": math.nan}, "effort is nan"),
+    ({"effort": math.inf}, "effort is inf"),
+    ({"limit": math.nan}, "limit is nan"),
+    ({"limit": -1.0}, "limit is -1"),
 ]
 
 
@@ -120,6 +142,21 @@ def test_numbers_that_are_none_are_refused_at_once(spoil, sentence: str) -> None
     problem = problem_of(chain(range(4)), [(1.0, True)] * 4, 2, 2)
     with pytest.raises(InputError, match=sentence):
         plan(spoil(problem))
+
+
+@pytest.mark.parametrize(("asked", "sentence"), ASKED)
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_what_cannot_be_asked_is_refused_at_once(schedule: str, asked: dict[str, Any], sentence: str) -> None:
+    problem = problem_of(chain(range(4)), [(1.0, True)] * 4, 2, 2)
+    with pytest.raises(InputError, match=sentence):
+        plan(problem, schedule, **asked)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved-1f1b", "interleaved-zb", "zb-v"])
+def test_more_chunks_than_layers_are_refused_for_every_schedule(schedule: str) -> None:
+    problem = problem_of(chain(range(4)), [(1.0, True)] * 4, 3, 2)
+    with pytest.raises(InputError, match="4 regions cannot fill 6 stages"):
+        plan(problem, schedule, chunks=2)
 
 
 def test_more_chunks_than_layers_are_refused_at_once() -> None:

@@ -1,0 +1,32 @@
+"""What a plan expects of its step: the ranks as a table, the makespan and its lower bound as sentences.
+
+show_forecast(forecast)        bound_text(forecast) -> str
+"""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+from csc.commands.printing import console, table
+from csc.reports.forecast import Forecast
+from csc.simulation.look import bytes_text, seconds_text
+
+
+def show_forecast(found: Forecast) -> None:
+    """A row for each rank."""
+    shares = table(
+        "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
+    )
+    for rank in found.as_dict()["ranks"]:
+        shares.add_row(
+            str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
+            bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
+        )  # fmt: skip
+    console.print(shares)
+
+
+def bound_text(found: Forecast) -> str:
+    """The lower bound, what it holds for, what it comes from, and how far the plan is above it."""
+    kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
+    above = f"the plan is {max(0.0, found.gap):.1%} above it"
+    return f"lower bound {seconds_text(found.bound)}, over all {kind}: {above}; what it comes from: {found.limits.term}"

@@ -1,0 +1,92 @@
+"""`csc plan`: what limits a plan's step, what else it could be, and what a change would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from csc.commands.forecast_table import bound_text
+from csc.commands.limits_table import show_limits
+from csc.commands.options import Opening, on_target
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.timeline_files import write_timelines
+from csc.reports.advice import Advice, Row
+from csc.simulation.look import bytes_text, seconds_text
+
+SECONDS = 60.0
+
+
+@on_target
+def plan(
+    opening: Opening,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option("--limit", min=0, help="seconds for alternatives and changes, after the plan itself")
+    ] = SECONDS,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows the timeline")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="write it as a picture, for a document")] = None,
+    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """What limits the step, the alternatives with time and memory, and what changes would bring, each planned."""
+    from dataclasses import replace
+
+    from csc.reports.advice import advice
+    from csc.reports.forecast import forecast
+
+    with opening as compiled:
+        if ranks is not None:
+            compiled = compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
+        found = forecast(compiled, None)
+        advised = advice(compiled, limit, compiled.progress)
+    title = f"{compiled.program.name}: {found.layout}"
+    write_timelines([found.plan], title, output, page, chrome, svg, found.bound, found.memory)
+    if json_output:
+        print_json({**found.as_dict(), **advised.as_dict()})
+        return
+    console.print(f"{escape(found.schedule)}, {escape(found.layout)}", highlight=False)
+    show_limits(found.limits)
+    console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
+    console.print(bound_text(found), highlight=False)
+    _show(advised, found.memory, limit)
+
+
+def _show(advised: Advice, memory: float | None, seconds: float) -> None:
+    """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
+    above = "" if memory is None else f", memory limit {bytes_text(memory)}"
+    how = ", planned with auto" if advised.with_auto else ""
+    console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, "stages"))
+    if advised.changes:
+        title = f"what a change would bring{how}; speed: of a microbatch, beside this plan"
+        console.print(_table(title, "change", advised.changes))
+    for row in (*advised.alternatives, *advised.changes):
+        if row.makespan is None:
+            several = f", {row.on_a_rank} on a rank" if row.on_a_rank else ""
+            console.print(f"no plan for {escape(row.name)}{several}: {escape(row.why)}", highlight=False)
+    if any(row.cut for row in (*advised.alternatives, *advised.changes)):
+        console.print("*: the search had to end early, there may be better", highlight=False)
+    if advised.left:
+        names = escape(", ".join(dict.fromkeys(advised.left)))
+        console.print(f"no time within --limit {seconds:g}: {names}", highlight=False)
+
+
+def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Table:
+    """The rows that have a plan. speed: of one microbatch."""
+    made = table(first, *more, "on a rank", "step", "speed", "idle", "peak memory", title=title)
+    for row in rows:
+        if row.makespan is not None:
+            step = seconds_text(row.makespan) + ("*" if row.cut else "")
+            idle = f"{max(0.0, row.idle or 0.0):.1%}"
+            peak = bytes_text(row.peak_memory or 0.0) + ("" if row.fits else ", above the limit")
+            named = [escape(row.name), *([escape(row.stages)] if more else [])]
+            made.add_row(*named, str(row.on_a_rank), step, f"{row.speedup:.2f} x", idle, peak)
+    return made

@@ -1,0 +1,30 @@
+"""Timelines as the files that commands write: JSON, a page, a picture, a trace for Perfetto.
+
+write_timelines(timelines, title, output, page, chrome, svg, bound, limit)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from csc.simulation.chrome import chrome_trace
+from csc.simulation.page import page as page_text
+from csc.simulation.timeline import Timeline, to_json
+from csc.simulation.vector import svg as svg_text
+
+
+def write_timelines(
+    timelines: Sequence[Timeline], title: str, output: Path | None, page: Path | None, chrome: Path | None,
+    svg: Path | None, bound: float | None = None, limit: float | None = None,
+) -> None:  # fmt: skip
+    """Each of the files that has a path; `output` gets the first timeline alone."""
+    if output is not None:
+        output.write_text(json.dumps(to_json(timelines[0])))
+    if page is not None:
+        page.write_text(page_text(timelines, title, bound, limit))
+    if svg is not None:
+        svg.write_text(svg_text(timelines, title, bound, limit))
+    if chrome is not None:
+        chrome.write_text(json.dumps(chrome_trace(timelines)))

@@ -1,0 +1,280 @@
+"""What else a plan could be, and what a change would bring: every row is planned or simulated.
+
+Terms: see csc.planning.variations. An *alternative* is another schedule, number of stages on a rank or split of the
+same problem; a *change* is another problem: more microbatches, ranks or memory, other links, other recomputation or
+freezing. Stages that the user gave stay as they are. Where the whole schedule was given, changes are planned with
+`auto`, as it holds for its own problem alone.
+
+    advice(compiled, seconds, tell) -> Advice
+    now_of(program, options) -> Now
+    alternatives(now) -> [Variation, ...]        changes(compiled, now) -> [Variation, ...]
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from csc.analysis.explain import explain
+from csc.driver.compiled import CompiledModel
+from csc.ir.program import Choice, Options, Program
+from csc.ir.schedule import Schedule
+from csc.passes.pipeline_problem import limit, problem
+from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE
+from csc.passes.schedule_file import given_schedule
+from csc.planning.partition import balance
+from csc.planning.problem import Problem
+from csc.planning.variations import Outcome, Variation, tried
+from csc.simulation.pipeline import Network
+
+ONE_ON_A_RANK = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
+IN_TURNS = ("interleaved-1f1b", "interleaved-zb")
+SEVERAL = (2, 4)  # stages on a rank that are looked at besides one
+MORE_MEMORY = 10e9
+LARGE = 0.05  # of what all regions save for B: components with less are not worth running again
+SHARE = 0.5  # of the time, at most, for the alternatives
+EQUAL = "equal forward time"
+
+
+@dataclass(frozen=True)
+class Now:
+    """The plan as it is, and how others are to be planned: with `schedule`, which is `auto` where the plan's own was
+    given whole, and on its stages if they were given.
+    """
+
+    problem: Problem
+    stages: tuple[tuple[int, ...], ...]
+    placement: tuple[int, ...]
+    whole: Schedule
+    makespan: float
+    peak_memory: float
+    idle: float
+    schedule: str
+    schedule_given: bool
+    stages_given: bool
+    chunks: int | None
+
+    @property
+    def on_a_rank(self) -> int:
+        """Stages of a rank, rounded up."""
+        return -(-len(self.placement) // self.problem.ranks)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What of the partition other plans keep."""
+        return {"stages": self.stages, "placement": self.placement} if self.stages_given else {"chunks": self.chunks}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan: its makespan, by how much it is faster for each microbatch than the plan as it is, the mean of its
+    ranks' idle shares, the memory of its fullest rank. None: there is no plan, for the reason `why`. fits: within the
+    limit. cut: the search ended early, so there may be better.
+    """
+
+    name: str
+    stages: str = ""
+    on_a_rank: int | None = None
+    makespan: float | None = None
+    speedup: float | None = None
+    idle: float | None = None
+    peak_memory: float | None = None
+    fits: bool = True
+    cut: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """alternatives: the plan itself and others, the fastest first. left: names of what there was no time for.
+    with_auto: changes are planned with `auto`, as the plan's own schedule was given whole.
+    """
+
+    alternatives: tuple[Row, ...]
+    changes: tuple[Row, ...]
+    left: tuple[str, ...]
+    with_auto: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None]) -> Advice:
+    """Both lists for the plan of a compiled model, in about so many seconds of wall clock."""
+    end = time.monotonic() + seconds
+    now = now_of(compiled.program, compiled.options)
+    others, changed = alternatives(now), changes(compiled, now)
+    first = tried(others, seconds * SHARE, tell)
+    second = tried(changed, end - time.monotonic(), tell)
+    rows = [_itself(now), *(_row(outcome, now) for outcome in first)]
+    return Advice(
+        alternatives=tuple(sorted(rows, key=lambda row: math.inf if row.makespan is None else row.makespan)),
+        changes=tuple(_row(outcome, now) for outcome in second),
+        left=tuple(each.name for each in (*others[len(first) :], *changed[len(second) :])),
+        with_auto=now.schedule_given,
+    )
+
+
+def now_of(program: Program, options: Options) -> Now:
+    """Of a planned Program."""
+    assert program.plan is not None and program.schedule is not None
+    place = {region.name: unit for unit, region in enumerate(program.regions)}
+    numbers = problem(program, options)
+    work = sum(unit.work for unit in numbers.units) * numbers.microbatches
+    written = given_schedule(options) is not None
+    return Now(
+        problem=numbers,
+        stages=tuple(tuple(sorted(place[name] for name in stage.regions)) for stage in program.stages),
+        placement=tuple(stage.rank for stage in program.stages),
+        whole=program.schedule,
+        makespan=program.plan.makespan,
+        peak_memory=max(program.plan.peak_memory),
+        idle=1 - work / numbers.ranks / program.plan.makespan if program.plan.makespan else 0.0,
+        schedule="auto" if written else str(options.schedule),
+        schedule_given=written,
+        stages_given=options.stages is not None or options.cuts is not None or options.placement is not None,
+        chunks=options.chunks,
+    )
+
+
+def alternatives(now: Now) -> list[Variation]:
+    """Other plans of the same problem."""
+    numbers = now.problem
+
+    def plain() -> Problem:
+        return numbers
+
+    if now.stages_given:
+        names = (*ONE_ON_A_RANK, "auto") if now.on_a_rank == 1 else (*ONE_ON_A_RANK, *IN_TURNS, "auto")
+        found = [Variation(name, plain, name, **now.kept) for name in names if name != now.schedule]
+        return [*found, Variation("auto", plain)]
+    several = [n for n in SEVERAL if n * numbers.ranks <= len(numbers.units)] if numbers.ranks > 1 else []
+    found = [Variation(name, plain, name) for name in ONE_ON_A_RANK]
+    found += [Variation(name, plain, name, n) for name in IN_TURNS for n in several]
+    found += [Variation("zb-v", plain, "zb-v", 2)] if several else []
+    found += [Variation("auto", plain, "auto", n) for n in (1, *several)]
+    own = (now.schedule, now.on_a_rank)
+    found = [each for each in found if now.schedule_given or (each.schedule, each.chunks or 1) != own]
+    return [*found, Variation(EQUAL, lambda: replace(numbers, memory=None), "1f1b", stages=_equal(numbers))]
+
+
+def _equal(numbers: Problem) -> list[list[int]]:
+    """Stages of equal forward time in order of execution, blind to what is frozen."""
+    starts = balance([round(1e9 * unit.forward) for unit in numbers.units], numbers.ranks)
+    bounds = [*starts, len(numbers.units)]
+    return [list(range(bounds[i], bounds[i + 1])) for i in range(numbers.ranks)]
+
+
+def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
+    """Other problems near this one."""
+    numbers, schedule = now.problem, now.schedule
+    found = []
+    if now.schedule_given:
+        found.append(Variation("schedule auto, nothing else", lambda: numbers, schedule, **now.kept))
+    if not now.stages_given and schedule != "zb-v" and 1 < numbers.ranks <= len(numbers.units) // (now.on_a_rank + 1):
+        found.append(
+            Variation(f"{now.on_a_rank + 1} stages on a rank", lambda: numbers, schedule, now.on_a_rank + 1)
+        )  # fmt: skip
+    twice = replace(numbers, microbatches=2 * numbers.microbatches)
+    found.append(Variation(f"{twice.microbatches} microbatches", lambda: twice, schedule, **now.kept))
+    if not now.stages_given and 2 * numbers.ranks <= len(numbers.units):
+        wider = replace(numbers, ranks=2 * numbers.ranks)
+        found.append(Variation(f"{wider.ranks} pipeline ranks", lambda: wider, schedule, **now.kept))
+    if numbers.memory is not None:
+        found.append(_with_more_memory(compiled, now))
+    instant = replace(numbers, network=Network())
+    found.append(
+        Variation("messages that take no time, same order", lambda: instant, now.whole, stages=now.stages)
+    )  # fmt: skip
+    return [*found, *_recomputations(compiled, now), *_freezings(compiled, now)]
+
+
+def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
+    """The plan as it is would do, too. With recompute="auto" less is run again, which takes a compilation."""
+    name, program, options = "10 GB more memory", compiled.program, compiled.options
+    most, left = limit(program, options), now.problem.memory
+    assert most is not None and left is not None
+    if any(choice == AUTO for _, choice in options.recompute):
+        return replace(_compiled(name, compiled, now, memory=round(most + MORE_MEMORY)), same=True)
+    roomy = replace(now.problem, memory=left + MORE_MEMORY)
+    return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
+
+
+def _recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:
+    """All regions under another choice, and single components run again that save much."""
+    chosen = compiled.options.recompute
+    plain = chosen or (("*", NONE),)
+    options: dict[str, tuple[tuple[str, Choice], ...]] = {}
+    for choice in (NONE, SELECTIVE, FULL):
+        if plain != (("*", choice),):
+            options[f"recompute {choice}"] = (("*", choice),)
+    saved: dict[str, float] = {}
+    for unit in now.problem.units:
+        saved[unit.component] = saved.get(unit.component, 0.0) + unit.saved
+    if not any(choice in (AUTO, FULL) for _, choice in chosen):
+        large = [name for name, size in saved.items() if LARGE * sum(saved.values()) < size < sum(saved.values())]
+        options |= {f"recompute {name}=full": (*chosen, (name, FULL)) for name in large}
+    return [_compiled(name, compiled, now, recompute=list(pairs)) for name, pairs in options.items()]
+
+
+def _freezings(compiled: CompiledModel, now: Now) -> list[Variation]:
+    """Each component frozen that trains, unless nothing else does."""
+    training = [row.name for row in explain(compiled.program)[0] if row.trainable]
+    frozen = compiled.options.freeze or ()
+    if len(training) < 2:
+        return []
+    return [_compiled(f"freeze {name}", compiled, now, freeze=[*frozen, name]) for name in training]
+
+
+def _compiled(name: str, compiled: CompiledModel, now: Now, **options: Any) -> Variation:
+    """The problem of the model under other options, from the traces that are there."""
+    return Variation(
+        name, lambda: compiled.with_options(**options).problem(compiled.microbatch), now.schedule, **now.kept
+    )
+
+
+def _itself(now: Now) -> Row:
+    memory = now.problem.memory
+    return Row(
+        name=f"{now.whole.name}, this plan",
+        stages=_stages(now.stages_given),
+        on_a_rank=now.on_a_rank,
+        makespan=now.makespan,
+        speedup=1.0,
+        idle=now.idle,
+        peak_memory=now.peak_memory,
+        fits=memory is None or now.peak_memory <= memory * (1 + 1e-9),
+    )
+
+
+def _row(outcome: Outcome, now: Now) -> Row:
+    variation, found = outcome.variation, outcome.plan
+    if variation.name == EQUAL:
+        name, stages = "1f1b", EQUAL
+    else:
+        name, stages = variation.name, _stages(variation.stages is not None and now.stages_given)
+    if found is None:
+        return Row(name, stages, variation.chunks, why=outcome.why)
+    if variation.same and found.makespan > now.makespan:
+        return replace(_itself(now), name=name, fits=True)
+    ranks = len(found.peak_memory)
+    memory, peak = now.problem.memory, max(found.peak_memory)
+    each, before = found.makespan / outcome.microbatches, now.makespan / now.problem.microbatches
+    return Row(
+        name=name,
+        stages=stages,
+        on_a_rank=-(-len(found.placement) // ranks),
+        makespan=found.makespan,
+        speedup=before / each if each else 1.0,
+        idle=sum(found.bubble) / ranks,
+        peak_memory=peak,
+        fits=variation.name != EQUAL or memory is None or peak <= memory * (1 + 1e-9),
+        cut=outcome.cut,
+    )
+
+
+def _stages(given: bool) -> str:
+    return "given" if given else "planned"

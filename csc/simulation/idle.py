@@ -1,0 +1,169 @@
+"""Why ranks are idle: every idle second of a simulated run has one cause.
+
+Terms: see csc.simulation.waits. The idle seconds of a rank are the makespan without its work. Between its first and
+last action a rank is idle only while it waits for a message: at each moment either that message is on its way, or
+another rank computes what it comes down to. So each moment is one of
+
+    ramp       before the rank's first action, or after its last one
+    message    the message is on its way
+    memory     another rank computes; this one has an action at hand, but each of those would take it above its limit
+    order      another rank computes; an action at hand fits, but stands later in the rank's list
+    way        another rank computes, and nothing is at hand: microbatches are on their way through the pipeline
+
+and of these seconds some are instead
+
+    imbalance  as many as the busiest rank has more work than this one: no order and no memory can fill them. Taken
+               from way; if that is less, from order, memory and the ramp after the last action, in this order
+
+At hand are, of the actions later in the rank's list, the next F, B, W and BW of each of its stages, as soon as what
+they need has been made on the rank, or has arrived. One *fits* if the rank stays within its limit with that action
+moved to where it waits, from there on.
+
+    idle(pipeline, schedule, timeline, limits) -> [Causes of each rank]     limits: bytes of each rank; None: no limit
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+from csc.ir.schedule import PARTS, Action, Message, Schedule
+from csc.simulation.memory import changes, states
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.timeline import Timeline
+from csc.simulation.waits import Span, Stretch, on_their_way, spans
+
+CAUSES = ("ramp", "message", "imbalance", "memory", "order", "way")
+Causes = dict[str, float]  # seconds by each of CAUSES
+
+
+def idle(
+    pipeline: Pipeline, schedule: Schedule, timeline: Timeline, limits: Sequence[float] | None = None
+) -> list[Causes]:
+    """The causes of each rank's idle seconds in the run that the simulator made of the schedule."""
+    doing = spans(schedule, timeline)
+    moving = on_their_way(doing)
+    state = states(pipeline, schedule)
+    arrivals = {((t.kind, t.source, t.destination), t.microbatch): t.end for t in timeline.transfers}
+    coming: dict[tuple[str, int], list[Message]] = {}
+    for channel in pipeline.messages:
+        coming.setdefault((channel[0], channel[2]), []).append(channel)
+    most = max(timeline.busy, default=0.0)
+    found = []
+    for rank, events in enumerate(timeline.ranks):
+        causes = dict.fromkeys(CAUSES, 0.0)
+        after = timeline.makespan
+        if events:
+            causes["ramp"] = events[0].start - timeline.start
+            after = timeline.end - events[-1].end
+            limit = None if limits is None else limits[rank]
+            own = _Own(pipeline, schedule, rank, state[rank], limit, arrivals, coming)
+            for number, wait in enumerate(doing[rank]):
+                if wait.waits and own.between(wait.position):
+                    for cause, seconds in _parts(wait, moving[rank, number], *own.at_hand(wait)):
+                        causes[cause] += seconds
+        found.append(_with_imbalance(causes, after, most - timeline.busy[rank]))
+    return found
+
+
+def _parts(wait: Span, moving: Sequence[Stretch], any_: float, fitting: float) -> Iterator[tuple[str, float]]:
+    """The seconds of a wait by cause. any_, fitting: from when on some action is at hand, and one that fits."""
+    yield "message", sum(end - start for start, end in moving)
+    ends = [wait.start, *(time for stretch in moving for time in stretch), wait.end]
+    times = (-math.inf, any_, fitting, math.inf)
+    for first, last in zip(ends[::2], ends[1::2]):  # between the stretches
+        for cause, start, end in zip(("way", "memory", "order"), times, times[1:]):
+            yield cause, max(0.0, min(last, end) - max(first, start))
+
+
+def _with_imbalance(causes: Causes, after: float, less: float) -> Causes:
+    """after: seconds after the last action, which are ramp as far as they are no imbalance. less: work that the rank
+    has less than the busiest.
+    """
+    found = {**causes, "ramp*": after}
+    for cause in ("way", "order", "memory", "ramp*"):
+        taken = min(found[cause], less - found["imbalance"])
+        found[cause] -= taken
+        found["imbalance"] += taken
+    found["ramp"] += found.pop("ramp*")
+    return found
+
+
+class _Own:
+    """The list of one rank: what is at hand where it waits, and whether that fits."""
+
+    def __init__(
+        self, pipeline: Pipeline, schedule: Schedule, rank: int, state: float, limit: float | None,
+        arrivals: Mapping[tuple[Message, int], float], coming: Mapping[tuple[str, int], Sequence[Message]],
+    ) -> None:  # fmt: skip
+        self.pipeline, self.limit, self.arrivals, self.coming = pipeline, limit, arrivals, coming
+        self.here = {stage for stage, home in schedule.placement.items() if home == rank}
+        self.positions = [i for i, action in enumerate(schedule.ranks[rank]) if action.computes]
+        self.actions = [schedule.ranks[rank][i] for i in self.positions]
+        self.made = {part: i for i, action in enumerate(self.actions) for part in action.parts}
+        self.turns: dict[tuple[str, int], list[int]] = {}
+        for i, action in enumerate(self.actions):
+            self.turns.setdefault((action.kind, action.stage), []).append(i)
+        self.level, self.peaks = [state], []  # bytes before each compute, and the most while it runs
+        self.change = _changes(pipeline, self.actions)
+        for before, after in self.change:
+            now = self.level[-1]
+            self.peaks.append(max(now, now + before, now + before + after))
+            self.level.append(now + before + after)
+
+    def between(self, position: int) -> bool:
+        """Whether a position lies between the first and the last compute."""
+        return self.positions[0] < position < self.positions[-1]
+
+    def at_hand(self, wait: Span) -> tuple[float, float]:
+        """From when on, while it waits, the rank has an action at hand, and one that fits."""
+        any_ = fitting = math.inf
+        place = bisect_left(self.positions, wait.position)
+        for turns in self.turns.values():
+            turn = bisect_left(turns, place)
+            if turn < len(turns):
+                ready = self._ready(turns[turn], place)
+                if ready < min(wait.end, fitting):
+                    any_ = min(any_, ready)
+                    if self._fits(turns[turn], place):
+                        fitting = ready
+        return any_, fitting
+
+    def _ready(self, index: int, place: int) -> float:
+        """When a compute has all that it needs, if the rank has come to compute `place`; infinite: not before others of
+        the rank's own have run.
+        """
+        action = self.actions[index]
+        stage, microbatch = action.stage, action.microbatch
+        kind = PARTS[action.kind][0]
+        needed = []
+        if kind == "B" or (kind == "W" and not self.pipeline.stages[stage].has_b):
+            needed.append(Action("F", stage, microbatch))
+        elif kind == "W":
+            needed.append(Action("B", stage, microbatch))
+        time = 0.0
+        for channel in self.coming.get((kind, stage), ()):
+            if channel[1] in self.here:
+                needed.append(Action(kind, channel[1], microbatch))
+            else:
+                time = max(time, self.arrivals.get((channel, microbatch), math.inf))
+        return time if all(self.made.get(one, place) < place for one in needed) else math.inf
+
+    def _fits(self, index: int, place: int) -> bool:
+        """Whether the rank stays within its limit if a compute is moved ahead to `place`."""
+        if self.limit is None:
+            return True
+        before, after = self.change[index]
+        now, stays = self.level[place], before + after
+        most = max([now + before, now + stays, *(peak + stays for peak in self.peaks[place:index])])
+        return most <= self.limit * (1 + 1e-9)
+
+
+def _changes(pipeline: Pipeline, actions: Sequence[Action]) -> list[tuple[float, float]]:
+    """What each of these adds to the bytes of its rank, at its start and at its end."""
+    if pipeline.loads is None:
+        alike = changes(pipeline.stages)
+        return [alike[action.kind][action.stage] for action in actions]
+    each = {m: changes(pipeline.stages_of(m)) for m in {action.microbatch for action in actions}}
+    return [each[action.microbatch][action.kind][action.stage] for action in actions]
