@@ -34,6 +34,8 @@ SELDOM = [
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 2, "freeze": ["vision_tower"]},
 ]
 
+CLOSE = 1e-5  # weights after three steps: AdamW makes more of a last bit where a gradient is small
+
 
 @torch.no_grad()
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -74,13 +76,13 @@ def test_processes_step_their_pieces_alone(case: dict[str, Any], tmp_path: Path)
             if there.dim():
                 there = seen(there, piece_of(there.shape, len(group), group.index(rank)))
             assert tensor.shape == there.shape, name
-            assert apart(tensor, there) <= 1e-6, name
+            assert apart(tensor, there) <= CLOSE, name
             state += 2 * there.numel() if name != "never" and there.dim() else 0
         assert result["state"] == state, "two moments of each entry that the rank steps"
         whole = load_file(tmp_path / f"whole_{rank}.safetensors")
         assert whole.keys() == trained.keys()
         for name, tensor in whole.items():
-            assert apart(tensor, trained[name]) <= 1e-6, name
+            assert apart(tensor, trained[name]) <= CLOSE, name
 
 
 def check_refusals(said: list[str]) -> None:
