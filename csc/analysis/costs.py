@@ -104,12 +104,16 @@ class RegionCost:
         return self.parameters + self.gradients + self.optimizer
 
     def state_of(self, zero: int, ranks: int) -> int:
-        """`state` of one of so many ranks that divide it: with zero=1 the optimizer's, with zero=2 gradients too, with
-        zero=3 parameters too.
+        """`state` of one of so many ranks that divide it."""
+        return sum(self.held(zero, ranks))
+
+    def held(self, zero: int, ranks: int) -> tuple[int, int, int]:
+        """Parameters, gradients and the optimizer's of one of so many ranks, which divide the last with zero=1, the
+        last two with zero=2, all with zero=3.
         """
-        optimizer = -(-self.optimizer // (ranks if zero >= 1 else 1))
-        gradients = -(-self.gradients // (ranks if zero >= 2 else 1))
-        return -(-self.parameters // (ranks if zero >= 3 else 1)) + gradients + optimizer
+        kinds = (self.parameters, self.gradients, self.optimizer)
+        optimizer, gradients, parameters = (ranks if zero >= level else 1 for level in (1, 2, 3))
+        return tuple(-(-size // by) for size, by in zip(kinds, (parameters, gradients, optimizer)))  # type: ignore[return-value]
 
     def figures(self) -> dict[str, int]:
         """Every number by name; `F flops` to `W kernels`, then bytes."""

@@ -126,10 +126,25 @@ def on_one_rank(problem: Problem, chunks: int | None, stages: Stages | None) -> 
 def _even(problem: Problem, chunks: int | None) -> Stages:
     """The units in their order in stages of which the largest gathers as little as it can."""
     count = len(problem.units)
-    if chunks is not None and chunks > count:
-        raise InputError(f"{count} regions cannot fill {chunks} stages", "chunks", f"Ask for {count} at most")
-    starts = balance([round(unit.gathered) for unit in problem.units], chunks or min(STAGES, count))
-    return tuple(tuple(range(a, b)) for a, b in pairwise([*starts, count]))
+    starts = list(range(count)) if chunks is not None else _starts(problem)
+    lumps = list(pairwise([*starts, count]))
+    sizes = [round(sum(unit.gathered for unit in problem.units[a:b])) for a, b in lumps]
+    firsts = balance(sizes, min(STAGES, len(lumps)) if chunks is None else chunks)
+    return tuple(tuple(range(a, b)) for a, b in pairwise([*(starts[first] for first in firsts), count]))
+
+
+def _starts(problem: Problem) -> list[int]:
+    """The units that may open a stage: none between a value's maker and a reader without parameters. Such a one gathers
+    nothing, and a program for microbatches without pictures may not have it: the value then goes on from its maker.
+    """
+    inside = {
+        unit
+        for value in problem.values
+        for reader in value.readers
+        if not problem.units[reader].gathered
+        for unit in range(value.maker + 1, reader + 1)
+    }
+    return [unit for unit in range(len(problem.units)) if unit not in inside]
 
 
 def _in_turn(work: Pipeline, microbatches: int) -> Schedule:

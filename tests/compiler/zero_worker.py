@@ -21,7 +21,11 @@ from tests.compiler.zero_models import BATCHES, MODELS
 
 def compiled_of(case: dict[str, Any], **changes: Any) -> csc.CompiledModel:
     case = case | changes
-    options = {name: case[name] for name in ("freeze", "precision", "recompute", "stages") if name in case}
+    options = {
+        name: case[name]
+        for name in ("freeze", "precision", "recompute", "stages", "chunks", "schedule")
+        if name in case
+    }
     return csc.compile(
         MODELS[case["model"]](), mesh=case["mesh"], example=BATCHES[case["model"]](case["samples"]),
         microbatches=case["microbatches"], zero=case["zero"], **options,
@@ -70,6 +74,7 @@ def main(case: dict[str, Any], directory: Path) -> None:
     result["state"] = sum(
         value.numel() for state in optimizer.state.values() for value in state.values() if value.dim()
     )
+    result["held"] = sum(one.numel() for one in compiled.state_dict().values())
     compiled.save(directory / "weights", optimizer=optimizer)
     result["evaluated"] = float(compiled.eval_step(batch))
     later = steps(compiled, batch, optimizer)
@@ -118,11 +123,11 @@ def resume(case: dict[str, Any], directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def phases(directory: Path) -> None:
+def phases(zero: int, directory: Path) -> None:
     """Gradients of two batches added up; a step that fails on one rank; other options with the same optimizer; a batch
     of each process; optimizers with a closure and a fused one.
     """
-    case = {"model": "odd", "mesh": "dp=2", "samples": 8, "microbatches": 2, "zero": 2}
+    case = {"model": "odd", "mesh": "dp=2", "samples": 8, "microbatches": 2, "zero": zero}
     compiled, batch = compiled_of(case), BATCHES["odd"](8)
     optimizer = compiled.optimizer(torch.optim.AdamW, list(compiled.named_parameters()), lr=1e-2, fused=True)
     first = compiled.train_step(batch)
