@@ -298,7 +298,7 @@ class Distributed:
     def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Gathering:
         buffer, group = flat.detach().to(self._wire), self._groups.sums[tuple(sorted(ranks))]
         rows = buffer.new_empty(len(ranks), buffer.numel())
-        call = partial(dist.all_gather_into_tensor, rows.view(-1), buffer, group=group, async_op=True)
+        call = partial(dist.all_gather, list(rows), buffer, group=group, async_op=True)
         return _Gathering(self._guard(call, why), rows, buffer, why)
 
     def finish_gather(self, ticket: _Gathering) -> torch.Tensor:

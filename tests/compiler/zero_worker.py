@@ -123,6 +123,27 @@ def resume(case: dict[str, Any], directory: Path) -> None:
     dist.destroy_process_group()
 
 
+def from_files(case: dict[str, Any], directory: Path) -> None:
+    """A model without values, given those of files: at first of other ones on the second rank."""
+    batch, result = BATCHES[case["model"]](case["samples"]), {}
+    with csc.meta_init():
+        compiled = compiled_of(case)
+    for what, attempt in (
+        ("empty", lambda: compiled.train_step(batch)),
+        ("refused", lambda: compiled.load(directory / ("right", "wrong")[dist.get_rank()])),
+    ):
+        try:
+            attempt()
+        except csc.CscError as error:
+            result[what] = str(error)
+    compiled.load(directory / "right")
+    result["losses"] = steps(compiled, batch, adamw(compiled))["losses"]
+    compiled.save(directory / "saved")
+    result["later"] = float(compiled.train_step(batch))
+    (directory / f"read_{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
 def phases(zero: int, directory: Path) -> None:
     """Gradients of two batches added up; a step that fails on one rank; other options with the same optimizer; a batch
     of each process; optimizers with a closure and a fused one.
