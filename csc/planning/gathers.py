@@ -105,7 +105,7 @@ def _start(actions: Sequence[Action], use: int) -> int:
 
 def on_one_rank(problem: Problem, chunks: int | None, stages: Stages | None) -> tuple[Stages, Placement, Schedule]:
     """The plan of a pipeline of one rank. chunks: stages; None: STAGES, or a unit in each. stages: those, if they are
-    given. With a memory limit the fastest order that fits; without one that which holds least.
+    given. With a memory limit the faster order of two that fits; without one that which holds least.
     """
     if stages is None:
         stages = _even(problem, chunks)
@@ -134,14 +134,16 @@ def _even(problem: Problem, chunks: int | None) -> Stages:
 
 
 def _starts(problem: Problem) -> list[int]:
-    """The units that may open a stage: none between a value's maker and a reader without parameters. Such a one gathers
-    nothing, and a program for microbatches without pictures may not have it: the value then goes on from its maker.
+    """The units that may open a stage: none between a value's maker and a reader without parameters that makes another
+    of its size, such as what puts pictures into text. A program for microbatches without pictures does not have that:
+    there the value goes on from its maker, and has to leave the same stage.
     """
+    made = {(value.maker, value.size) for value in problem.values}
     inside = {
         unit
         for value in problem.values
         for reader in value.readers
-        if not problem.units[reader].gathered
+        if not problem.units[reader].gathered and (reader, value.size) in made
         for unit in range(value.maker + 1, reader + 1)
     }
     return [unit for unit in range(len(problem.units)) if unit not in inside]
