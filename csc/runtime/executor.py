@@ -264,10 +264,8 @@ def step(
                 while (values := rank.endpoint.receive(message, action.microbatch)) is None:
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
-            elif action.kind == "GATHER":
-                state.gathered.start(action.stage)
-            elif action.kind == "FREE":
-                state.gathered.free(action.stage)
+            elif action.kind in WHOLE:
+                state.gathered.act(action)
             else:
                 reached = None
                 if uneven:

@@ -5,10 +5,9 @@ Terms: see csc.runtime.pieces, and GATHER and FREE in csc.ir.schedule. A stage's
 the stage computes in.
 
     Gathered(rank, parameters, pieces)      of one rank, in one step
-    .start(stage)                           the all-gathers begin; does not wait
+    .act(action)                            GATHER: the all-gathers begin, without waiting; FREE: what came is dropped
     .ready(stage)                           a generator: waits until the parameters are whole
     .of(stage) -> {name: tensor}            what the stage computes with
-    .free(stage)
 
 A number without dimensions is whole on every rank. Only data moves: no bit changes.
 """
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csc.ir.groups import Group
+from csc.ir.schedule import Action
 from csc.runtime.buckets import filled
 from csc.runtime.pieces import piece_of, seen
 from csc.runtime.rank import Rank
@@ -57,8 +57,12 @@ class Gathered:
         """By name; of a stage that nobody divides, what the rank holds."""
         return self._whole[stage] if stage in self._specs else self._given
 
-    def start(self, stage: int) -> None:
+    def act(self, action: Action) -> None:
         """All ranks of the group call it, in one order."""
+        stage = action.stage
+        if action.kind == "FREE":
+            del self._whole[stage]
+            return
         self._whole[stage] = dict(self._rest)
         self._coming[stage] = [self._started(stage, specs) for specs in self._buckets(stage)]
 
@@ -108,7 +112,3 @@ class Gathered:
     def _is_in_order(self, spec: ParameterSpec) -> bool:
         """Whether pieces that lie one behind the other are the parameter."""
         return math.prod(spec.shape[: piece_of(spec.shape, len(self._ranks), 0).dimension]) == 1
-
-    def free(self, stage: int) -> None:
-        """What the stage computed with is dropped."""
-        del self._whole[stage]

@@ -107,9 +107,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
     free: dict[tuple[int, int], float] = {}  # by directed pair of ranks, when its link is
     arrival: dict[tuple[Message, int], float] = {}
     waiting: list[tuple[Message, int] | None] = [None] * count
-    held: list[list[tuple[float, float]]] = [[] for _ in range(count)]
-    gathered: dict[int, float] = {}  # by stage, when its parameters are whole
-    taken = [0.0] * count  # when a rank's gathers so far are done
+    whole = _Whole(pipeline, count)
     ready = list(range(count))
     while ready:
         rank = ready.pop()
@@ -145,20 +143,33 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
                         clock[target] = arrived
                     ready.append(target)
             elif kind in WHOLE:
-                stage = pipeline.stages[action.stage]
-                if kind == "GATHER":
-                    taken[rank] = gathered[action.stage] = max(now, taken[rank]) + stage.gather
-                held[rank].append((now, stage.gathered if kind == "GATHER" else -stage.gathered))
+                whole.act(rank, action, now)
             elif kind != "REDUCE":
-                if gathered and gathered.get(action.stage, now) > now:
-                    now = gathered[action.stage]
+                now = max(now, whole.ready.get(action.stage, now)) if whole.ready else now
                 started.append(now)
                 now += next(lasting)
         clock[rank] = now
     blocked = {rank: token for rank, token in enumerate(waiting) if token is not None}
     if blocked:
         raise _deadlock(schedule, blocked)
-    return _Run(starts, seconds, moves, held)
+    return _Run(starts, seconds, moves, whole.held)
+
+
+class _Whole:
+    """Gathers as a run goes by. ready: by stage, when its parameters are whole; held: as of _Run."""
+
+    def __init__(self, pipeline: Pipeline, ranks: int) -> None:
+        self._stages = pipeline.stages
+        self._done = [0.0] * ranks  # when a rank's gathers so far are
+        self.ready: dict[int, float] = {}
+        self.held: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
+
+    def act(self, rank: int, action: Action, now: float) -> None:
+        """A GATHER or FREE."""
+        stage = self._stages[action.stage]
+        if action.kind == "GATHER":
+            self._done[rank] = self.ready[action.stage] = max(now, self._done[rank]) + stage.gather
+        self.held[rank].append((now, stage.gathered if action.kind == "GATHER" else -stage.gathered))
 
 
 def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
