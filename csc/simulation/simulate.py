@@ -133,14 +133,12 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
                 if now > departure:
                     departure = now
                 free[rank, target] = departure + busy
-                arrived = departure + busy + latency
                 token = (channel, action.microbatch)
-                arrival[token] = arrived
+                arrival[token] = arrived = departure + busy + latency
                 moves.append((rank, action, departure, arrived))
                 if waiting[target] == token:
                     waiting[target] = None
-                    if arrived > clock[target]:
-                        clock[target] = arrived
+                    clock[target] = max(clock[target], arrived)
                     ready.append(target)
             elif kind in WHOLE:
                 whole.act(rank, action, now)
