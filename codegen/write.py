@@ -28,6 +28,9 @@ ACTIONS = """\
 # W s m     backward: gradients of its parameters          REDUCE                       sum of gradients over ranks
 # BW s m    B and W in one, region by region
 """
+WHOLE_ACTIONS = """\
+# GATHER s  all-gather of stage s' parameters begins       FREE s                       what it made is dropped
+"""
 Content = TypeVar("Content", str, bytes)
 
 
@@ -50,7 +53,7 @@ def sources(program: Program, options: Options) -> dict[str, str]:
 def _schedule(program: Program) -> str:
     """The schedule's text with a word for each of its actions."""
     first, rest = str(program.schedule).split("\n", 1)
-    return f"{first}\n{ACTIONS}{rest}"
+    return f"{first}\n{ACTIONS}{WHOLE_ACTIONS if 'GATHER' in rest else ''}{rest}"
 
 
 def write(

@@ -86,7 +86,8 @@ def compile(
         fuse: Compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
             later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
         zero: What data-parallel ranks divide among each other instead of holding it alike: 1, the state of the
-            optimizer, which `compiled.optimizer` makes; 2, gradients too. None: 0, nothing; see docs/zero.md.
+            optimizer, which `compiled.optimizer` makes; 2, gradients too; 3, parameters too, frozen ones included.
+            None: 0, nothing; see docs/zero.md.
         directory: Where the program is written; None: a temporary directory, removed at exit.
         cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
         check: Compare a program with eager PyTorch before its first step, on that step's batch (about two eager

@@ -44,7 +44,13 @@ def partition(program: Program, options: Options) -> Program:
         for unit in members:
             home[unit] = index
     built = tuple(
-        _stage(program, index, decided.placement[index], [program.regions[unit] for unit in sorted(members)])
+        _stage(
+            program,
+            index,
+            decided.placement[index],
+            [program.regions[unit] for unit in sorted(members)],
+            decided.pipeline.divided[index],
+        )
         for index, members in enumerate(decided.stages)
     )
     assert {stage.rank for stage in built} == set(range(options.mesh.pp))
@@ -144,6 +150,7 @@ def _of_part(program: Program, problem: Problem, options: Options) -> Schedule:
         channels(problem.values, [home[unit] for unit in range(len(program.regions))]),
         [any(region.needs_dx or region.needs_dw for region in members) for members in needs],
         [any(region.needs_dw for region in members) for members in needs],
+        [any(problem.units[unit].gathered for unit in members) for members in given],
     )
 
 
@@ -187,7 +194,7 @@ def _messages(program: Program, problem: Problem, home: Sequence[int]) -> tuple[
     )
 
 
-def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -> Stage:
+def _stage(program: Program, index: int, rank: int, regions: Sequence[Region], divided: bool) -> Stage:
     tables = list(dict.fromkeys(name for region in regions for name in region.shared))
     if program.loss_tokens and any(LOSS in region.outputs for region in regions):
         tables.append(program.loss_tokens)
@@ -210,6 +217,7 @@ def _stage(program: Program, index: int, rank: int, regions: Sequence[Region]) -
         has_b=any(region.needs_dx or region.needs_dw for region in regions),
         has_w=any(region.needs_dw for region in regions),
         contexts=tuple(context.component for context in program.contexts if context.component in asked),
+        divided=divided,
     )
 
 

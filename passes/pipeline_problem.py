@@ -41,13 +41,25 @@ def problem(program: Program, options: Options) -> Problem:
             saved=cost.saved,
             kept=cost.kept,
             state=cost.state,
+            gathered=cost.gathered,
         )
         for cost in costs
     )
     memory = limit(program, options)
     if memory is not None:
         memory -= max(0, *(cost.again - max(0, cost.kept - cost.saved) for cost in costs))
-    return Problem(units, values(program), options.mesh.pp, options.microbatches, memory, network(profile), scale=None)
+    return Problem(
+        units, values(program), options.mesh.pp, options.microbatches, memory, network(profile), scale=None,
+        gathering=gathering(profile, options),
+    )  # fmt: skip
+
+
+def gathering(profile: Hardware, options: Options) -> Link:
+    """How data-parallel ranks get each other's pieces: all but its own come to each, over the slowest of its links."""
+    ranks = options.mesh.group(Group.DATA, 0)
+    wire = profile.within if ranks[-1] < profile.ranks_per_node else profile.between
+    others = len(ranks) - 1
+    return Link(wire.latency * others, wire.bandwidth * len(ranks) / others) if others else Link()
 
 
 def limit(program: Program, options: Options) -> float | None:

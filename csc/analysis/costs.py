@@ -79,6 +79,8 @@ class RegionCost:
     """Work and bytes of one variant and one microbatch; see the module's terms.
 
     outputs: bytes of each output, in order; output_gradients: of the gradient that comes back to it, 0 if none does.
+    computed: bytes of the parameters that have dimensions, in the dtype in which they are computed with
+    (of one without entries 1, since it is gathered as well).
     """
 
     forward: Kernels
@@ -94,6 +96,7 @@ class RegionCost:
     optimizer: int
     outputs: tuple[int, ...]
     output_gradients: tuple[int, ...]
+    computed: int = 0
 
     @property
     def state(self) -> int:
@@ -101,10 +104,16 @@ class RegionCost:
         return self.parameters + self.gradients + self.optimizer
 
     def state_of(self, zero: int, ranks: int) -> int:
-        """`state` of one of so many ranks that divide it: with zero=1 the optimizer's, with zero=2 gradients too."""
-        optimizer = -(-self.optimizer // (ranks if zero >= 1 else 1))
-        gradients = -(-self.gradients // (ranks if zero >= 2 else 1))
-        return self.parameters + gradients + optimizer
+        """`state` of one of so many ranks that divide it."""
+        return sum(self.held(zero, ranks))
+
+    def held(self, zero: int, ranks: int) -> tuple[int, int, int]:
+        """Parameters, gradients and the optimizer's of one of so many ranks, which divide the last with zero=1, the
+        last two with zero=2, all with zero=3.
+        """
+        kinds = (self.parameters, self.gradients, self.optimizer)
+        optimizer, gradients, parameters = (ranks if zero >= level else 1 for level in (1, 2, 3))
+        return tuple(-(-size // by) for size, by in zip(kinds, (parameters, gradients, optimizer)))  # type: ignore[return-value]
 
     def figures(self) -> dict[str, int]:
         """Every number by name; `F flops` to `W kernels`, then bytes."""
@@ -141,6 +150,7 @@ class RegionTimes:
     kept: int
     again: int
     state: int
+    gathered: int = 0
 
 
 def region_costs(
@@ -154,7 +164,7 @@ def region_costs(
     """Seconds and bytes of every region, in the order of `program.regions`.
 
     measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`. zero, ranks:
-    see `RegionCost.state_of`.
+    see `RegionCost.state_of`; with zero=3 `gathered` is what they make whole where the region computes.
     """
     known = hardware.measured if measured is None else measured
     stored = stored_dtypes(program)
@@ -172,6 +182,7 @@ def region_costs(
                 *times,
                 **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "kept", "again")},
                 state=cost.state_of(zero, ranks),
+                gathered=cost.computed if zero >= 3 and ranks > 1 else 0,
             )
         )
     return found
@@ -266,6 +277,7 @@ def variant_cost(variant: Variant, master: bool = False, stored: Sequence[torch.
         optimizer=sum(size[2] for size in trained),
         outputs=tuple(map(dense_bytes, values)),
         output_gradients=tuple(dense_bytes(v) if comes else 0 for v, comes in zip(values, variant.tangents)),
+        computed=sum(max(1, dense_bytes(node)) for node in parameters if node.meta["val"].dim()),
     )
 
 

@@ -66,7 +66,8 @@ def _options(
         bool | None, typer.Option("--fuse/--no-fuse", help="compile the layers' functions with Inductor")
     ] = None,
     zero: Annotated[
-        int | None, typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 gradients too")
+        int | None,
+        typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
     check: Annotated[
         bool | None,

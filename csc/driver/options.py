@@ -24,7 +24,7 @@ UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | 
 }  # fmt: skip
 
 OTHERS = ("example", "directory", "cache", "check", "timeout", "divide")  # of csc.compile, which are no fields
-LEVELS = (0, 1, 2)  # of what data-parallel ranks divide
+LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "full", "auto")
 
 

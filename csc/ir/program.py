@@ -196,6 +196,7 @@ class Stage:
     has_b: bool
     has_w: bool
     contexts: tuple[str, ...] = ()  # components of whose tokens it has a share, or hands shares out
+    divided: bool = False  # data-parallel ranks hold pieces of its parameters, which GATHER makes whole
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ class Options:
     it lacks are left out, and so are their B, W and messages.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
     zero: what data-parallel ranks divide among each other: 0 nothing, 1 the state of the optimizer, 2 gradients
-    too.
+    too, 3 parameters too.
     """
 
     mesh: Mesh = field(default_factory=Mesh)

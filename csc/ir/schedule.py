@@ -2,8 +2,9 @@
 
 Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *BW* does B and
 W in one action, region by region, so that it never holds what W needs of more than one; *SEND* and *RECV* move the
-values of a message (F: activations, B: gradients) from stage a to stage b; *REDUCE* sums gradients over ranks at the
-end of a step. A *rank* here is a position on the pp axis; it runs one stage or several. Between two stages of one rank
+values of a message (F: activations, B: gradients) from stage a to stage b; *GATHER* makes a stage's parameters whole,
+of which data-parallel ranks hold pieces, and *FREE* drops what it made; *REDUCE* sums gradients over ranks at the end
+of a step. A *rank* here is a position on the pp axis; it runs one stage or several. Between two stages of one rank
 nothing is sent: the rank keeps the values until the other stage takes them. A *channel* is (message kind, stage a,
 stage b), a *wire* (message kind, rank a, rank b): the messages of a wire, whatever their channels, arrive in the order
 in which they are sent.
@@ -13,7 +14,7 @@ in which they are sent.
     rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 
     parse(text) -> Schedule        str(schedule) -> text        peak_in_flight(schedule) -> [count per stage]
-    part(schedule, channels, has_b, has_w) -> Schedule           what is left where there is less to do
+    part(schedule, channels, has_b, has_w, gathered) -> Schedule what is left where there is less to do
     with_messages(name, orders, channels) -> Schedule            from the order of F, B, W and BW alone
     fused(order) -> order                                         every B with its W right behind it as one BW
 
@@ -31,15 +32,17 @@ from typing import Literal, NamedTuple
 
 from csc.errors import ScheduleError
 
-Kind = Literal["F", "B", "W", "BW", "SEND", "RECV", "REDUCE"]
+Kind = Literal["F", "B", "W", "BW", "SEND", "RECV", "GATHER", "FREE", "REDUCE"]
 Message = tuple[str, int, int]  # (kind, source stage, destination stage)
 
+WHOLE = ("GATHER", "FREE")  # actions between which parameters are whole
 PARTS: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}  # what each computes
 WIDTH = 110
 
 
 class Action(NamedTuple):
-    """One step of one rank. `stage` is the stage that it is for; stage and microbatch are -1 for REDUCE.
+    """One step of one rank. `stage` is the stage that it is for; stage and microbatch are -1 for REDUCE, the microbatch
+    for GATHER and FREE too.
 
     SEND and RECV also carry the message's kind and both ends; for the others these are "" and -1. (A tuple, since a
     schedule of 512 ranks has millions of them, which are made, hashed and compared.)
@@ -73,6 +76,8 @@ class Action(NamedTuple):
             return "REDUCE"
         if self.computes:
             return f"{self.kind} {self.stage} {self.microbatch}"
+        if self.kind in WHOLE:
+            return f"{self.kind} {self.stage}"
         return f"{self.kind} {self.message} {self.source}>{self.destination} {self.microbatch}"
 
     @classmethod
@@ -127,7 +132,8 @@ _NUMBER = r"([0-9]{1,9})"
 _RANK = re.compile(rf"rank\s+{_NUMBER}\s*:(.*)", re.DOTALL)
 _COMPUTE = re.compile(rf"(F|BW|B|W)\s+{_NUMBER}\s+{_NUMBER}")
 _MOVE = re.compile(rf"(SEND|RECV)\s+([FB])\s+{_NUMBER}\s*>\s*{_NUMBER}\s+{_NUMBER}")
-_FORMS = "Actions are: F s mb, B s mb, W s mb, BW s mb, SEND K a>b mb, RECV K a>b mb, REDUCE"
+_HOLD = re.compile(rf"(GATHER|FREE)\s+{_NUMBER}")
+_FORMS = "Actions are: F s mb, B s mb, W s mb, BW s mb, SEND K a>b mb, RECV K a>b mb, GATHER s, FREE s, REDUCE"
 
 
 def _action(text: str, where: str) -> Action:
@@ -135,6 +141,8 @@ def _action(text: str, where: str) -> Action:
         return Action("REDUCE")
     if found := _COMPUTE.fullmatch(text):
         return Action(found[1], int(found[2]), int(found[3]))  # type: ignore[arg-type]
+    if found := _HOLD.fullmatch(text):
+        return Action(found[1], int(found[2]))  # type: ignore[arg-type]
     if found := _MOVE.fullmatch(text):
         channel = (found[2], int(found[3]), int(found[4]))
         make = Action.send if found[1] == "SEND" else Action.recv
@@ -251,20 +259,44 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
     return list(peaks.values())
 
 
-def part(schedule: Schedule, channels: Iterable[Message], has_b: Sequence[bool], has_w: Sequence[bool]) -> Schedule:
-    """The schedule without the messages, Bs and Ws that a program has not, in the same order."""
+def part(
+    schedule: Schedule,
+    channels: Iterable[Message],
+    has_b: Sequence[bool],
+    has_w: Sequence[bool],
+    gathered: Sequence[bool] | None = None,
+) -> Schedule:
+    """The schedule without the messages, Bs, Ws and gathers that a program has not, in the same order. gathered: of
+    which stages parameters are gathered; None: of none.
+    """
     there = set(channels)
 
     def left(action: Action) -> Action | None:
         if action.kind in ("SEND", "RECV"):
             return action if action.channel in there else None
+        if action.kind in WHOLE:
+            return action if gathered is not None and gathered[action.stage] else None
         if not action.computes or action.kind == "F":
             return action
         kind = doable(action.kind, has_b[action.stage], has_w[action.stage])
         return Action(kind, action.stage, action.microbatch) if kind else None
 
-    ranks = (tuple(kept for action in actions if (kept := left(action)) is not None) for actions in schedule.ranks)
-    return Schedule(schedule.name, tuple(ranks))
+    ranks = ([kept for action in actions if (kept := left(action)) is not None] for actions in schedule.ranks)
+    return Schedule(schedule.name, tuple(tuple(_used(actions)) for actions in ranks))
+
+
+def _used(actions: Sequence[Action]) -> list[Action]:
+    """Without the GATHERs and FREEs between which their stage has nothing to compute."""
+    idle: set[int] = set()
+    since: dict[int, int] = {}  # by stage, the place of its GATHER since which it has not computed
+    for i, action in enumerate(actions):
+        if action.kind == "GATHER":
+            since[action.stage] = i
+        elif action.kind == "FREE" and action.stage in since:
+            idle |= {since.pop(action.stage), i}
+        elif action.computes:
+            since.pop(action.stage, None)
+    return [action for i, action in enumerate(actions) if i not in idle]
 
 
 def doable(kind: Kind, has_b: bool, has_w: bool) -> Kind | None:

@@ -2,7 +2,7 @@
 
 Terms: see csc.ir.schedule.
 
-    verify(schedule, messages, has_b, has_w, microbatches)         ScheduleError: the action, its rank, the cycle
+    verify(schedule, messages, has_b, has_w, microbatches, gathered)      ScheduleError: the action, its rank, the cycle
 
 Time is linear in the number of actions.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Kind, Message, Schedule
+from csc.ir.schedule import WHOLE, Action, Kind, Message, Schedule
 
 
 def verify(
@@ -21,13 +21,16 @@ def verify(
     has_b: Sequence[bool],
     has_w: Sequence[bool],
     microbatches: int,
+    gathered: Sequence[bool] | None = None,
 ) -> None:
     """Raise a ScheduleError unless the schedule does the work of these stages.
 
-    `messages` are the channels between stages, `has_b[s]` and `has_w[s]` say whether stage s has B and W.
-    A stage may stand on any one rank, and a rank may run any number of stages. A BW counts as the B and the W.
+    `messages` are the channels between stages, `has_b[s]` and `has_w[s]` say whether stage s has B and W,
+    `gathered[s]` whether its parameters have to be made whole (None: of no stage). A stage may stand on any one rank,
+    and a rank may run any number of stages. A BW counts as the B and the W.
     """
     channels = set(messages)
+    divided = [False] * len(has_b) if gathered is None else gathered
     placement = _placement(schedule, len(has_b))
     moved = {channel for channel in channels if placement[channel[1]] != placement[channel[2]]}
     for rank, actions in enumerate(schedule.ranks):
@@ -38,6 +41,7 @@ def verify(
         }
         places = _places(schedule, rank, actions, needed, channels, moved, microbatches)
         _check_order(schedule, rank, places, needed, channels - moved)
+        _check_whole(schedule, rank, divided)
     _check_wires(schedule, placement)
     _check_progress(schedule, placement)
 
@@ -87,6 +91,8 @@ def _places(
     where = _where(schedule, rank)
     places: dict[Action, int] = {}
     for i, action in enumerate(actions):
+        if action.kind in WHOLE:
+            continue
         if action.kind != "REDUCE" and not 0 <= action.microbatch < microbatches:
             raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
         for part in action.parts if action.computes else ():
@@ -157,6 +163,34 @@ def _check_order(
             after(Action(action.message, stage, mb), action, "which brings what it needs")  # type: ignore[arg-type]
         for source in sources.get((action.kind, stage), ()):
             after(action, Action(action.kind, source, mb), "which produces what it needs")
+
+
+def _check_whole(schedule: Schedule, rank: int, divided: Sequence[bool]) -> None:
+    """A stage that is divided computes between its GATHER and its FREE alone; each GATHER has one FREE, and a use."""
+    where = _where(schedule, rank)
+    used: dict[int, bool] = {}  # by stage that is whole: whether it has computed since
+    for action in schedule.ranks[rank]:
+        stage = action.stage
+        if action.kind in WHOLE and not divided[stage]:
+            what = f"'{action}' has nothing to do: no parameters of stage {stage} are divided"
+            raise ScheduleError(what, where, "Remove it; ranks divide parameters with zero=3")
+        if action.kind == "GATHER":
+            if stage in used:
+                what = f"'{action}' stands there again before 'FREE {stage}'"
+                raise ScheduleError(what, where, "Remove it, or FREE the stage before")
+            used[stage] = False
+        elif action.kind == "FREE":
+            if not used.pop(stage, False):
+                what = f"'{action}' ends no use: it should come after 'GATHER {stage}' and what the stage computes then"
+                raise ScheduleError(what, where, "Remove it, with its GATHER if there is one")
+        elif action.computes and divided[stage]:
+            if stage not in used:
+                what = f"'{action}' comes where the parameters of stage {stage} are not whole"
+                raise ScheduleError(what, where, f"Put 'GATHER {stage}' before it, and 'FREE {stage}' behind it")
+            used[stage] = True
+    if used:
+        stage = min(used)
+        raise ScheduleError(f"'GATHER {stage}' has no FREE", where, f"Put 'FREE {stage}' behind the stage's last use")
 
 
 def _check_wires(schedule: Schedule, placement: dict[int, int]) -> None:

@@ -52,7 +52,8 @@ def _problems(program: Program, sound: set[tuple[fx.Graph, int]]) -> Iterator[st
         channels = [(m.kind, m.source, m.destination) for m in program.messages]
         has_b, has_w = [s.has_b for s in program.stages], [s.has_w for s in program.stages]
         try:
-            verify_schedule(program.schedule, channels, has_b, has_w, program.schedule.microbatches)
+            divided = [s.divided for s in program.stages]
+            verify_schedule(program.schedule, channels, has_b, has_w, program.schedule.microbatches, divided)
         except CscError as error:
             yield f"invariant 5: {error}"
 

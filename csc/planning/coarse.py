@@ -82,6 +82,7 @@ def _together(units: Sequence[Unit]) -> Unit:
         saved=sum(unit.saved for unit in units if unit.has_b),
         kept=sum(unit.kept for unit in units if unit.has_w),
         state=sum(unit.state for unit in units),
+        gathered=sum(unit.gathered for unit in units),
     )
 
 

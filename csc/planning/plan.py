@@ -24,6 +24,7 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
 from csc.planning.figures import check_asked, check_figures
+from csc.planning.gathers import check_room, on_one_rank, with_gathers
 from csc.planning.joint import budget_of, searched
 from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
@@ -103,6 +104,8 @@ def plan(
     if isinstance(schedule, Schedule):
         home = checked(problem, tuple(schedule.placement.values()))
         return _best(problem, [home], fixed, _kept(problem, schedule), [None, one])
+    if schedule == "auto" and problem.ranks == 1 and placement is None and any(u.gathered for u in problem.units):
+        return _finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
         found = searched(problem, ways, fixed, budget, effort)
@@ -124,8 +127,9 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
 
     def seconds(stages: Stages, home: Placement) -> float:
         numbers = pipeline(problem, stages)
-        verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
-        for rank, peak in enumerate(peak_memory(numbers, schedule)):
+        gathering = with_gathers(numbers, schedule, problem.memory)
+        _verified(numbers, gathering, problem.microbatches)
+        for rank, peak in enumerate(peak_memory(numbers, gathering)):
             if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
                 raise InputError(
                     f"rank {rank} needs {math.ceil(peak)} bytes under schedule {schedule.name}, the limit is "
@@ -133,9 +137,14 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
                     "plan",
                     "Allow more memory, or choose schedule auto, which keeps to the limit",
                 )
-        return makespan(numbers, schedule)
+        return makespan(numbers, gathering)
 
     return ScheduleChoice(seconds, lambda stages, home: schedule)
+
+
+def _verified(numbers: Pipeline, schedule: Schedule, microbatches: int) -> None:
+    """ScheduleError unless it does the work of these stages."""
+    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, microbatches, numbers.divided)
 
 
 def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool = False) -> Stages:
@@ -215,9 +224,13 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
 def _finished(
     problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
 ) -> PipelinePlan:
-    """The plan, with what the simulator says about it."""
+    """The plan, with what the simulator says about it. InputError if what gathers make whole has no room."""
     numbers = pipeline(problem, stages)
-    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, problem.microbatches)
+    schedule = with_gathers(numbers, schedule, problem.memory)
+    _verified(numbers, schedule, problem.microbatches)
+    peaks = peak_memory(numbers, schedule)
+    if any(numbers.divided):
+        check_room(problem, peaks)
     seconds = makespan(numbers, schedule)
     scale = sum(problem.scale or (1.0,) * problem.microbatches)
     busy = [0.0] * problem.ranks
@@ -231,7 +244,7 @@ def _finished(
         schedule=schedule,
         pipeline=numbers,
         makespan=seconds,
-        peak_memory=tuple(peak_memory(numbers, schedule)),
+        peak_memory=tuple(peaks),
         bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
         bound=(bound or lower_bound(problem)).seconds if alone else None,
         shared_bound=shared_lower_bound(problem).seconds,

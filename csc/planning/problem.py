@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from csc.ir.schedule import Message
-from csc.simulation.pipeline import Loads, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Unit:
     """One region: seconds of F, B and W and bytes as in csc.simulation.pipeline.Stage.
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
-    pass (has input or weight gradients to compute); has_w: it has trainable parameters.
+    pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
+    of which ranks hold pieces, as they are whole.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Unit:
     saved: float = 0.0
     kept: float = 0.0
     state: float = 0.0
+    gathered: float = 0.0
 
     @property
     def work(self) -> float:
@@ -65,7 +67,7 @@ class Value:
 class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
     state and activations; None: no limit. scale: for each microbatch what its
-    seconds and bytes are multiplied by; None if all are equal.
+    seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the pieces of others.
     """
 
     units: tuple[Unit, ...]
@@ -75,6 +77,7 @@ class Problem:
     memory: float | None = None
     network: Network = field(default_factory=Network)
     scale: tuple[float, ...] | None = None
+    gathering: Link = field(default_factory=Link)
 
 
 def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list[int]]:
@@ -118,6 +121,7 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
         has_b = any(unit.has_b for unit in units)
         saved = sum(unit.saved for unit in units if unit.has_b)
         kept = sum(unit.kept for unit in units if unit.has_w)
+        gathered = sum(unit.gathered for unit in units)
         built.append(
             StageWork(
                 forward=sum(unit.forward for unit in units),
@@ -129,6 +133,8 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
                 kept=kept,
                 fused=min(max((unit.fused for unit in units), default=0.0), max(0.0, kept - saved)),
                 state=sum(unit.state for unit in units),
+                gathered=gathered,
+                gather=problem.gathering.seconds(gathered) if gathered else 0.0,
             )
         )
     sizes = {

@@ -8,10 +8,12 @@ one pipeline position hold the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from csc.analysis.costs import stored_dtypes, variant_cost
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.simulation.memory import peak_memory, states
 from csc.simulation.pipeline_file import from_json as read_pipeline
@@ -20,7 +22,8 @@ from csc.simulation.pipeline_file import from_json as read_pipeline
 @dataclass(frozen=True)
 class RankMemory:
     """parameters, gradients, optimizer: there for the whole step; the optimizer's are AdamW's two moments.
-    activations: the most that microbatches in flight keep for their backward. recomputed: what the backward of one
+    activations: the most that microbatches in flight keep for their backward, with what is gathered meanwhile (zero=3).
+    recomputed: what the backward of one
     region makes again while it runs. messages: one message of each channel that ends here.
     """
 
@@ -49,22 +52,24 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
     schedule = program.schedule
     peaks, held = peak_memory(pipeline, schedule), states(pipeline, schedule)
     stored = stored_dtypes(program)
-    figures = {name: variant_cost(v, False, stored[name]).figures() for name, v in program.variants.items()}
+    costs = {name: variant_cost(v, False, stored[name]) for name, v in program.variants.items()}
+    ranks = math.prod(options.mesh.sizes(Group.DATA))
     variant = {region.name: region.variant for region in program.regions}
     found = []
     for rank in range(options.mesh.pp):
         stages = [stage for stage in program.stages if stage.rank == rank]
-        own = [figures[variant[name]] for stage in stages for name in stage.regions]
+        own = [costs[variant[name]] for stage in stages for name in stage.regions]
+        parameters, gradients, optimizer = (sum(size) for size in zip(*(one.held(options.zero, ranks) for one in own)))
         here = {stage.index for stage in stages}
         received = [size for (_, source, to), size in pipeline.messages.items() if to in here and source not in here]
         found.append(
             RankMemory(
                 rank,
-                parameters=sum(one["parameters"] for one in own),
-                gradients=sum(one["gradients"] for one in own),
-                optimizer=sum(one["optimizer"] for one in own),
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
                 activations=round(peaks[rank] - held[rank]),
-                recomputed=max((one["again"] for one in own), default=0),
+                recomputed=max(one.again for one in own),
                 messages=round(sum(received)),
             )
         )

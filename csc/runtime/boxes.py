@@ -7,6 +7,7 @@ rank's tensor as they do in the whole. Boxes of different ranks have no entry in
     cut(whole, box) -> tensor                     a dense copy of what is in the box
     put(whole, box, piece)                        the inverse, into the whole
     whole_box(shape) -> Box                       all of it
+    sizes(box) -> (size, ...)                     of a rank's tensor
     part(box, dimension, start, stop) -> Box      of these entries of the piece
     overlap(one, other) -> (slices of one's piece, slices of the other's)...      where boxes have entries in common
 """
@@ -32,7 +33,7 @@ def read(value: Any, shape: Sequence[int], ranks: int) -> tuple[Box, ...]:
         raise ValueError("lists no boxes") from None
     if len(found) != ranks or any(len(box) != len(shape) for box in found):
         raise ValueError(f"should list {ranks} boxes in {len(shape)} dimensions")
-    if len({_sizes(box) for box in found}) > 1:
+    if len({sizes(box) for box in found}) > 1:
         raise ValueError("has boxes of different sizes")
     for dim, size in enumerate(shape):
         held = [box[dim] for box in found]
@@ -44,13 +45,14 @@ def read(value: Any, shape: Sequence[int], ranks: int) -> tuple[Box, ...]:
     return found
 
 
-def _sizes(box: Box) -> tuple[int, ...]:
+def sizes(box: Box) -> tuple[int, ...]:
+    """Along each dimension."""
     return tuple(sum(stop - start for start, stop in dim) for dim in box)
 
 
 def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
     """Contiguous, with memory of its own."""
-    piece = whole.new_empty(_sizes(box))
+    piece = whole.new_empty(sizes(box))
     for there, here in _places(box):
         piece[here] = whole[there]
     return piece

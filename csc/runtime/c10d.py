@@ -60,6 +60,14 @@ class _Summing:
 
 
 @dataclass
+class _Gathering:
+    work: dist.Work
+    rows: torch.Tensor
+    buffer: torch.Tensor
+    why: str
+
+
+@dataclass
 class _Exchanging:
     """Tensors on their way between ranks that meet within a layer. Works: with the peer, if it is one."""
 
@@ -286,6 +294,16 @@ class Distributed:
     def finish_scatter(self, ticket: _Summing) -> torch.Tensor:
         self._guard(ticket.work.wait, ticket.why)
         return summed(ticket.parts).to(self._device)
+
+    def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Gathering:
+        buffer, group = flat.detach().to(self._wire), self._groups.sums[tuple(sorted(ranks))]
+        rows = buffer.new_empty(len(ranks), buffer.numel())
+        call = partial(dist.all_gather, list(rows), buffer, group=group, async_op=True)
+        return _Gathering(self._guard(call, why), rows, buffer, why)
+
+    def finish_gather(self, ticket: _Gathering) -> torch.Tensor:
+        self._guard(ticket.work.wait, ticket.why)
+        return ticket.rows.to(self._device)
 
     def sum_over_processes(self, tensor: torch.Tensor, why: str) -> None:
         self.finish_sum(self.start_sum(tensor, self._manifest.mesh.group(Group.WORLD, self.rank), why))

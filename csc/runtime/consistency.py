@@ -6,6 +6,7 @@ wrong dtype in silence and aborts the process on one of a wrong size, so a disag
     digests(program) -> {what: 32 bytes}
     agree(program, device)                               ProgramError, on every rank, naming those that differ
     agree_on_values(mesh, shared, values, rank, device)  the same for the values of parameters and constants
+    checksum(tensor)                                     of its values; that of a checksum is itself
 
 Digests travel as uint8 tensors: nothing is unpickled.
 """
@@ -117,7 +118,7 @@ def agree_on_values(
     if not several:
         return
     none = torch.zeros((), dtype=torch.int64)
-    sums = [_checksum(values[s.name]) if rank in holders and s.name in values else none for s, holders in several]
+    sums = [checksum(values[s.name]) if rank in holders and s.name in values else none for s, holders in several]
     own = torch.stack([s.cpu() for s in sums]).to(device)
     gathered = [torch.empty_like(own) for _ in range(mesh.size)]
     dist.all_gather(gathered, own)
@@ -137,7 +138,7 @@ def agree_on_values(
 CHUNK = 2**20  # elements
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the bit patterns, modulo 2**64: exact, whatever the order of addition.
 
     In chunks, since a sum in int64 first makes a copy in int64.

@@ -1,18 +1,20 @@
-"""Parameters of which each data-parallel rank steps a piece: the state of its optimizer is that of pieces (ZeRO-1).
+"""Parameters of which each data-parallel rank steps a piece: the state of its optimizer is that of pieces (ZeRO).
 
 Terms
   piece      what this process steps of a parameter that it trains (csc.runtime.pieces): an nn.Parameter of its own that
-             lies in the memory of the whole one, with the gradient of its entries alone
+             lies in the memory of the whole one, with the gradient of its entries alone. *Apart* (zero=3) it has memory
+             of its own, and the process keeps no whole one
   stale      the whole parameters lack what other ranks have stepped, from the optimizer's step to the next `gather`
   proven     an optimizer that works entry by entry, which `optimizer` has made
 
-    shards = DataShards(mesh, rank)
+    shards = DataShards(mesh, rank, apart)
     shards.add(specs, weights)                     those that train get their pieces, once
     shards.of(name) -> nn.Parameter | None         what an optimizer steps
     shards.stale                                   whether `gather` is due, as far as this rank knows
     shards.gather(transport)                       all ranks call it
     shards.replaced = True                         other pieces train from now on: a step of these is an InputError
     shards.check_steps(where)                      InputError if something else than such an optimizer wrote to a piece
+    shards.known()                                 but for what csc has written itself
 
 A number without dimensions stays whole: all ranks step it alike.
 A process that runs all ranks has no use for it: it holds every parameter once, and any optimizer steps all of it.
@@ -38,8 +40,8 @@ from csc.runtime.transport import Transport
 
 @dataclass
 class Stepped:
-    """A parameter of this process: its spec as one rank has it, the whole one, its piece, and the version of that as
-    csc left it.
+    """A parameter of this process: its spec as one rank has it, the whole one (or again what is stepped, apart), its
+    piece, and the version of that as csc left it.
     """
 
     spec: ParameterSpec
@@ -52,8 +54,9 @@ class Stepped:
 class DataShards:
     """Of one process with one rank."""
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, apart: bool = False) -> None:
         self.ranks = mesh.group(Group.DATA, rank)
+        self.apart = apart
         self._index = self.ranks.index(rank)
         self._held: dict[str, Stepped] = {}
         self.stale = False
@@ -66,7 +69,7 @@ class DataShards:
             if not spec.trainable or not spec.shape or (before is not None and before.whole is whole):
                 continue
             piece = piece_of(spec.local.shape, len(self.ranks), self._index)
-            parameter = nn.Parameter(seen(whole.data, piece))
+            parameter = whole if self.apart else nn.Parameter(seen(whole.data, piece))
             self._held[spec.name] = Stepped(spec.local, whole, piece, parameter, parameter._version)
 
     def of(self, name: str) -> nn.Parameter | None:
@@ -91,7 +94,7 @@ class DataShards:
         """The same of a gradient of this rank's entries alone, which nobody else holds."""
         parameter = self._held[name].parameter
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self.stale = True
+        self.stale = not self.apart
 
     def check_current(self) -> None:
         """Before a step of a proven optimizer. InputError if other pieces train now, or something else has written to
@@ -107,7 +110,11 @@ class DataShards:
 
     def stepped(self) -> None:
         """A proven optimizer has made a step."""
-        self.stale = True
+        self.stale = not self.apart
+        self.known()
+
+    def known(self) -> None:
+        """What was written to pieces until now was right."""
         for held in self._held.values():
             held.version = held.parameter._version
 

@@ -99,6 +99,12 @@ def paced_program(program: LoadedProgram) -> Paced:
             "Compile it with dp=1: replicas of a paced run do the same thing at the same time",
         )
     pipeline = from_json(program.manifest.plan.get("pipeline"), f"{program.directory / 'program.json'}, plan")
+    if any(pipeline.divided):
+        raise InputError(
+            "its ranks gather parameters, which a paced run has none of",
+            program.manifest.name,
+            "Compile it with zero=0",
+        )
     return paced(pipeline, program.schedule, program.manifest.name)
 
 

@@ -21,9 +21,10 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.groups import Group
-from csc.ir.schedule import Action, Kind, Message, doable
+from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
 from csc.runtime import context, loss_terms, seeds
 from csc.runtime.counts import Counts
+from csc.runtime.gathering import Gathered
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.program import StageFunctions
 from csc.runtime.ranges import Ranges
@@ -104,8 +105,7 @@ class _Step:
         self.ranks = ranks
         self.batches = microbatches
         stages = {stage.stage: stage for stage in rank.stages}
-        self.ranges = Ranges(weights, stages) if profiled else None
-        self.weights = weights if self.ranges is None else self.ranges
+        self.ranges = Ranges(stages) if profiled else None
         self.stages = {
             stage.stage: [one.program.manifest.stages[stage.stage] for one in ranks] for stage in rank.stages
         }
@@ -119,8 +119,14 @@ class _Step:
         self.losses: dict[int, torch.Tensor] = {}
         self.loss_weights: dict[int, float] = {}
         held = [p for p in manifest.parameters if rank.position in p.ranks]
+        self.gathered = Gathered(rank, held, weights)
         scatters = manifest.zero >= 2 and len(rank.group(Group.DATA)) > 1
         self.gradients = GradientSums(held, self.stages, Scattered(rank, held) if scatters else None)
+
+    def weights(self, stage: int) -> Mapping[str, torch.Tensor]:
+        """What a stage computes with; while a profiler is on, what tells it which region does."""
+        own = self.gathered.of(stage)
+        return own if self.ranges is None else self.ranges.over(own)
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
@@ -138,7 +144,7 @@ class _Step:
         loss_here = self.rank.program.manifest.loss.stage == stage.stage
         if kind == "F":
             received = self.inbox.take("F", *item)
-            sent, saved = functions.forward(self.batches[mb], received, self.weights, constants)
+            sent, saved = functions.forward(self.batches[mb], received, self.weights(stage.stage), constants)
             if loss_here:
                 sent = dict(sent)
                 self.losses[mb] = sent.pop("loss")
@@ -150,13 +156,13 @@ class _Step:
         elif kind == "B":
             assert functions.backward_input is not None
             received = self._gradients_for(*item)
-            sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights, constants)
+            sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights(stage.stage), constants)
             if stage.backward_weight:
                 self.saved_for_weights[item] = saved
             self._hand_on("B", stage.stage, mb, sent)
         elif kind == "W":
             assert functions.backward_weight is not None
-            pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights, constants)
+            pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights(stage.stage), constants)
             self.gradients.add(stage.stage, mb, pairs)
 
     def _gradients_for(self, stage: int, mb: int) -> dict[str, torch.Tensor]:
@@ -172,7 +178,7 @@ class _Step:
         assert functions.backward is not None
         received = self._gradients_for(stage, mb)
         constants = self.ranks[mb].constants
-        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights, constants)
+        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights(stage), constants)
         self._hand_on("B", stage, mb, sent)
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
@@ -188,7 +194,7 @@ class _Step:
 
     def doable(self, action: Action) -> Kind | None:
         """What of an action there is to do for its microbatch; None: nothing."""
-        if action.kind in ("F", "REDUCE"):
+        if action.kind in ("F", "REDUCE", *WHOLE):
             return action.kind
         if action.kind in ("SEND", "RECV"):
             return action.kind if action.channel in self.routes[action.microbatch].messages else None
@@ -219,7 +225,7 @@ def step(
     profiled: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
-    name; `drawn`: see csc.runtime.seeds.
+    name, with zero=3 this rank's pieces; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
@@ -243,6 +249,7 @@ def step(
             start = time.perf_counter()
             rank.endpoint.at(action)
             if action.computes:
+                yield from state.gathered.ready(action.stage)
                 state.compute(action)
                 if state.gradients.scattered is not None:
                     yield from state.gradients.scattered.finish()
@@ -257,6 +264,8 @@ def step(
                 while (values := rank.endpoint.receive(message, action.microbatch)) is None:
                     yield str(action)
                 state.inbox.put(message, action.microbatch, values)
+            elif action.kind in WHOLE:
+                state.gathered.act(action)
             else:
                 reached = None
                 if uneven:

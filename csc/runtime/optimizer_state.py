@@ -54,7 +54,7 @@ def owned(trainer: Trainer) -> list[Own]:
     found = []
     for spec in trainer.trained:
         box = trainer.box(spec) or whole_box(spec.shape)
-        if trainer.data is not None and trainer.data.of(spec.name) is not None:
+        if trainer.data is not None and not trainer.data.apart and trainer.data.of(spec.name) is not None:
             box = part(box, *trainer.data.piece(spec.name))
         found.append(Own(spec.name, spec, trainer.stepped(spec.name), box, trainer.counts(spec)))
     return found

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from csc.ir.schedule import Action
+from csc.ir.schedule import WHOLE, Action
 
 SHOWN = 8  # ranks that a sentence names
 TICKS, SHORTEST, LONGEST = 20, 0.05, 5.0  # of a timeout; seconds
@@ -143,6 +143,8 @@ def _words(place: Place) -> str:
         return f"at {place}"
     if place.kind == "REDUCE":
         return "at REDUCE, the sum of gradients"
+    if place.kind in WHOLE:
+        return f"at {place}"
     which = {"SEND": "after", "RECV": "before"}.get(place.kind, "at")
     kind = place.message or place.kind
     return f"{which} {kind} of stage {place.stage}, microbatch {place.microbatch}"

@@ -153,6 +153,7 @@ def _schedule(path: Path, checked: Manifest) -> Schedule:
             [stage.backward_input for stage in checked.stages],
             [stage.backward_weight for stage in checked.stages],
             checked.microbatches,
+            checked.divided,
         )
         _check_placement(schedule, checked)
     except ScheduleError as error:

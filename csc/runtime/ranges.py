@@ -2,7 +2,8 @@
 
 Terms: a *range* is a torch.profiler.record_function. They are made while a profiler is on, and cost nothing else.
 
-    ranges = Ranges(weights, rank, stages)      weights that tell which region reads them
+    ranges = Ranges(stages)
+    ranges.over(weights)                        weights that tell which region reads them
     with ranges.of(action): ...                 "F stage 2 microbatch 5 [layers.4 ... layers.7]", and in it "layers.4"
 """
 
@@ -21,9 +22,15 @@ from csc.runtime.specs import StageSpec
 class Ranges(Mapping[str, torch.Tensor]):
     """The weights of a rank. A region's functions are called with those below its name, which is when it begins."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], stages: Mapping[int, StageSpec]) -> None:
-        self._weights, self._stages = weights, stages
+    def __init__(self, stages: Mapping[int, StageSpec]) -> None:
+        self._weights: Mapping[str, torch.Tensor] = {}
+        self._stages = stages
         self._region: record_function | None = None
+
+    def over(self, weights: Mapping[str, torch.Tensor]) -> Ranges:
+        """Those that the next action reads."""
+        self._weights = weights
+        return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._weights[name]

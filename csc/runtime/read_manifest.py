@@ -33,7 +33,7 @@ from csc.runtime.specs import (
 )
 
 FORMAT = 4
-ZERO = 2  # the highest level of what data-parallel ranks divide
+ZERO = 3  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 
 

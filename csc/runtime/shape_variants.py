@@ -57,6 +57,7 @@ def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
         theirs["messages"],
         [stage.backward_input for stage in other.manifest.stages],
         [stage.backward_weight for stage in other.manifest.stages],
+        other.manifest.divided,
     )
     good = {
         "stages": stages and len(first_stages) == len(theirs["stages"]),

@@ -1,12 +1,14 @@
-"""The parameters of a process whose tensor-parallel ranks hold parts of them.
+"""The parameters of a process whose ranks hold parts of them: tensor-parallel ones, and with zero=3 data-parallel ones.
 
-Terms: a *box* is what one of these ranks holds (csc.runtime.boxes). A process that runs all of them keeps parameters
-whole and gives each rank a copy of its box in every step; one of several keeps its own rank's box alone.
+Terms: a *box* is what one of these ranks holds (csc.runtime.boxes); with zero=3 the piece (csc.runtime.pieces) of what
+tensor-parallel ranks would hold. A process that runs all of them keeps parameters whole and gives each rank its box in
+every step; one of several keeps its own rank's box alone.
 
-    shards = Shards(mesh, transport, device)
+    shards = Shards(mesh, transport, device, zero)
     .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
     .box(spec)                                  what this process keeps; None: all of it
-    .of_rank(spec, tensor, rank)                as a rank computes with it       .divides(boxes): whether ranks differ
+    .of_rank(spec, tensor, rank)                as a rank holds it
+    .divides(boxes), .in_pieces(spec)           whether tensor-parallel, data-parallel ranks hold different parts of it
     .whole(spec, own)                           from all processes
     .kept(spec, parameter)                      for the next trainer of this process
     .sources                                    the whole tensors that boxes were cut from
@@ -30,9 +32,10 @@ from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime import weights
-from csc.runtime.boxes import cut, put
+from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership
+from csc.runtime.pieces import piece_of, seen
 from csc.runtime.program import LoadedProgram
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
@@ -67,15 +70,31 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> Me
 class Shards:
     """See the module."""
 
-    def __init__(self, mesh: Mesh, transport: Transport, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, device: torch.device, zero: int = 0) -> None:
         self._mesh, self._device, self._transport = mesh, device, transport
         self._alone = len(transport.ranks) == mesh.size
         self._shard = mesh.shard(transport.ranks[0])
+        data = mesh.group(Group.DATA, transport.ranks[0])
+        self._ranks, self._index = len(data), data.index(transport.ranks[0])
+        self._pieces = zero >= 3 and self._ranks > 1
         self._sources: dict[str, Source] = {}
 
     def box(self, spec: ParameterSpec) -> Box | None:
         """What this process keeps of a parameter; None: all of it."""
-        return None if self._alone or not spec.boxes else spec.boxes[self._shard]
+        if self._alone or not (spec.boxes or self.in_pieces(spec)):
+            return None
+        box = spec.boxes[self._shard] if spec.boxes else whole_box(spec.shape)
+        return self._boxes(spec, box)[self._index if self.in_pieces(spec) else 0]
+
+    def in_pieces(self, spec: ParameterSpec) -> bool:
+        """With zero=3, but for numbers without dimensions."""
+        return self._pieces and bool(spec.shape)
+
+    def _boxes(self, spec: ParameterSpec, box: Box) -> list[Box]:
+        """What the data-parallel ranks hold of a box, in their order."""
+        if not self.in_pieces(spec):
+            return [box]
+        return [part(box, *piece_of(spec.local.shape, self._ranks, place)) for place in range(self._ranks)]
 
     def divides(self, boxes: Sequence[Box]) -> bool:
         """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
@@ -83,7 +102,12 @@ class Shards:
 
     def of_rank(self, spec: ParameterSpec, tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
         """A parameter of this process as one of its ranks has it."""
-        return cut(tensor, spec.boxes[rank.shard]) if self.divides(spec.boxes) else tensor
+        if self.divides(spec.boxes):
+            tensor = cut(tensor, spec.boxes[rank.shard])
+        if not self._alone or not self.in_pieces(spec):
+            return tensor
+        place = rank.group(Group.DATA).index(rank.rank)
+        return seen(tensor, piece_of(spec.local.shape, self._ranks, place))
 
     def parameters(
         self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given, kept: Mapping[str, Kept]
@@ -107,7 +131,7 @@ class Shards:
             if box is not None:
                 self._sources[spec.name] = Source(tensor, tensor._version)
             if tensor.is_meta and self._device.type != "meta":
-                shape = spec.shape if box is None else spec.local.shape
+                shape = spec.shape if box is None else sizes(box)
                 tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
                 empty.add(spec.name)
             elif box is not None:
@@ -147,13 +171,17 @@ class Shards:
         if self._alone:
             assert own is not None
             return own.detach()
-        sources = self._mesh.groups(spec.equal, spec.ranks)
-        if not spec.boxes:
-            return self._from(sources[0][0], own, spec.shape, spec.dtype)
+        holders = self._mesh.groups(spec.equal, spec.ranks)
+        if not spec.boxes and not self.in_pieces(spec):
+            return self._from(holders[0][0], own, spec.shape, spec.dtype)
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        for shard, (source, box) in enumerate(zip(sources, spec.boxes, strict=True)):
-            mine = own if shard == self._shard else None
-            put(found, box, self._from(source[0], mine, spec.local.shape, spec.dtype))
+        for group, whole in zip(holders, spec.boxes or [whole_box(spec.shape)], strict=True):
+            sources = self._mesh.group(Group.DATA, group[0])
+            for source, box in zip(sources, self._boxes(spec, whole)):
+                if 0 in sizes(box):
+                    continue
+                mine = own if own is not None and box == self.box(spec) else None
+                put(found, box, self._from(source, mine, sizes(box), spec.dtype))
         return found
 
     def _from(

@@ -201,6 +201,14 @@ class Manifest:
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     @property
+    def divided(self) -> list[bool]:
+        """Of which stages data-parallel ranks divide the parameters, so that GATHER makes them whole."""
+        if self.zero < 3 or math.prod(self.mesh.sizes(Group.DATA)) == 1:
+            return [False] * len(self.stages)
+        having = {stage for one in self.parameters if one.shape for stage in one.stages}
+        return [stage.stage in having for stage in self.stages]
+
+    @property
     def loss_rank(self) -> int:
         """The position on the pp axis that computes the loss."""
         return self.stages[self.loss.stage].rank

@@ -41,7 +41,7 @@ from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
 from csc.runtime.boxes import cut, part, put, whole_box
 from csc.runtime.c10d import Distributed
-from csc.runtime.consistency import Shared
+from csc.runtime.consistency import Shared, checksum
 from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.fusing import fuse
@@ -100,10 +100,10 @@ class Trainer:
         mesh = program.manifest.mesh
         held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
         self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
-        self._shards = Shards(mesh, self.transport, self.device)
+        self._shards = Shards(mesh, self.transport, self.device, program.manifest.zero)
         self._weights, self._empty = self._shards.parameters(program, self._specs, weights, kept)
         self.data = self._data_shards(data)
-        self._compare_weights()
+        self._compare_weights(self._shards.sources)
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
         self._members: list[list[Rank]] = []
@@ -119,7 +119,9 @@ class Trainer:
         group = manifest.mesh.group(Group.DATA, rank)
         if not manifest.zero or len(group) == 1 or isinstance(self.transport, InProcess):
             return None
-        found = before if before is not None and before.ranks == group else DataShards(manifest.mesh, rank)
+        apart = manifest.zero >= 3
+        fits = before is not None and (before.ranks, before.apart) == (group, apart)
+        found = before if before is not None and fits else DataShards(manifest.mesh, rank, apart)
         found.add(self._specs, self._weights)
         return found
 
@@ -206,14 +208,18 @@ class Trainer:
             for rank in self.transport.ranks
         ]
 
-    def _compare_weights(self) -> None:
-        """InputError unless all ranks that hold a parameter, frozen or not, hold the same values."""
+    def _compare_weights(self, wholes: Mapping[str, torch.Tensor]) -> None:
+        """InputError unless all ranks that hold a parameter, frozen or not, hold the same values, or parts of the same.
+        wholes: the tensors that parts were taken from, or checksums of them.
+        """
         parameters = self.program.manifest.parameters
-        shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in parameters]
+        alike = [spec for spec in parameters if not self._shards.in_pieces(spec)]
+        shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in alike]
         self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
-        divided = [Shared("parameter", spec.name, spec.ranks) for spec in parameters if spec.boxes]
+        divided = [spec for spec in parameters if spec.boxes or self._shards.in_pieces(spec)]
         if divided:  # ranks hold different boxes of it, which are to be of one tensor
-            self.transport.compare_values(divided, self._shards.sources)
+            shared = [Shared("parameter", spec.name, spec.ranks) for spec in divided]
+            self.transport.compare_values(shared, wholes)
 
     @property
     def _ranks(self) -> list[Rank]:
@@ -529,6 +535,8 @@ class Trainer:
         same parameter have read other values.
         """
 
+        wholes: dict[str, torch.Tensor] = {}
+
         def read() -> tuple[Said, None]:
             boxes = {spec.name: self._shards.box(spec) for spec in self._specs}
             into = {name: tensor for name, tensor in self._weights.items() if boxes.get(name) is None}
@@ -537,12 +545,16 @@ class Trainer:
                 box = boxes[name]
                 if tensor is not self._weights[name]:
                     self._weights[name].copy_(tensor if box is None else cut(tensor, box))
+                if box is not None:
+                    wholes[name] = checksum(tensor)
             return NOTHING, None
 
         self.transport.meeting.hold("load", read)
         self._filled = True
         self._empty = set()
-        self._compare_weights()
+        self._compare_weights(wholes)
+        if self.data is not None and self.data.apart:
+            self.data.known()
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:

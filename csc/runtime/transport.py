@@ -4,7 +4,7 @@ Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a 
 started. Messages of a channel arrive in the order in which they were sent.
 
     Transport                  the ranks of this process, their endpoints, sums over processes
-    Endpoint                   send, post, receive, start_sum, finish_sum, start_exchange, finish_exchange, drain
+    Endpoint                   send, post, receive, drain, and start_ and finish_ of sum, scatter, gather, exchange
     InProcess(program)         mailboxes; a receive that is not there yet returns None
     laid_out(message, values)  the values of a message, checked and brought to its strides
 
@@ -70,6 +70,14 @@ class Endpoint(Protocol):
 
     def finish_scatter(self, ticket: Any) -> torch.Tensor | None:
         """This rank's row of the sum, the highest rank added first; None: ask again later."""
+
+    def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> Any:
+        """Begin to bring together what these ranks give, all of one size and one dimension. All of them call it, in the
+        same order. Returns a ticket.
+        """
+
+    def finish_gather(self, ticket: Any) -> torch.Tensor | None:
+        """A row of each rank, in their order, dense; None: ask again later."""
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -184,7 +192,9 @@ class _Hub:
         self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (pipeline's first rank, channel, mb)
         self.parcels: dict[tuple[int, int], list[Sequence[torch.Tensor]]] = {}  # of exchanges, by (from, to)
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
+        self.gathers: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = {}  # the same
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
+        self.gathered: dict[tuple[int, tuple[int, ...]], int] = {}  # and gathers
         self.turns: Turns | None = None  # if the ranks are threads
         self.recent = Recent()
 
@@ -220,6 +230,8 @@ class InProcess:
         self._hub.parcels.clear()
         self._hub.sums.clear()
         self._hub.counts.clear()
+        self._hub.gathers.clear()
+        self._hub.gathered.clear()
 
     def endpoint(self, rank: int) -> Endpoint:
         return self._endpoints[rank]
@@ -310,6 +322,22 @@ class _Local:
     def finish_scatter(self, ticket: tuple[tuple[_Sum, torch.Tensor], int]) -> torch.Tensor | None:
         (open_sum, _), row = ticket
         return None if open_sum.total is None else open_sum.total[row]
+
+    def start_gather(
+        self, flat: torch.Tensor, ranks: tuple[int, ...], why: str
+    ) -> tuple[dict[int, torch.Tensor], tuple[int, ...]]:
+        number = self._hub.gathered.get((self.rank, ranks), 0)
+        self._hub.gathered[self.rank, ranks] = number + 1
+        given = self._hub.gathers.setdefault((ranks, number), {})
+        given[self.rank] = flat
+        if len(given) == len(ranks):
+            del self._hub.gathers[ranks, number]
+            self._hub.changed()
+        return given, ranks
+
+    def finish_gather(self, ticket: tuple[dict[int, torch.Tensor], tuple[int, ...]]) -> torch.Tensor | None:
+        given, ranks = ticket
+        return torch.stack([given[rank] for rank in ranks]) if len(given) == len(ranks) else None
 
     def drain(self) -> None:
         """Nothing is under way."""

@@ -23,6 +23,8 @@ COLOURS = {  # names that chrome://tracing knows; Perfetto colours by the name's
     "W": "thread_state_runnable",
     "BW": "thread_state_uninterruptible",
     "REDUCE": "rail_load",
+    "GATHER": "rail_response",
+    "FREE": "grey",
     "SEND": "grey",
     "RECV": "grey",
 }

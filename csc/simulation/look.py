@@ -20,6 +20,8 @@ BASE = {
     "W": "#009e73",
     "BW": "#f0e442",
     "REDUCE": "#cc79a7",
+    "GATHER": "#56b4e9",
+    "FREE": "#9aa1a9",
     "SEND": "#9aa1a9",
     "RECV": "#9aa1a9",
 }
@@ -29,6 +31,8 @@ MEANING = {
     "W": "weight gradients",
     "BW": "both, region by region",
     "REDUCE": "gradient sum over ranks",
+    "GATHER": "starting to make parameters whole",
+    "FREE": "dropping whole parameters",
     "SEND": "waiting in a send",
     "RECV": "waiting in a receive",
 }

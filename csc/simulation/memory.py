@@ -2,7 +2,7 @@
 
 Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's start and go at B's end, which leaves
 `kept`; those go at W's end. BW takes `fused` while it runs and leaves nothing. A stage with W but no B holds `saved`
-until W's end; one with neither holds nothing.
+until W's end; one with neither holds nothing. From GATHER until FREE there are `gathered` bytes.
 
     changes(stages) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
     peak_memory(pipeline, schedule) -> [bytes for each rank]
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from csc.ir.schedule import PARTS, Schedule
+from csc.ir.schedule import PARTS, WHOLE, Schedule
 from csc.simulation.pipeline import Pipeline, StageWork
 
 Change = tuple[float, float]
@@ -54,7 +54,10 @@ def peak_memory(pipeline: Pipeline, schedule: Schedule) -> list[float]:
     for rank, actions in enumerate(schedule.ranks):
         now = peak = peaks[rank]
         for action in actions:
-            if action.kind in alike:
+            if action.kind in WHOLE:
+                now += pipeline.stages[action.stage].gathered * (1 if action.kind == "GATHER" else -1)
+                peak = max(peak, now)
+            elif action.kind in alike:
                 before, after = (each[action.microbatch] if each else alike)[action.kind][action.stage]
                 now += before
                 peak = max(peak, now)

@@ -32,7 +32,8 @@ class StageWork:
 
     saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
     takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
-    parameters, gradients and optimizer state, alive for the whole step.
+    parameters, gradients and optimizer state, alive for the whole step. gathered: bytes from GATHER until FREE, of
+    parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none.
     """
 
     forward: float
@@ -44,6 +45,8 @@ class StageWork:
     kept: float = 0.0
     fused: float = 0.0
     state: float = 0.0
+    gathered: float = 0.0
+    gather: float = 0.0
 
     def seconds(self, kind: str) -> float:
         """Time of "F", "B", "W" or "BW"."""
@@ -162,6 +165,11 @@ class Pipeline:
     @property
     def has_w(self) -> list[bool]:
         return [stage.has_w for stage in self.stages]
+
+    @property
+    def divided(self) -> list[bool]:
+        """Of which stages data-parallel ranks divide the parameters."""
+        return [stage.gathered > 0 for stage in self.stages]
 
 
 def slower(pipeline: Pipeline, factor: float) -> Pipeline:

@@ -14,13 +14,14 @@ from csc.errors import InputError
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 
 _REMEDY = "Compile the program again"
+GATHERS = ("gathered", "gather")
 
 
 def to_json(pipeline: Pipeline) -> dict[str, Any]:
     """The pipeline as dicts, lists and numbers. An unlimited bandwidth is null."""
     network = pipeline.network
     return {
-        "stages": [asdict(stage) for stage in pipeline.stages],
+        "stages": [_row(stage) for stage in pipeline.stages],
         "messages": [[*channel, size] for channel, size in sorted(pipeline.messages.items())],
         "network": {
             "within": _link(network.within),
@@ -34,9 +35,14 @@ def to_json(pipeline: Pipeline) -> dict[str, Any]:
 def _loads(loads: Loads) -> dict[str, Any]:
     return {
         "features": [list(one) for one in loads.features],
-        "stages": [[asdict(rate) for rate in rates] for rates in loads.stages],
+        "stages": [[_row(rate) for rate in rates] for rates in loads.stages],
         "messages": [[*channel, list(rates)] for channel, rates in sorted(loads.messages.items())],
     }
+
+
+def _row(stage: StageWork) -> dict[str, Any]:
+    """Its figures; those of gathers where there are any."""
+    return {name: one for name, one in asdict(stage).items() if one or name not in GATHERS}
 
 
 def _link(link: Link) -> dict[str, float | None]:
@@ -71,7 +77,9 @@ def _read_loads(data: dict[str, Any]) -> Loads:
 def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) -> StageWork:
     flags = ("has_b", "has_w")
     figures: dict[str, Any] = {
-        field.name: (number or _size)(row[field.name]) for field in fields(StageWork) if field.name not in flags
+        field.name: (number or _size)(row[field.name] if field.name not in GATHERS else row.get(field.name, 0.0))
+        for field in fields(StageWork)
+        if field.name not in flags
     }
     return StageWork(**figures, **{name: bool(row[name]) for name in flags})
 

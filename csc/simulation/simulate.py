@@ -3,7 +3,8 @@
 Terms: see csc.ir.schedule and csc.simulation.pipeline. A rank runs its list in order, one compute at a time. SEND
 takes none of its time: the message leaves at once, behind those that the same rank sent to the same rank before;
 the link is taken for size / bandwidth, and the message arrives one latency later. RECV waits for the arrival, so
-transfers overlap with compute. REDUCE takes no time here.
+transfers overlap with compute. GATHER takes none of its time either: a rank's gathers follow each other, and what a
+stage computes waits for its own. REDUCE takes no time here.
 
     simulate(pipeline, schedule, jitter, name) -> Timeline
     makespan(pipeline, schedule, jitter) -> seconds            the same without the timeline, for searches
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import PARTS, Action, Message, Schedule
+from csc.ir.schedule import PARTS, WHOLE, Action, Message, Schedule
 from csc.simulation.jitter import Jitter, disturbed
 from csc.simulation.memory import changes, states
 from csc.simulation.pipeline import Pipeline
@@ -38,11 +39,14 @@ class _Channel(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Start and length of every compute by rank; (rank, SEND, departure, arrival) of every message."""
+    """Start and length of every compute by rank; (rank, SEND, departure, arrival) of every message; for each rank
+    (seconds, bytes) of what GATHER and FREE change.
+    """
 
     starts: list[list[float]]
     seconds: list[list[float]]
     moves: list[tuple[int, Action, float, float]]
+    held: list[list[tuple[float, float]]]
 
 
 def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, name: str | None = None) -> Timeline:
@@ -74,7 +78,7 @@ def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
         )
         for rank, action, start, end in sorted(run.moves, key=lambda move: move[2])
     )
-    memory = tuple(_curve(pipeline, events, state[rank]) for rank, events in enumerate(ranks))
+    memory = tuple(_curve(pipeline, events, state[rank], run.held[rank]) for rank, events in enumerate(ranks))
     return Timeline(schedule.name if name is None else name, ranks, transfers, memory, tuple(state))
 
 
@@ -103,6 +107,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
     free: dict[tuple[int, int], float] = {}  # by directed pair of ranks, when its link is
     arrival: dict[tuple[Message, int], float] = {}
     waiting: list[tuple[Message, int] | None] = [None] * count
+    whole = _Whole(pipeline, count)
     ready = list(range(count))
     while ready:
         rank = ready.pop()
@@ -128,23 +133,41 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
                 if now > departure:
                     departure = now
                 free[rank, target] = departure + busy
-                arrived = departure + busy + latency
                 token = (channel, action.microbatch)
-                arrival[token] = arrived
+                arrival[token] = arrived = departure + busy + latency
                 moves.append((rank, action, departure, arrived))
                 if waiting[target] == token:
                     waiting[target] = None
-                    if arrived > clock[target]:
-                        clock[target] = arrived
+                    clock[target] = max(clock[target], arrived)
                     ready.append(target)
+            elif kind in WHOLE:
+                whole.act(rank, action, now)
             elif kind != "REDUCE":
+                now = max(now, whole.ready.get(action.stage, now)) if whole.ready else now
                 started.append(now)
                 now += next(lasting)
         clock[rank] = now
     blocked = {rank: token for rank, token in enumerate(waiting) if token is not None}
     if blocked:
         raise _deadlock(schedule, blocked)
-    return _Run(starts, seconds, moves)
+    return _Run(starts, seconds, moves, whole.held)
+
+
+class _Whole:
+    """Gathers as a run goes by. ready: by stage, when its parameters are whole; held: as of _Run."""
+
+    def __init__(self, pipeline: Pipeline, ranks: int) -> None:
+        self._stages = pipeline.stages
+        self._done = [0.0] * ranks  # when a rank's gathers so far are
+        self.ready: dict[int, float] = {}
+        self.held: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
+
+    def act(self, rank: int, action: Action, now: float) -> None:
+        """A GATHER or FREE."""
+        stage = self._stages[action.stage]
+        if action.kind == "GATHER":
+            self._done[rank] = self.ready[action.stage] = max(now, self._done[rank]) + stage.gather
+        self.held[rank].append((now, stage.gathered if action.kind == "GATHER" else -stage.gathered))
 
 
 def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
@@ -184,19 +207,25 @@ def _channels(pipeline: Pipeline, schedule: Schedule) -> dict[Message, _Channel]
     return found
 
 
-def _curve(pipeline: Pipeline, events: Sequence[Event], state: float) -> Curve:
+def _curve(
+    pipeline: Pipeline, events: Sequence[Event], state: float, held: Sequence[tuple[float, float]]
+) -> Curve:  # fmt: skip
     alike = changes(pipeline.stages)
     several = {event.action.microbatch for event in events} if pipeline.loads is not None else set()
     each = {m: changes(pipeline.stages_of(m)) for m in several}
     now = state
     points = [(0.0, now)]
+    steps: list[tuple[float, float]] = []
     for event in events:
         action = event.action
         change = each.get(action.microbatch, alike)[action.kind][action.stage]
-        for time, size in zip((event.start, event.end), change):
-            if size:
-                now += size
-                points.append((time, max(now, 0.0)))  # a sum of floats may end a hair below
+        steps += zip((event.start, event.end), change)
+    if held:  # what ends is dropped before what begins at the same time takes its place
+        steps = sorted([*steps, *held], key=lambda step: (step[0], step[1] > 0))
+    for time, size in steps:
+        if size:
+            now += size
+            points.append((time, max(now, 0.0)))  # a sum of floats may end a hair below
     return tuple(points)
 
 

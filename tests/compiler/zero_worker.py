@@ -21,7 +21,11 @@ from tests.compiler.zero_models import BATCHES, MODELS
 
 def compiled_of(case: dict[str, Any], **changes: Any) -> csc.CompiledModel:
     case = case | changes
-    options = {name: case[name] for name in ("freeze", "precision", "recompute", "stages") if name in case}
+    options = {
+        name: case[name]
+        for name in ("freeze", "precision", "recompute", "stages", "chunks", "schedule")
+        if name in case
+    }
     return csc.compile(
         MODELS[case["model"]](), mesh=case["mesh"], example=BATCHES[case["model"]](case["samples"]),
         microbatches=case["microbatches"], zero=case["zero"], **options,
@@ -70,6 +74,7 @@ def main(case: dict[str, Any], directory: Path) -> None:
     result["state"] = sum(
         value.numel() for state in optimizer.state.values() for value in state.values() if value.dim()
     )
+    result["held"] = sum(one.numel() for one in compiled.state_dict().values())
     compiled.save(directory / "weights", optimizer=optimizer)
     result["evaluated"] = float(compiled.eval_step(batch))
     later = steps(compiled, batch, optimizer)
@@ -118,11 +123,32 @@ def resume(case: dict[str, Any], directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def phases(directory: Path) -> None:
+def from_files(case: dict[str, Any], directory: Path) -> None:
+    """A model without values, given those of files: at first of other ones on the second rank."""
+    batch, result = BATCHES[case["model"]](case["samples"]), {}
+    with csc.meta_init():
+        compiled = compiled_of(case)
+    for what, attempt in (
+        ("empty", lambda: compiled.train_step(batch)),
+        ("refused", lambda: compiled.load(directory / ("right", "wrong")[dist.get_rank()])),
+    ):
+        try:
+            attempt()
+        except csc.CscError as error:
+            result[what] = str(error)
+    compiled.load(directory / "right")
+    result["losses"] = steps(compiled, batch, adamw(compiled))["losses"]
+    compiled.save(directory / "saved")
+    result["later"] = float(compiled.train_step(batch))
+    (directory / f"read_{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def phases(zero: int, directory: Path) -> None:
     """Gradients of two batches added up; a step that fails on one rank; other options with the same optimizer; a batch
     of each process; optimizers with a closure and a fused one.
     """
-    case = {"model": "odd", "mesh": "dp=2", "samples": 8, "microbatches": 2, "zero": 2}
+    case = {"model": "odd", "mesh": "dp=2", "samples": 8, "microbatches": 2, "zero": zero}
     compiled, batch = compiled_of(case), BATCHES["odd"](8)
     optimizer = compiled.optimizer(torch.optim.AdamW, list(compiled.named_parameters()), lr=1e-2, fused=True)
     first = compiled.train_step(batch)

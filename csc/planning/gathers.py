@@ -1,0 +1,173 @@
+"""Where a schedule makes parameters whole that data-parallel ranks divide (zero=3), and where it drops them.
+
+Terms: a *use* is an action that computes with a stage; see csc.ir.schedule for GATHER and FREE. A gather is *ahead* if
+the action before its use computes meanwhile; so there are at most two stages whole on a rank: that at work, and the
+next. A stage is *kept* if it stays whole from its first use to its last, over all microbatches.
+
+    with_gathers(work, schedule, memory) -> Schedule      what has gathers already is left as it is
+    on_one_rank(problem, chunks, stages) -> (stages, placement, schedule)
+    check_room(problem, peaks)                                InputError if there is too little for them
+
+A pipeline of one rank takes equally long in every order but for its gathers. With a microbatch after the other there
+are gathers for each of them, and little is saved; with a stage after the other there are two for all of them (Lamy-
+Poirier, Breadth-First Pipeline Parallelism, 2023), and all of them are saved at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+from csc.errors import InputError
+from csc.ir.schedule import WHOLE, Action, Schedule, doable, with_messages
+from csc.planning.branches import Stages
+from csc.planning.partition import balance
+from csc.planning.problem import Problem, pipeline
+from csc.planning.schedules import SCHEDULES
+from csc.planning.ways import Placement
+from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import Pipeline
+from csc.simulation.simulate import makespan
+
+STAGES = 8  # of a rank, if nobody says: two of them, whole, are a quarter of its parameters
+
+
+def with_gathers(work: Pipeline, schedule: Schedule, memory: float | None = None) -> Schedule:
+    """GATHER and FREE around the uses of every divided stage. memory: bytes that a rank may hold. If it is given,
+    stages are kept as far as there is room and the step gets shorter by it, those first whose gathers take longest for
+    their bytes; else none is.
+    """
+    if not any(work.divided) or any(action.kind in WHOLE for actions in schedule.ranks for action in actions):
+        return schedule
+    kept: set[int] = set()
+    best = _gathering(schedule, work.divided, kept)
+    if memory is None:
+        return best
+    seconds = makespan(work, best)
+    stages = [stage for stage, divided in enumerate(work.divided) if divided]
+    stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
+    for stage in stages:
+        tried = _gathering(schedule, work.divided, kept | {stage})
+        faster = makespan(work, tried)
+        if faster < seconds * (1 - 1e-9) and max(peak_memory(work, tried)) <= memory:
+            kept.add(stage)
+            best, seconds = tried, faster
+    return best
+
+
+def _gathering(schedule: Schedule, divided: Sequence[bool], kept: Collection[int]) -> Schedule:
+    return Schedule(schedule.name, tuple(_of_rank(actions, divided, kept) for actions in schedule.ranks))
+
+
+def _of_rank(actions: Sequence[Action], divided: Sequence[bool], kept: Collection[int]) -> tuple[Action, ...]:
+    """A rank's actions with its gathers. A FREE stands right behind the last use; a GATHER before the action that
+    computes ahead of the first, and before the receives that this one waits in.
+    """
+    uses = [i for i, action in enumerate(actions) if action.computes]
+    ends: dict[int, int] = {}  # by stage, the number of its last use so far
+    gathers: dict[int, list[int]] = {}  # by the number of the action before which they stand, stages
+    frees: dict[int, list[int]] = {}
+    for number, i in enumerate(uses):
+        stage = actions[i].stage
+        if not divided[stage]:
+            continue
+        before = ends.get(stage)
+        if before is None or (stage not in kept and _several(actions, uses[before + 1 : number], divided)):
+            if before is not None:
+                frees.setdefault(uses[before], []).append(stage)
+            gathers.setdefault(max(number - 1, 0), []).append(stage)
+        ends[stage] = number
+    for stage, last in sorted(ends.items()):
+        frees.setdefault(uses[last], []).append(stage)
+    at = {_start(actions, uses[number]): stages for number, stages in gathers.items()}
+    made: list[Action] = []
+    for i, action in enumerate(actions):
+        made += [Action("GATHER", stage) for stage in at.get(i, ())]
+        made.append(action)
+        made += [Action("FREE", stage) for stage in frees.get(i, ())]
+    return tuple(made)
+
+
+def _several(actions: Sequence[Action], uses: Sequence[int], divided: Sequence[bool]) -> bool:
+    """Whether these compute with more than one stage: beside one, another can stay whole."""
+    return len({actions[i].stage for i in uses if divided[actions[i].stage]}) > 1
+
+
+def _start(actions: Sequence[Action], use: int) -> int:
+    """The first of the receives right before an action."""
+    while use and actions[use - 1].kind == "RECV":
+        use -= 1
+    return use
+
+
+def on_one_rank(problem: Problem, chunks: int | None, stages: Stages | None) -> tuple[Stages, Placement, Schedule]:
+    """The plan of a pipeline of one rank. chunks: stages; None: STAGES, or a unit in each. stages: those, if they are
+    given. With a memory limit the faster order of two that fits; without one that which holds least.
+    """
+    if stages is None:
+        stages = _even(problem, chunks)
+    numbers, home = pipeline(problem, stages), (0,) * len(stages)
+    in_turn = with_gathers(numbers, _in_turn(numbers, problem.microbatches), problem.memory)
+    if problem.memory is None:
+        return stages, home, in_turn
+    with suppress(InputError):  # all that is saved has no room
+        breadth = SCHEDULES["gpipe"](numbers, home, problem.microbatches, problem.memory)
+        breadth = with_gathers(numbers, replace(breadth, name="auto"), problem.memory)
+        if max(peak_memory(numbers, breadth)) <= problem.memory and makespan(numbers, breadth) < makespan(
+            numbers, in_turn
+        ):
+            return stages, home, breadth
+    return stages, home, in_turn
+
+
+def _even(problem: Problem, chunks: int | None) -> Stages:
+    """The units in their order in stages of which the largest gathers as little as it can."""
+    count = len(problem.units)
+    starts = list(range(count)) if chunks is not None else _starts(problem)
+    lumps = list(pairwise([*starts, count]))
+    sizes = [round(sum(unit.gathered for unit in problem.units[a:b])) for a, b in lumps]
+    firsts = balance(sizes, min(STAGES, len(lumps)) if chunks is None else chunks)
+    return tuple(tuple(range(a, b)) for a, b in pairwise([*(starts[first] for first in firsts), count]))
+
+
+def _starts(problem: Problem) -> list[int]:
+    """The units that may open a stage: none between a value's maker and a reader without parameters that makes another
+    of its size, such as what puts pictures into text. A program for microbatches without pictures does not have that:
+    there the value goes on from its maker, and has to leave the same stage.
+    """
+    made = {(value.maker, value.size) for value in problem.values}
+    inside = {
+        unit
+        for value in problem.values
+        for reader in value.readers
+        if not problem.units[reader].gathered and (reader, value.size) in made
+        for unit in range(value.maker + 1, reader + 1)
+    }
+    return [unit for unit in range(len(problem.units)) if unit not in inside]
+
+
+def _in_turn(work: Pipeline, microbatches: int) -> Schedule:
+    """All stages forward and back again with a microbatch before the next one comes: no order holds less."""
+    stages = range(len(work.stages))
+    order = []
+    for microbatch in range(microbatches):
+        order += [Action("F", stage, microbatch) for stage in stages]
+        for stage in reversed(stages):
+            kind = doable("BW", work.has_b[stage], work.has_w[stage])
+            order += [Action(kind, stage, microbatch)] if kind else []
+    return with_messages("auto", [order], work.messages)
+
+
+def check_room(problem: Problem, peaks: Sequence[float]) -> None:
+    """peaks: bytes of each rank with what gathers make whole."""
+    for rank, peak in enumerate(peaks):
+        if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
+            raise InputError(
+                f"rank {rank} needs {math.ceil(peak)} bytes with the stages that are whole at once, the limit is "
+                f"{math.floor(problem.memory)}",
+                "plan",
+                'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks',
+            )
