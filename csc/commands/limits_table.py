@@ -15,6 +15,7 @@ LEAST = 1e-3  # of the step: a shorter idle time of the busiest rank is not name
 MEANING = {
     "ramp": "before a rank's first action and after its last",
     "message": "what it waits for is on its way",
+    "gather": "its stage's parameters are on their way",
     "imbalance": "it has less work than the busiest",
     "memory": "work that is at hand would not fit",
     "order": "work that is at hand comes later in its list",
@@ -47,7 +48,8 @@ def sentences(limits: Limits) -> list[str]:
     found = [f"the step is {_number(limits.work[rank] / size)} {name} of work of rank {rank}, the busiest,{waiting}"]
     ranked = sorted(limits.path.work.items(), key=lambda item: -item[1])
     shares = [(f"rank {r}", seconds) for r, seconds in ranked[:MOST]]
-    shares += [("other ranks", sum(seconds for _, seconds in ranked[MOST:])), ("messages", limits.path.messages)]
+    shares.append(("other ranks", sum(seconds for _, seconds in ranked[MOST:])))
+    shares += [("messages", limits.path.messages), ("gathers", limits.path.gathers)]
     named = [f"{one} {seconds / limits.makespan:.1%}" for one, seconds in shares if seconds > LEAST * limits.makespan]
     return [*found, f"the longest path through the step goes through {', '.join(named)}"] if named else found
 

@@ -44,7 +44,11 @@ class Limits:
         return {
             "bound_term": self.term,
             "busiest_rank": self.busiest,
-            "longest_path": {"work": dict(sorted(self.path.work.items())), "messages": self.path.messages},
+            "longest_path": {
+                "work": dict(sorted(self.path.work.items())),
+                "messages": self.path.messages,
+                "gathers": self.path.gathers,
+            },
             "idle": [
                 {"rank": rank, "work": work, "causes": dict(one)}
                 for rank, (work, one) in enumerate(zip(self.work, self.idle))

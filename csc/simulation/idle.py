@@ -2,10 +2,12 @@
 
 Terms: see csc.simulation.waits. The idle seconds of a rank are the makespan without its work. Between its first and
 last action a rank is idle only while it waits for a message: at each moment either that message is on its way, or
-another rank computes what it comes down to. So each moment is one of
+another rank computes what it comes down to (or waits for the parameters that it computes that with). With zero=3 it
+also waits for its own parameters. So each moment is one of
 
     ramp       before the rank's first action, or after its last one
     message    the message is on its way
+    gather     the parameters of the stage that it has come to are on their way
     memory     another rank computes; this one has an action at hand, but each of those would take it above its limit
     order      another rank computes; an action at hand fits, but stands later in the rank's list
     way        another rank computes, and nothing is at hand: microbatches are on their way through the pipeline
@@ -34,7 +36,7 @@ from csc.simulation.pipeline import Pipeline
 from csc.simulation.timeline import Timeline
 from csc.simulation.waits import Span, Stretch, on_their_way, spans
 
-CAUSES = ("ramp", "message", "imbalance", "memory", "order", "way")
+CAUSES = ("ramp", "message", "gather", "imbalance", "memory", "order", "way")
 Causes = dict[str, float]  # seconds by each of CAUSES
 
 
@@ -60,7 +62,9 @@ def idle(
             limit = None if limits is None else limits[rank]
             own = _Own(pipeline, schedule, rank, state[rank], limit, arrivals, coming)
             for number, wait in enumerate(doing[rank]):
-                if wait.waits and own.between(wait.position):
+                if wait.gathers and wait.start >= events[0].end:
+                    causes["gather"] += wait.end - wait.start
+                elif wait.waits and own.between(wait.position):
                     for cause, seconds in _parts(wait, moving[rank, number], *own.at_hand(wait)):
                         causes[cause] += seconds
         found.append(_with_imbalance(causes, after, most - timeline.busy[rank]))

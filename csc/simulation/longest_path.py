@@ -2,7 +2,8 @@
 
 Terms: see csc.simulation.waits. From the last end back: an action began when the rank had ended the one before it, or
 when what it waited for had arrived; a message left when its sender had made it. All seconds of the step are on this
-path, either a rank's work or a message. Where there are several such paths, one of them.
+path, either a rank's work, a message, or a wait for parameters that are gathered. Where there are several such paths,
+one of them.
 
     longest_path(schedule, timeline) -> Path
 """
@@ -19,17 +20,18 @@ from csc.simulation.waits import span_before, spans
 
 @dataclass(frozen=True)
 class Path:
-    """Seconds of the step: work by rank, messages on their way."""
+    """Seconds of the step: work by rank, messages on their way, and parameters that were waited for."""
 
     work: Mapping[int, float]
     messages: float
+    gathers: float = 0.0
 
 
 def longest_path(schedule: Schedule, timeline: Timeline) -> Path:
     """Of the run that the simulator made of the schedule."""
     doing = spans(schedule, timeline)
     work: dict[int, float] = {}
-    messages = 0.0
+    messages = gathers = 0.0
     now = timeline.end
     rank = next((r for r, events in enumerate(timeline.ranks) if events and events[-1].end == now), -1)
     while rank >= 0 and now > timeline.start:
@@ -37,7 +39,10 @@ def longest_path(schedule: Schedule, timeline: Timeline) -> Path:
         if span.waits:
             messages += now - span.given
             rank, now = span.sender, span.given
+        elif span.gathers:
+            gathers += span.end - span.start
+            now = span.start
         else:
             work[rank] = work.get(rank, 0.0) + span.end - span.start
             now = span.start
-    return Path(work, messages)
+    return Path(work, messages, gathers)

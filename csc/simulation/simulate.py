@@ -79,7 +79,7 @@ def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
         for rank, action, start, end in sorted(run.moves, key=lambda move: move[2])
     )
     memory = tuple(_curve(pipeline, events, state[rank], run.held[rank]) for rank, events in enumerate(ranks))
-    return Timeline(schedule.name if name is None else name, ranks, transfers, memory, tuple(state))
+    return Timeline(schedule.name if name is None else name, ranks, transfers, memory, tuple(state), 0.0)
 
 
 def makespan(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -66,7 +66,8 @@ class Transfer:
 @dataclass(frozen=True)
 class Timeline:
     """One run. `ranks[r]` are the events of rank r in order of time, `memory[r]` its curve of bytes alive (state and
-    activations; of points at one time the last one holds), `state[r]` the bytes that are alive throughout.
+    activations; of points at one time the last one holds), `state[r]` the bytes that are alive throughout. begin: when
+    the step began, if that is known: ranks may wait for parameters before their first event.
     """
 
     name: str
@@ -74,10 +75,13 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     memory: tuple[Curve, ...]
     state: tuple[float, ...]
+    begin: float | None = field(default=None, compare=False)
 
     @property
     def start(self) -> float:
-        """The first start of an event, 0 if there is none."""
+        """When the step began, else the first start of an event; 0 if there is none."""
+        if self.begin is not None:
+            return self.begin
         return min((events[0].start for events in self.ranks if events), default=0.0)
 
     @cached_property
@@ -121,7 +125,9 @@ class Timeline:
 
 def to_json(timeline: Timeline) -> dict[str, Any]:
     """The timeline as a dict of lists, strings and numbers, ready for `json.dump`."""
+    first = replace(timeline, begin=None).start
     return {
+        **({} if timeline.begin is None or timeline.begin == first else {"begin": timeline.begin}),
         "format": FORMAT,
         "version": VERSION,
         "name": timeline.name,
@@ -165,6 +171,7 @@ def from_json(data: object, where: str = "timeline") -> Timeline:
         transfers,
         tuple(_curve(rows, f"{where}, memory of rank {rank}") for rank, rows in enumerate(curves)),
         state,
+        None if (begin := data.get("begin")) is None else _number(begin, f"{where}, begin"),
     )
 
 

@@ -1,8 +1,9 @@
 """What every rank does at every moment of a simulated run: it computes, or waits for one message.
 
 Terms: a message is *given* when its sender reaches the SEND; from then until it arrives it is *on its way*, queued
-behind others of its link or moving. A *wait* is a RECV that the rank reaches before the arrival. A *span* is a compute
-or a wait that takes time: the spans of a rank follow each other without a gap until its last action.
+behind others of its link or moving. A *wait* is a RECV that the rank reaches before the arrival. A *gather* here is
+the time until a stage's parameters have come, in which the rank could have begun. A *span* is a compute, a wait or a
+gather that takes time: the spans of a rank follow each other without a gap until its last action.
 
     spans(schedule, timeline) -> [[Span, ...] of each rank]
     span_before(spans, time) -> the one that ends at that time
@@ -23,22 +24,29 @@ from csc.simulation.timeline import Timeline
 Spans = list[list["Span"]]
 Key = tuple[int, int]  # the rank of a span, and its number among the spans of that rank
 Stretch = tuple[float, float]  # from when to when
+COMPUTE, GATHER = -1, -2  # in place of a sender
 
 
 @dataclass(frozen=True)
 class Span:
-    """start to end, of the action at `position` in its rank's list. sender, given: of a wait; sender -1: a compute."""
+    """start to end, of the action at `position` in its rank's list. sender, given: of a wait; else sender is COMPUTE or
+    GATHER.
+    """
 
     position: int
     action: Action
     start: float
     end: float
-    sender: int = -1
+    sender: int = COMPUTE
     given: float = 0.0
 
     @property
     def waits(self) -> bool:
         return self.sender >= 0
+
+    @property
+    def gathers(self) -> bool:
+        return self.sender == GATHER
 
 
 def spans(schedule: Schedule, timeline: Timeline) -> Spans:
@@ -59,6 +67,8 @@ def spans(schedule: Schedule, timeline: Timeline) -> Spans:
                 given[action.channel, action.microbatch] = now
             elif action.computes:
                 event = next(coming)
+                if event.start > now:
+                    own.append(Span(position, action, now, event.start, GATHER))
                 if event.end > event.start:
                     own.append(Span(position, action, event.start, event.end))
                 now = event.end

@@ -15,9 +15,12 @@ from csc.planning.gathers import with_gathers
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value
 from csc.planning.schedules import SCHEDULES
+from csc.simulation.idle import idle
+from csc.simulation.longest_path import Path, longest_path
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Link, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
+from csc.simulation.timeline import from_json, to_json
 from tests.planning.schedule_cases import Case, cases, chain
 
 STAGE = StageWork(1.0, 1.0, 1.0, saved=1.0, gathered=10.0, gather=0.5)
@@ -48,6 +51,17 @@ def test_gathers_take_seconds_and_bytes() -> None:
     slow = Pipeline(tuple(replace(stage, gather=1.75) for stage in ONE.stages), ONE.messages)
     starts = [event.start for event in simulate(slow, parse(GATHERING)).ranks[0]]
     assert starts == [1.75, 3.5, 5.25, 6.25, 8.25, 10.25]
+
+
+def test_what_waits_for_parameters_is_idle_for_them() -> None:
+    """Each comes .75 seconds after the stage before has computed; the first one is in the ramp."""
+    slow = Pipeline(tuple(replace(stage, gather=1.75) for stage in ONE.stages), ONE.messages)
+    timeline = simulate(slow, parse(GATHERING))
+    assert timeline.makespan == makespan(slow, parse(GATHERING)) == 12.25
+    (causes,) = idle(slow, parse(GATHERING), timeline)
+    assert {cause: seconds for cause, seconds in causes.items() if seconds} == {"ramp": 1.75, "gather": 1.5}
+    assert longest_path(parse(GATHERING), timeline) == Path({0: 9.0}, 0.0, 3.25)
+    assert from_json(to_json(timeline), "a file").makespan == 12.25
 
 
 @pytest.mark.parametrize(
@@ -103,7 +117,12 @@ def test_any_schedule(case: Case, name: str, sizes: list[float]) -> None:
             assert len(whole) <= 2
             whole = whole - {action.stage} if action.kind == "FREE" else whole
     timeline = simulate(work, found)
-    assert timeline.end == pytest.approx(makespan(work, found))
+    assert timeline.makespan == pytest.approx(makespan(work, found))
+    for busy, causes in zip(timeline.busy, idle(work, found, timeline)):
+        assert min(causes.values()) >= -1e-9
+        assert sum(causes.values()) == pytest.approx(timeline.makespan - busy, abs=1e-9)
+    path = longest_path(found, timeline)
+    assert sum(path.work.values()) + path.messages + path.gathers == pytest.approx(timeline.makespan)
     assert timeline.end >= makespan(bare, schedule) - 1e-9
     peaks = peak_memory(work, found)
     for limit in (max(peaks), max(peaks) + 4.0, 1e9):
