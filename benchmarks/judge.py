@@ -22,11 +22,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import csc
 
 TOLERANCE = 2e-5
 COARSE = 0.1  # of bfloat16, which has 8 bits
+CASTS = 0.02  # of a model that casts a part of itself: microbatches round there, where the whole batch rounds once
+LOW = (torch.bfloat16, torch.float16)
 SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "tp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
@@ -225,7 +229,7 @@ def compare(
     noise = dict.fromkeys(found, 0.0)
     for other in others(module, setting):
         noise = {name: max(value, noise[name]) for name, value in apart(reference, other, share).items()}
-    least = COARSE if setting["precision"] else TOLERANCE
+    least = COARSE if setting["precision"] else CASTS if casts(module, setting) else TOLERANCE
     slack = 4 if setting["precision"] else SLACK
     wrong = [name for name, value in found.items() if not value <= max(least, slack * noise[name])]
     return {name: (_norm(reference[name]), _norm(own.get(name)), found[name]) for name in wrong}
@@ -238,6 +242,24 @@ def others(module: Module, setting: Mapping[str, Any]) -> list[Values]:
         with suppress(RuntimeError, TypeError):  # a model that mixes dtypes by itself may not run so
             found.append(eager(module, setting, dtype=torch.bfloat16))
     return found
+
+
+class _Low(TorchDispatchMode):
+    """any: whether something in 16 bits was computed in it."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.any |= any(getattr(one, "dtype", None) in LOW for one in pytree.tree_leaves(result))
+        return result
+
+
+def casts(module: Module, setting: Mapping[str, Any]) -> bool:
+    """Whether the model, in float32, computes with 16 bits somewhere."""
+    with torch.no_grad(), _Low() as low:
+        module.make()(**module.batch(*sizes(setting)[0]))
+    return low.any
 
 
 def _norm(value: torch.Tensor | None) -> float:
