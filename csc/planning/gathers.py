@@ -46,10 +46,12 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: float | None = None
     best = _gathering(schedule, work.divided, kept)
     if memory is None:
         return best
-    seconds = makespan(work, best)
+    seconds, least = makespan(work, best), makespan(work, schedule)
     stages = [stage for stage, divided in enumerate(work.divided) if divided]
     stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
     for stage in stages:
+        if seconds <= least * (1 + 1e-9):  # no gather is waited for
+            break
         tried = _gathering(schedule, work.divided, kept | {stage})
         faster = makespan(work, tried)
         if faster < seconds * (1 - 1e-9) and max(peak_memory(work, tried)) <= memory:
