@@ -35,8 +35,6 @@ OFTEN = [
 PROJECTOR = ["vision_tower", "language_model", "lm_head"]  # what is frozen for it alone to train
 SELDOM = [
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 2},
-    {"model": "llava_tied", "mesh": "dp=2,pp=2", "samples": 4, "microbatches": 1, "zero": 2, "clip": None},
-    {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 1},
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 2, "freeze": ["vision_tower"]},
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 3},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
