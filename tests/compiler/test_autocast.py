@@ -119,6 +119,14 @@ def rotated(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return y * angle.cos()
 
 
+def returned_as_it_is(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """float() and contiguous() of what is so already are the tensor itself, with its gradient."""
+    with torch.autocast("cpu", BF16):
+        with torch.no_grad():
+            same, gate = x.float().contiguous(), torch.sigmoid(layer.b(x))
+        return layer.a(same) * gate + same
+
+
 CASES: dict[str, Part] = {
     "norms and products": norms_and_products,
     "chained": chained,
@@ -131,6 +139,7 @@ CASES: dict[str, Part] = {
     "gradients off inside": gradients_off_inside,
     "gradients off inside a block that is off": gradients_off_inside_a_block_that_is_off,
     "rotated": rotated,
+    "returned as it is": returned_as_it_is,
 }
 
 

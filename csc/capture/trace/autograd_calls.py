@@ -84,7 +84,7 @@ class Asked(TorchFunctionMode):
                     if lost:
                         raise _lost()
         if lost:
-            result = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            result = _detached(result, (args, kwargs))
         with unwatched():
             self._note(result)
         if func is torch.autograd.grad:
@@ -199,6 +199,12 @@ def _no_hook_on_several(*args: Any, **kwargs: Any) -> None:
         "the model puts one hook on several tensors (register_multi_grad_hook), which csc would not call",
         "put a hook on each that returns its gradient",
     )
+
+
+def _detached(result: Any, given: Any) -> Any:
+    """What a call made; what it was given and returns as it is (x.float() of a float32 x) keeps its gradient."""
+    same = {id(leaf) for leaf in pytree.tree_leaves(given)}
+    return pytree.tree_map_only(torch.Tensor, lambda one: one if id(one) in same else one.detach(), result)
 
 
 def _lost() -> InputError:
