@@ -16,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from csc.commands.progress import shown
 
 Opening = AbstractContextManager[Any]  # of a csc.CompiledModel, whose import takes seconds
 Command = Callable[..., Any]
+RanksOption = Annotated[int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")]
 
 
 def _options(
@@ -120,6 +122,13 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         compiled = overridden(compiled, {**changes, "check": given["check"]})
         compiled.progress = tell
         yield compiled
+
+
+def over(ranks: int | None, compiled: Any) -> Any:
+    """The CompiledModel with so many pipeline ranks; None: as it is."""
+    if ranks is None:
+        return compiled
+    return compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
 
 
 def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:

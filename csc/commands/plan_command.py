@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +11,9 @@ from rich.table import Table
 
 from csc.commands.forecast_table import bound_text
 from csc.commands.limits_table import show_limits
-from csc.commands.options import Opening, on_target
+from csc.commands.options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.timeline_files import write_timelines
+from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.reports.advice import Advice, Row
 from csc.simulation.look import bytes_text, seconds_text
 
@@ -24,28 +23,23 @@ SECONDS = 60.0
 @on_target
 def plan(
     opening: Opening,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")
-    ] = None,
+    ranks: RanksOption = None,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for alternatives and changes, after the plan itself")
     ] = SECONDS,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")] = None,
-    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows the timeline")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="write it as a picture, for a document")] = None,
-    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    output: OutputOption = None,
+    page: PageOption = None,
+    svg: SvgOption = None,
+    chrome: ChromeOption = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """What limits the step, the alternatives with time and memory, and what changes would bring, each planned."""
-    from dataclasses import replace
-
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
 
     with opening as compiled:
-        if ranks is not None:
-            compiled = compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
+        compiled = over(ranks, compiled)
         found = forecast(compiled, None)
         advised = advice(compiled, limit, compiled.progress)
     title = f"{compiled.program.name}: {found.layout}"

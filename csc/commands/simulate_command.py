@@ -11,41 +11,36 @@ from rich.markup import escape
 from csc.commands.forecast_table import bound_text, show_forecast
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
-from csc.commands.options import Opening, on_target
+from csc.commands.options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.timeline_files import write_timelines
+from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.simulation.look import bytes_text, seconds_text
 
 
 @on_target
 def simulate(
     opening: Opening,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")
-    ] = None,
+    ranks: RanksOption = None,
     baseline: Annotated[
         str, typer.Option("--baseline", help="schedule of the split to compare with, or none")
     ] = "1f1b",
     jitter: Annotated[
         bool, typer.Option("--jitter", help="disturb every action as a busy cluster does (J3 of arXiv 2605.18750)")
     ] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")] = None,
-    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows both timelines")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="write them as one picture, for a document")] = None,
-    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    output: OutputOption = None,
+    page: PageOption = None,
+    svg: SvgOption = None,
+    chrome: ChromeOption = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-unaware baseline."""
-    from dataclasses import replace
-
     from csc.reports.forecast import forecast
     from csc.reports.memory import memory_forecast
     from csc.simulation.jitter import J3
 
     with opening as compiled:
-        if ranks is not None:
-            compiled = compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
+        compiled = over(ranks, compiled)
         found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
         held = memory_forecast(compiled.program, compiled.options)
     timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
@@ -73,9 +68,9 @@ def timeline(
         list[Path],
         typer.Argument(help="timeline files, and directories of compiled programs (what their plan expects)"),
     ],
-    page: Annotated[Path | None, typer.Option("--page", help="write a page that shows them under each other")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="write them as one picture, for a document")] = None,
-    chrome: Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")] = None,
+    page: PageOption = None,
+    svg: SvgOption = None,
+    chrome: ChromeOption = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """Timelines as the files that commands write: JSON, a page, a picture, a trace for Perfetto.
 
-write_timelines(timelines, title, output, page, chrome, svg, bound, limit)
+write_timelines(timelines, title, output, page, chrome, svg, bound, limit)      of paths that options give
 """
 
 from __future__ import annotations
@@ -8,11 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from csc.simulation.chrome import chrome_trace
 from csc.simulation.page import page as page_text
 from csc.simulation.timeline import Timeline, to_json
 from csc.simulation.vector import svg as svg_text
+
+OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan's timeline, as JSON")]
+PageOption = Annotated[Path | None, typer.Option("--page", help="write a page that shows the timelines")]
+SvgOption = Annotated[Path | None, typer.Option("--svg", help="write them as one picture, for a document")]
+ChromeOption = Annotated[Path | None, typer.Option("--chrome", help="write a Chrome trace, for Perfetto")]
 
 
 def write_timelines(

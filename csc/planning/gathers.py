@@ -6,7 +6,6 @@ next. A stage is *kept* if it stays whole from its first use to its last, over a
 
     with_gathers(work, schedule, memory) -> Schedule      what has gathers already is left as it is
     on_one_rank(problem, chunks, stages) -> (stages, placement, schedule)
-    check_room(problem, peaks)                                InputError if there is too little for them
 
 A pipeline of one rank takes equally long in every order but for its gathers. With a microbatch after the other there
 are gathers for each of them, and little is saved; with a stage after the other there are two for all of them (Lamy-
@@ -15,7 +14,6 @@ Poirier, Breadth-First Pipeline Parallelism, 2023), and all of them are saved at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -161,15 +159,3 @@ def _in_turn(work: Pipeline, microbatches: int) -> Schedule:
             kind = doable("BW", work.has_b[stage], work.has_w[stage])
             order += [Action(kind, stage, microbatch)] if kind else []
     return with_messages("auto", [order], work.messages)
-
-
-def check_room(problem: Problem, peaks: Sequence[float]) -> None:
-    """peaks: bytes of each rank with what gathers make whole."""
-    for rank, peak in enumerate(peaks):
-        if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
-            raise InputError(
-                f"rank {rank} needs {math.ceil(peak)} bytes with the stages that are whole at once, the limit is "
-                f"{math.floor(problem.memory)}",
-                "plan",
-                'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks',
-            )

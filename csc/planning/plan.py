@@ -24,7 +24,7 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
 from csc.planning.figures import check_asked, check_figures
-from csc.planning.gathers import check_room, on_one_rank, with_gathers
+from csc.planning.gathers import on_one_rank, with_gathers
 from csc.planning.joint import budget_of, searched
 from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
@@ -129,17 +129,26 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
         numbers = pipeline(problem, stages)
         gathering = with_gathers(numbers, schedule, problem.memory)
         _verified(numbers, gathering, problem.microbatches)
-        for rank, peak in enumerate(peak_memory(numbers, gathering)):
-            if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
-                raise InputError(
-                    f"rank {rank} needs {math.ceil(peak)} bytes under schedule {schedule.name}, the limit is "
-                    f"{math.floor(problem.memory)}",
-                    "plan",
-                    "Allow more memory, or choose schedule auto, which keeps to the limit",
-                )
+        _check_room(
+            problem,
+            peak_memory(numbers, gathering),
+            f"under schedule {schedule.name}",
+            "Allow more memory, or choose schedule auto, which keeps to the limit",
+        )
         return makespan(numbers, gathering)
 
     return ScheduleChoice(seconds, lambda stages, home: schedule)
+
+
+def _check_room(problem: Problem, peaks: Sequence[float], when: str, remedy: str) -> None:
+    """InputError if a rank holds more at its peak than the limit."""
+    for rank, peak in enumerate(peaks):
+        if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
+            raise InputError(
+                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(problem.memory)}",
+                "plan",
+                remedy,
+            )
 
 
 def _verified(numbers: Pipeline, schedule: Schedule, microbatches: int) -> None:
@@ -230,7 +239,8 @@ def _finished(
     _verified(numbers, schedule, problem.microbatches)
     peaks = peak_memory(numbers, schedule)
     if any(numbers.divided):
-        check_room(problem, peaks)
+        remedy = 'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks'
+        _check_room(problem, peaks, "with the stages that are whole at once", remedy)
     seconds = makespan(numbers, schedule)
     scale = sum(problem.scale or (1.0,) * problem.microbatches)
     busy = [0.0] * problem.ranks
