@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-fast lint docs clean help
+.PHONY: install demo test test-fast test-long lint docs clean help
 
 help:
 	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (about 4 minutes after installation)"
-	@echo "make test       everything: linter, types, all tests"
+	@echo "make test       linter, types, tests"
 	@echo "make test-fast  the tests of the inner loop: no slow ones, no processes"
+	@echo "make test-long  more models, meshes and random programs of the kinds that make test has"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
 
@@ -28,10 +29,13 @@ demo: install
 	$(BIN)/python examples/digits/demo.py --output build/demo
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not long"
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gloo"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gloo and not long"
+
+test-long: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m long
 
 lint: install
 	$(BIN)/ruff check .

@@ -18,9 +18,15 @@ from csc.ir.printer import program_text
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models.images import Batch, grids_batch, tiles_batch
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 LARGEST = 1e-5
+# The others are in the long tier: each is of a kind with one of these.
+OFTEN = {
+    "Llama", "LLaVA", "LLaVA-NeXT", "SmolVLM", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3", "Mllama", "Qwen2-Audio",
+    "Whisper encoder + Llama",
+}  # fmt: skip
 # One of each kind: it takes as long as the rest of a model's test.
 TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Mllama"}
 
@@ -57,7 +63,7 @@ def other_images(name: str, model: Any, batch: Batch) -> list[Batch]:
     return []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in OFTEN else long(name) for name in CASES])
 def test_gradients_are_those_of_eager(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()

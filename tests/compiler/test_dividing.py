@@ -15,6 +15,7 @@ from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
 from tests.exactness import FLOAT32
 from tests.models import captions, mixed
+from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -60,19 +61,19 @@ def same(model: nn.Module, batch: Batch, limit: float, given: Any = None, **opti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA-NeXT", "SmolVLM", "Qwen2.5-VL", "Qwen2-Audio"])
+@pytest.mark.parametrize("name", ["LLaVA-NeXT", long("SmolVLM"), "Qwen2.5-VL", long("Qwen2-Audio")])
 def test_images_of_different_size_and_number(name: str) -> None:
     same(*mixed.built(name, [2, 0, 1, 1]), FLOAT32, mesh="pp=2", microbatches=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2", 4), ("dp=2", 2), ("pp=2,dp=2", 1)])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2", 4), long("dp=2", 2), ("pp=2,dp=2", 1)])
 def test_meshes(mesh: str, microbatches: int) -> None:
     same(*mixed.built("Qwen2-VL", [1, 3, 2, 1]), FLOAT32, mesh=mesh, microbatches=microbatches)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA", "Gemma 3", "Qwen3-VL", "Qwen2-Audio"])
+@pytest.mark.parametrize("name", ["LLaVA", long("Gemma 3"), "Qwen3-VL", long("Qwen2-Audio")])
 def test_a_microbatch_without_images(name: str) -> None:
     same(*mixed.built(name, [2, 1, 0, 0]), FLOAT32, mesh="pp=2", microbatches=2)
 

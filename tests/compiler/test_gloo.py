@@ -17,6 +17,7 @@ from tests import launching
 from tests.compiler import gloo_worker
 from tests.compiler.gloo_models import BATCHES, MODELS
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("traces")]
 
@@ -64,11 +65,8 @@ CASES = [
     {"model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2, "freeze": ["vision_tower", "language_model"]},
     {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
     {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
-    {"model": "whisper", "mesh": "pp=2", "samples": 4, "microbatches": 2, "schedule": "gpipe"},
-    {"model": "plain", "mesh": "pp=4", "samples": 2, "microbatches": 1},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "zb-v"},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "interleaved-1f1b"},
-    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL, "schedule": "auto",
      "freeze": ["vision_tower", "audio_tower"]},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},
@@ -77,22 +75,27 @@ CASES = [
     {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
     {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2, "precision": "bf16",
      "recompute": "full"},
-    {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
      "ahead": ["packed_otherwise", "packed", "packed_otherwise"]},
     {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
     {"model": "llava_lengths", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "freeze": ["vision_tower"]},
-    {"model": "captions", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "ahead": ["captions_text"]},
     {"model": "captions_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "captions_tied", "mesh": "pp=3", "samples": 4, "microbatches": 4},
     {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2}},
     {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2},
      "freeze": ["vision_tower"]},
 ]  # fmt: skip
+LONG = [
+    {"model": "whisper", "mesh": "pp=2", "samples": 4, "microbatches": 2, "schedule": "gpipe"},
+    {"model": "plain", "mesh": "pp=4", "samples": 2, "microbatches": 1},
+    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL},
+    {"model": "packed", "mesh": "cp=4", "samples": 2, "microbatches": 2},
+    {"model": "captions", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "ahead": ["captions_text"]},
+]
 
 
 @pytest.mark.parametrize(
-    "case", CASES,
+    "case", [*CASES, *map(long, LONG)],
     ids=lambda c: f"{c['model']}-{c['mesh']}-{c.get('schedule', '1f1b')}-{'freeze' in c}-{len(c.get('context', ()))}",
 )  # fmt: skip
 def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: Path) -> None:

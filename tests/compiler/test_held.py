@@ -8,6 +8,7 @@ from torch import nn
 
 import csc
 from tests.compiler.eager import WIDTH, Stack, assert_as_eager, batch
+from tests.tiers import long
 
 
 class Listed(nn.Module):
@@ -48,7 +49,9 @@ def test_registered_parameters_in_lists_train() -> None:
     assert_as_eager(stack(Listed(), Listed()), batch(), copied=False)
 
 
-@pytest.mark.parametrize(("kind", "batch_first"), [(nn.GRU, True), (nn.LSTM, True), (nn.LSTM, False), (nn.RNN, False)])
+@pytest.mark.parametrize(
+    ("kind", "batch_first"), [(nn.GRU, True), long(nn.LSTM, True), (nn.LSTM, False), long(nn.RNN, False)]
+)
 def test_recurrent_modules_train_in_microbatches(kind: type[nn.RNNBase], batch_first: bool) -> None:
     torch.manual_seed(0)
     model = stack(Recurrent(kind, batch_first, both=batch_first))

@@ -24,8 +24,6 @@ CHOSEN = [
     "compiler/test_parity.py::test_llava_has_eager_gradients_bit_for_bit[projector only-2]",
     "compiler/test_parity.py::test_bfloat16_is_bit_equal[3]",
     "compiler/test_parity.py::test_whisper_and_llama[all trainable-3]",
-    "compiler/test_parity.py::test_biases_or_norms_only_by_requires_grad",
-    "compiler/test_parity.py::test_every_second_parameter",
     "compiler/test_precision.py::test_the_casts_are_those_written_by_hand",
     "composition/test_model.py::test_the_class_token_can_stay",
 ]

@@ -19,9 +19,11 @@ from tests.fuzz.running import load, outcomes
 from tests.fuzz.setting import Setting
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import source
+from tests.tiers import long
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.py"))
 SLICE = tuple(range(12))  # of `random_recipe(Random(f"slice/{number}"))`
+OFTEN = 7  # of these, outside of the long tier
 
 
 def written(recipe: Recipe, folder: Path) -> Any:
@@ -36,7 +38,7 @@ def test_what_was_found_stays_mended(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SLICE)
+@pytest.mark.parametrize("number", [*SLICE[:OFTEN], *map(long, SLICE[OFTEN:])])
 def test_slice(number: int, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(source(random_recipe(Random(f"slice/{number}"), settings=2)), encoding="utf-8")
