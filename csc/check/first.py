@@ -145,6 +145,13 @@ def _difference(
     name = type(compiler.model).__name__
     mesh = options.mesh
     remedy = f"It {BUG}"
+    if options.precision != "model":
+        part = f"[{worst.rpartition('.')[0]!r}]" if (worst := _worst(result)) else "[...]"
+        remedy = (
+            f"Is bfloat16 too coarse for what makes that (a sum that all but cancels)? Then let it compute in float32, "
+            f"keep_fp32={part}; `csc verify --float64` shows how far eager PyTorch itself is from the exact gradients. "
+            f"Else it {BUG}"
+        )
     if whole and options.microbatches * mesh.dp > 1:
         what += f", and the {options.microbatches * mesh.dp} microbatches together are not"
         remedy = (
@@ -169,10 +176,15 @@ def _told(result: Judgement) -> str:
         count, first = len(result.unexpected), result.unexpected[0]
         parts.append(f"{count} parameters get a gradient where eager gives none, {first!r} for one")
     if result.wrong:
-        worst = max(result.wrong, key=lambda name: result.grad_rel[name])
+        worst = _worst(result)
         count, most = len(result.wrong), result.grad_rel[worst]
         parts.append(f"{count} of {len(result.grad_rel)} gradients differ, that of {worst!r} by {most:.2g} of its norm")
     return ", ".join(parts)
+
+
+def _worst(result: Judgement) -> str:
+    """The parameter whose gradient differs most, or ""."""
+    return max(result.wrong, key=lambda name: result.grad_rel[name], default="")
 
 
 def _tolerance(right: Step, options: Options) -> tuple[float, float]:

@@ -90,6 +90,12 @@ def test_a_wrong_program_is_an_error_that_names_the_region(
     assert unchecked.train_step(small.text_batch(4)).isfinite()
 
 
+def test_in_bfloat16_the_error_says_what_may_be_too_coarse(tampered: dict[str, str]) -> None:
+    tampered["aten.silu.default("] = "aten.neg.default("
+    with pytest.raises(DifferenceError, match=r"keep_fp32=\['layers.*csc verify --float64"):
+        compiled(precision="bf16").train_step(small.text_batch(4))
+
+
 def test_what_was_made_without_a_check_is_checked_before_it_trains(tampered: dict[str, str]) -> None:
     tampered["aten.silu_backward."] = "aten.gelu_backward."
     model = compiled(mesh="pp=2")
