@@ -13,7 +13,7 @@ from csc.passes.schedule_file import given_schedule
 
 from csc.analysis.costs import basis
 from csc.analysis.hardware import Hardware
-from csc.errors import InputError
+from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
@@ -38,7 +38,17 @@ def partition(program: Program, options: Options) -> Program:
     program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
     if options.part:
         options = replace(options, schedule=_of_part(program, problem, options))
-    decided = decide(program, problem, options)
+    try:
+        decided = decide(program, problem, options)
+    except ScheduleError as error:
+        if not options.part:
+            raise
+        raise InputError(
+            f"a microbatch that lacks entries of the batch needs other messages between the stages than one that has "
+            f"them all ({error.what})",
+            "stages",
+            "use fewer chunks (chunks=1), or stages= in which what takes features into the text is where they are read",
+        ) from error
     home = [0] * len(program.regions)
     for index, members in enumerate(decided.stages):
         for unit in members:
@@ -109,7 +119,7 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
         raise InputError("both cuts and stages are given", "cuts", "give one of them")
     names = [region.name for region in program.regions]
     if options.stages is not None:
-        return _in_part(program, options.stages) if options.part else _matching(names, options.stages)
+        return _in_part(program, options) if options.part else _matching(names, options.stages)
     if options.cuts is None:
         return None
     starts = at_cuts(names, options.cuts)
@@ -123,19 +133,36 @@ def _given(program: Program, options: Options) -> list[list[int]] | None:
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(starts))]
 
 
-def _in_part(program: Program, stages: Sequence[Sequence[str]]) -> list[list[int]]:
+def _in_part(program: Program, options: Options) -> list[list[int]]:
     """The regions of each stage of a larger program that are there. What has no parameters may be called otherwise in
-    both (one of two places where features are put into the text): where its name stands before what it reads, it goes
-    to the stage that reads it.
+    both (one of two places where features are put into the text), and hand on what the larger program hands on by way
+    of a region that is not there: it goes to the first stage between what it reads and what reads it whose messages
+    the larger program has too.
     """
+    assert isinstance(options.schedule, Schedule)
+    stages, placement = options.stages or (), options.schedule.placement
+    sent = {one.channel for actions in options.schedule.ranks for one in actions if one.kind == "SEND"}
+
+    def goes(source: int, destination: int) -> bool:
+        return placement[source] == placement[destination] or ("F", source, destination) in sent
+
     named = {name: stage for stage, members in enumerate(stages) for name in members}
     maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
     reads = [[maker[value] for value in region.activations] for region in program.regions]
     home = [named.get(region.name, 0) for region in program.regions]
     for unit in reversed(range(len(home))):
         readers = [home[other] for other, read in enumerate(reads) if unit in read]
-        if readers and any(home[unit] < home[one] for one in reads[unit]):
-            home[unit] = min(readers)
+        if program.regions[unit].parameters or not readers:
+            continue
+        made = [home[one] for one in reads[unit]]
+        first, last = max(made, default=home[unit]), min(readers)
+        fitting = [
+            stage
+            for stage in range(first, last + 1)
+            if all(goes(one, stage) for one in made) and all(goes(stage, one) for one in readers)
+        ]
+        if home[unit] not in fitting:
+            home[unit] = fitting[0] if fitting else last if home[unit] < first else home[unit]
     return [[unit for unit, own in enumerate(home) if own == stage] for stage in range(len(stages))]
 
 

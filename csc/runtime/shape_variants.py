@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from csc.errors import ProgramError
-from csc.ir.schedule import part
+from csc.ir.schedule import Message, part
 from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import Manifest
 
@@ -59,9 +59,14 @@ def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
         [stage.backward_weight for stage in other.manifest.stages],
         other.manifest.divided,
     )
+    place = {stage: rank for stage, rank, *_ in theirs["stages"]}
+
+    def stays(channel: Message) -> bool:
+        return bool(place[channel[1]] == place[channel[2]])
+
     good = {
         "stages": stages and len(first_stages) == len(theirs["stages"]),
-        "messages": theirs["messages"].keys() <= ours["messages"].keys(),
+        "messages": {channel for channel in theirs["messages"] if not stays(channel)} <= ours["messages"].keys(),
         "parameters": parameters,
         "schedules": str(schedule) == str(other.schedule),
     }

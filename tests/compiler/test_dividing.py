@@ -134,6 +134,30 @@ def test_two_kinds_come_and_go(mesh: str) -> None:
     step_is_eager(compiled, captions.batch([[], [], [], []]), FLOAT64)
 
 
+EARLY = ["vision.row", "vision.layers.0"]
+STAGES = [  # of both, one that takes images into the text; in the second one text alone has no way past the sounds
+    [EARLY, ["vision.layers.1", "vision.mean"], ["embed", "merge", "audio.row"], ["audio.layers.*", "audio.mean"],
+     ["merge#2", "layers.0", "add"], ["layers.1", "head"]],
+    [EARLY, ["vision.layers.1", "vision.mean", "embed", "merge"], ["audio.row", "audio.layers.0"],
+     ["audio.layers.1", "audio.mean", "merge#2"], ["layers.0", "add"], ["layers.1", "head"]],
+]  # fmt: skip
+
+
+def test_text_goes_on_by_way_of_what_is_left_out() -> None:
+    """Two places take features into the text, on different stages: one alone takes over the other's way."""
+    batch = captions.batch([[1, 2], [3], [], [1]], [0, 3, 2, 0])
+    for number, stages in enumerate(STAGES):
+        options: dict[str, Any] = {"mesh": "pp=2", "microbatches": 4, "schedule": "interleaved-1f1b"}
+        compiled = same(captions.Captions(), batch, FLOAT64, stages=stages, **options)
+        text = captions.batch([[1], [], [2], []])
+        if not number:
+            step_is_eager(compiled, text, FLOAT64)
+            continue
+        with pytest.raises(csc.InputError, match="needs other messages between the stages than one that has them all"):
+            compiled.train_step(text)
+        step_is_eager(compiled, captions.batch([[1], [2], [3], [1]], [0, 0, 1, 1]), FLOAT64)
+
+
 def test_the_first_batch_may_have_no_images() -> None:
     compiled = csc.compile(captions.Captions(), example=captions.batch([[1], [2]]), mesh="pp=2", microbatches=2)
     step_is_eager(compiled, captions.batch([[], []]), FLOAT64)
