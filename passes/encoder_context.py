@@ -3,8 +3,7 @@
     named(program, options, spread) -> {component: ranks}      InputError for what cannot be
     spread_encoder(program, component, ranks) -> Program       its tokens on shares, whole again where they leave
 
-An encoder's length is often fixed by the model (the patches of an image), so the graph cannot be lowered for another.
-Which dimensions count its tokens is followed from its attentions instead (csc.analysis.axes). On shares run the calls
+Which dimensions count its tokens is followed from its attentions (csc.analysis.axes). On shares run the calls
 that make every token's result from that token alone; what they read is dispatched, what others read of them gathered.
 A call in between that sees all tokens is computed whole, by every rank: right, but not spread, and `notes` says so.
 """

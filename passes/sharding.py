@@ -24,7 +24,6 @@ from torch import fx
 
 from csc.analysis.operators.made import NEW
 from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
-from csc.analysis.operators.pointwise import is_pointwise
 from csc.analysis.operators.relation import reshaped
 from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
@@ -78,7 +77,6 @@ class Spreading:
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
-        self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
         self.steps: dict[fx.Node, int | None] = {}  # of values with tokens: how many of a dimension belong to one
         self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
         self.dispatched: dict[Any, fx.Node] = {}
@@ -168,11 +166,11 @@ class Spreading:
         if name == "csc::dropout":
             self._dropout(node, place)
             return
-        if name in SIZED_VIEWS and node.args[0] not in self.fixed:
+        if name in SIZED_VIEWS:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
             self.places[node] = place
             return
-        if name in NEW and node.args[0] not in self.fixed:
+        if name in NEW:
             self.mapping[node] = self._call(
                 node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
                 **node.kwargs,
@@ -181,8 +179,6 @@ class Spreading:
             return
         if name == "aten::slice" and self._along_tokens(node):
             self.mapping[node], self.places[node] = self.mapping[node.args[0]], self._cut(node, place)  # type: ignore[index]
-            if not self.dims(node):
-                self.fixed[node] = g.bind(node)["dim"] % node.meta["val"].dim() - node.meta["val"].dim()
             return
         if name == "aten::cat" and self._along_tokens(node):
             self._joined(node)
@@ -192,9 +188,6 @@ class Spreading:
             if why is not None:
                 raise self._mixed(node, why)
             self.places[node] = place
-        if any(used in self.fixed for used in node.all_input_nodes):
-            self._fixed_part(node, place)
-            return
         arguments = fx.map_arg(node.args, lambda n: self._given(n, place))
         self.mapping[node] = self._call(
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
@@ -202,8 +195,6 @@ class Spreading:
 
     def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
-        if any(used in self.fixed for used in node.all_input_nodes):
-            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
         if isinstance(found, Moved):
             self.moved[node] = found
         elif found != TOKENS:
@@ -247,28 +238,6 @@ class Spreading:
         )
         self.places[node] = place
 
-    def _fixed_part(self, node: fx.Node, place: Place) -> None:
-        """An element-wise call on a part of the sequence whose length no batch changes (the image in front of a text).
-
-        Its operands from elsewhere have that length in the dimension of tokens, or broadcast over it.
-        """
-        if not is_pointwise(node) and g.op_name(node) not in COPIES:
-            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
-        dims = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
-        if len(dims) > 1:
-            raise self._mixed(node, "combines every token with every other")
-        along = dims.pop()
-        self.fixed[node], self.places[node] = along, place
-
-        def given(operand: fx.Node) -> fx.Node:
-            shape = operand.meta["val"].shape
-            if operand in self.local or len(shape) < -along or shape[along] != place[1] - place[0] or shape[along] == 1:
-                return self.mapping[operand]
-            return self._dispatch(operand, place, len(shape) + along)
-
-        arguments, keywords = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
-        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
-
     def _common_place(self, node: fx.Node) -> Place | None:
         """Where in the sequence the tokens of a call's operands are; None if it has none."""
         if g.op_name(node) == "aten::cat" and self._along_tokens(node):
@@ -305,7 +274,7 @@ class Spreading:
         """
         if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
             return None
-        if node in self.moved or node in self.fixed:
+        if node in self.moved:
             return None
         if node not in self.steps:
             self.steps[node] = self._step_of(node, place)
@@ -412,8 +381,12 @@ class Spreading:
     def _packed_again(self, packed: fx.Node, place: Place) -> fx.Node:
         """The mask of a rank's queries over keys that are not spread (cross-attention)."""
         ranges, admits, kinds, *sizes = packed.args
-        parts = [self._given(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits, kinds)]
-        return self._call(packed, packed.target, *parts, *sizes)
+        of_queries = [self._queries(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits)]
+        return self._call(packed, packed.target, *of_queries, fx.map_arg(kinds, self.mapping.__getitem__), *sizes)
+
+    def _queries(self, node: fx.Node, place: Place) -> fx.Node:
+        """Ranges or admits, whose dimension of queries comes behind samples and rules."""
+        return self.mapping[node] if node in self.local else self._dispatch(node, place, 2)
 
     def _mask_number(self, packed: fx.Node | None) -> int:
         if packed not in self.parts:
