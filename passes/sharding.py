@@ -32,6 +32,7 @@ from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, ContextMask, Program
+from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
@@ -71,9 +72,9 @@ class Spreading:
         self.local, self.ignored, self.last = local, ignored, last
         self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
         self.labels = _what_moves(labels)
-        self.evaluate = Evaluation(program.fake_mode)
         self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
         self.new = fx.Graph()
+        self.writer = Writer(self.new, Evaluation(program.fake_mode))
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
@@ -459,19 +460,16 @@ class Spreading:
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         name = "" if target is operator.getitem else target._schema.name.split("::")[1].strip("_")
         kept = like.name if target is like.target else f"{like.name}_{name}"
-        node = self.new.create_node("call_function", target, arguments, keywords, name=kept)
-        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
         try:
-            node.meta["val"] = self.evaluate(target, *values)
-        except Exception as error:
+            node = self.writer.named(kept, like, target, *arguments, **keywords)
+        except Exception as error:  # whatever the operation raises on these sizes
             raise self._mixed(like, f"cannot run on a share of the tokens: {error}") from error
-        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
         if "hint" in like.meta:
             node.meta["hint"] = like.meta["hint"]
         return node
 
     def _mixed(self, node: fx.Node, why: str) -> InputError:
-        where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+        where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
         return InputError(
             f"{g.op_name(node)} {why}, and with cp={self.ranks} the tokens are on different ranks{notes}",
