@@ -196,7 +196,7 @@ class Stage:
     has_b: bool
     has_w: bool
     contexts: tuple[str, ...] = ()  # components of whose tokens it has a share, or hands shares out
-    divided: bool = False  # data-parallel ranks hold pieces of its parameters, which GATHER makes whole
+    divided: bool = False  # data-parallel ranks hold shards of its parameters, which GATHER makes whole
 
 
 @dataclass(frozen=True)

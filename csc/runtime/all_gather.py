@@ -30,7 +30,7 @@ class Wholes:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """x: `share` slots along `dim`. Returns all tokens along it, contiguous."""
-        me = self._group.piece
+        me = self._group.index
         own = x.narrow(dim, 0, count(self._places[me])).contiguous()
         receives = {
             rank: [x.new_empty(_resized(x, dim, count(self._places[rank])))] for rank in self._group.others
@@ -44,7 +44,7 @@ class Wholes:
 
     def sum_to_shares(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
         """d_whole: this rank's part, all tokens along `dim`. Returns `share` slots along it, contiguous."""
-        me = self._group.piece
+        me = self._group.index
         sends = {rank: [_taken(d_whole, dim, self._places[rank])] for rank in self._group.others}
         own = _taken(d_whole, dim, self._places[me])
         receives = {rank: [torch.empty_like(own)] for rank in self._group.others}

@@ -71,7 +71,7 @@ class Heads:
 
     def _to_heads(self, tensors: Tensors, why: str) -> list[torch.Tensor]:
         """[B, H, share, D] of this rank's tokens -> [B, its heads, all tokens, D], for each tensor."""
-        me, mine = self._group.piece, count(self._places[self._group.piece])
+        me, mine = self._group.index, count(self._places[self._group.index])
         into: list[torch.Tensor] = []
         leaving: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._group.others}
         for x in tensors:
@@ -88,7 +88,7 @@ class Heads:
 
     def _to_tokens(self, tensors: Tensors, why: str) -> list[list[torch.Tensor]]:
         """[B, its heads, all tokens, D] -> of each tensor, this rank's blocks as they come from each rank."""
-        mine = count(self._places[self._group.piece])
+        mine = count(self._places[self._group.index])
         sources = [in_blocks(x, self._block) for x in tensors]
         cut = [[taken(one, chosen) for one in sources] for chosen in self._places]
         sends = {rank: cut[rank] for rank in self._group.others}
@@ -97,22 +97,22 @@ class Heads:
         by_rank = [arrived.get(rank, cut[rank]) for rank in range(self._ranks)]
         return [[some[i] for some in by_rank] for i in range(len(tensors))]
 
-    def _fill(self, x: torch.Tensor, pieces: Tensors) -> None:
+    def _fill(self, x: torch.Tensor, chunks: Tensors) -> None:
         """Write the heads that came from the ranks into [B, H, share, D], up to this rank's last block."""
-        heads = torch.cat(list(pieces), 3)
+        heads = torch.cat(list(chunks), 3)
         in_blocks(x, self._block)[: len(heads)] = heads
 
-    def _filled(self, like: torch.Tensor, pieces: Tensors) -> torch.Tensor:
+    def _filled(self, like: torch.Tensor, chunks: Tensors) -> torch.Tensor:
         filled = heads_last(like).zero_()
-        self._fill(filled, pieces)
+        self._fill(filled, chunks)
         return filled
 
-    def _gradient(self, like: torch.Tensor, pieces: Tensors) -> torch.Tensor:
+    def _gradient(self, like: torch.Tensor, chunks: Tensors) -> torch.Tensor:
         """Of keys or values; those of copies of a head are added."""
         heads = like.shape[1]
         if heads >= self._ranks:
-            return self._filled(like, pieces)
+            return self._filled(like, chunks)
         copies = self._ranks // heads
-        total = [torch.stack([one.to(exact(like.dtype)) for one in pieces[i * copies : i * copies + copies]]).sum(0)
+        total = [torch.stack([one.to(exact(like.dtype)) for one in chunks[i * copies : i * copies + copies]]).sum(0)
                  for i in range(heads)]  # fmt: skip
         return self._filled(like, total)

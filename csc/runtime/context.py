@@ -88,11 +88,11 @@ class ContextPlan:
     ) -> None:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
-        self._group = Membership(rank.endpoint, rank.piece % spec.ranks, rank.context_group(spec.ranks))
+        self._group = Membership(rank.endpoint, rank.cp_rank % spec.ranks, rank.context_group(spec.ranks))
         self._ways: dict[Any, KVExchange | Heads] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
         self._wholes = Wholes(self._group, where, spec.share, rank.device)
-        own = where.tokens[self._group.piece]
+        own = where.tokens[self._group.index]
         padded = torch.zeros(spec.share, dtype=torch.int64)
         padded[: len(own)] = own
         self.plan = numbered(self)

@@ -225,7 +225,7 @@ def step(
     profiled: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
-    name, with zero=3 this rank's pieces; `drawn`: see csc.runtime.seeds.
+    name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:

@@ -48,7 +48,7 @@ class KVExchange:
         self, group: Membership, where: Spread, number: int, mask: Mask, share: int, blocks: tuple[int, int],
         device: torch.device, everything: bool,
     ) -> None:  # fmt: skip
-        me = group.piece
+        me = group.index
         self._group, self._block = group, where.block
         self._own, self._foreign = parts(mask, where, number, me, share, blocks, device, everything)
         self._early = [] if self._own is None else [(slice(0, share), self._own)]
@@ -91,8 +91,8 @@ class KVExchange:
         coming = self._ask(k, v)
         dqs, own = list[torch.Tensor](), list[Tensors]()
 
-        def attend(pieces: list[tuple[slice, Part]]) -> None:
-            for slots, one in pieces:
+        def attend(arrived: list[tuple[slice, Part]]) -> None:
+            for slots, one in arrived:
                 dq, *shares = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
                 dqs.append(dq)
                 own.append(shares)
@@ -107,9 +107,9 @@ class KVExchange:
         attend(self._late)
         totals = [_side_by_side([shares[i] for shares in own], like) for i, like in enumerate((k, v))]
         dq = _summed(dqs, q)
-        for piece, arrived in self._group.finish(returning).items():
+        for index, arrived in self._group.finish(returning).items():
             for total, share in zip(totals, arrived):
-                added(in_blocks(total, self._block), self._lent[piece], share)
+                added(in_blocks(total, self._block), self._lent[index], share)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype)
 
     def _ask(self, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -128,9 +128,9 @@ class KVExchange:
     def _arrived(self, coming: tuple[Tensors, Any]) -> Tensors:
         """Foreign keys and values in ascending order of tokens."""
         into, ticket = coming
-        for piece, shares in self._group.finish(ticket).items():
+        for index, shares in self._group.finish(ticket).items():
             for total, share in zip(into, shares):
-                put(total, self._borrowed[piece], share)
+                put(total, self._borrowed[index], share)
         return [in_heads(one) for one in into]
 
     def _give_back(self, gradients: Tensors, k: torch.Tensor) -> Any:
