@@ -134,7 +134,7 @@ def _token_shards(program: Program, cp_rank: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
         f"shard {cp_rank % one.ranks} of {one.ranks} of {comment(one.component)}: "
-        f"{one.share} slots for {one.tokens} tokens"
+        f"{one.shard} slots for {one.tokens} tokens"
         for one in program.contexts
     ]
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]

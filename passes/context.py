@@ -23,10 +23,10 @@ def context(program: Program, options: Options) -> Program:
 
     Requires  pass `attention`.
     Ensures   with cp = 1 nothing changes. Else the layers whose attention runs along the labels' sequence, and all that
-              follows them, work on a share of the tokens; what enters them is computed for the whole sequence and
+              follows them, work on a shard of the tokens; what enters them is computed for the whole sequence and
               dispatched: embeddings where encoders and text have merged, position tables, labels after their shift.
-              A spread encoder works on shares of its own tokens and is made whole again where its values leave.
-              Attention sees the keys of all ranks; no other operation on shares mixes tokens.
+              A spread encoder works on shards of its own tokens and is made whole again where its values leave.
+              Attention sees the keys of all ranks; no other operation on shards mixes tokens.
     Before    %x : f32[2, 1000, 48];  %o = csc.attention(%q, %k, %v, %mask);  cross_entropy_loss(%logits, %labels)
     After     %mine = aten.index_select(%x, 1, %tokens) : f32[2, 512, 48];  %o = csc.context_attention(.., %plan, 0)
     """

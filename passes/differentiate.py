@@ -220,7 +220,7 @@ RESULTS = {
     "attention_backward": "gradients",
     "context_attention": "results",
     "context_attention_backward": "gradients",
-    "context_gather_backward": "share",
+    "context_gather_backward": "shard",
     "linear_cross_entropy": "results",
     "all_reduce": "sum",
     "scaled_dot_product_flash_attention_for_cpu": "results",
