@@ -24,7 +24,7 @@ import numpy.typing as npt
 from csc.planning.branches import Stages, branches, numbered
 from csc.planning.partition_bound import check_ranks
 from csc.planning.problem import Problem
-from csc.planning.segments import ChainTables, bounds, largest_fused, segments, totals, ways
+from csc.planning.segment_bounds import ChainTables, bounds, largest_fused, segments, totals, ways
 
 Floats = npt.NDArray[np.float64]
 SLACK = 1 + 1e-9

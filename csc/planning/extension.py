@@ -22,7 +22,7 @@ import numpy.typing as npt
 from csc.planning.branches import Floats, Ints
 from csc.planning.dominance import undominated
 from csc.planning.room import Room, Target, depths_of, labels_after, need_of
-from csc.planning.segments import ChainTables, Measures, bounds_of, measures
+from csc.planning.segment_bounds import ChainTables, Measures, bounds_of, measures
 
 Bools = npt.NDArray[np.bool_]
 

@@ -27,7 +27,7 @@ import numpy as np
 from csc.planning.branches import Ints
 from csc.planning.extension import EXACT, Extension, extend, fitting
 from csc.planning.room import Room, depths_of, labels_after, targets
-from csc.planning.segments import ChainTables, bounds
+from csc.planning.segment_bounds import ChainTables, bounds
 
 Frontiers = list[Ints]
 Found = TypeVar("Found")

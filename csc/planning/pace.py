@@ -27,7 +27,7 @@ from csc.planning.branches import Floats, Ints, ramps
 from csc.planning.dominance import best_frontiers
 from csc.planning.extension import Bools, Extension, extend, fitting
 from csc.planning.problem import Problem
-from csc.planning.segments import ChainTables, Measures, totals
+from csc.planning.segment_bounds import ChainTables, Measures, totals
 
 INTERVALS = 14
 WITHIN = 2e-3  # how near the bound comes to the best of its kind

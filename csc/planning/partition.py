@@ -27,7 +27,7 @@ from csc.planning.frontiers import feasible, least, narrow, parts_of
 from csc.planning.partition_bound import check_ranks, floor_of
 from csc.planning.problem import Problem
 from csc.planning.room import Room
-from csc.planning.segments import ChainTables, segments, stages_between
+from csc.planning.segment_bounds import ChainTables, segments, stages_between
 from csc.planning.unit_moves import depths, held, homes, settle
 from csc.simulation.look import bytes_text
 

@@ -25,7 +25,7 @@ from csc.planning.extension import EXACT
 from csc.planning.frontiers import least
 from csc.planning.pace import paced
 from csc.planning.problem import Problem
-from csc.planning.segments import ChainTables, segments, stage_bounds, stages_between
+from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, stages_between
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
 

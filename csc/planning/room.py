@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csc.planning.branches import Floats, Ints
-from csc.planning.segments import ChainTables, largest_fused
+from csc.planning.segment_bounds import ChainTables, largest_fused
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
 

@@ -15,7 +15,7 @@ from csc.planning.frontiers import least
 from csc.planning.pace import INTERVALS, WITHIN
 from csc.planning.partition_bound import floor_of, lower_bound, round_trip, shared_lower_bound, stage_bound
 from csc.planning.problem import Problem, Unit, Value
-from csc.planning.segments import segments
+from csc.planning.segment_bounds import segments
 from tests.planning.graphs import (
     assignments,
     best_makespan,

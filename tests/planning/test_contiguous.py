@@ -15,7 +15,7 @@ from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.work import WorkTables
-from csc.planning.segments import segments
+from csc.planning.segment_bounds import segments
 from tests.planning.graphs import problems
 
 
