@@ -149,7 +149,7 @@ def _context(program: Program) -> dict[str, Any]:
     rows = [
         {
             "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
-            "share": one.share, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
+            "shard": one.shard, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
             "inputs": _inputs(one), "masks": [{"layers": mask.layers} for mask in one.masks],
         }
         for one in program.contexts

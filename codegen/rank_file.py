@@ -1,6 +1,6 @@
 """rank_R.py: what one rank holds, receives, computes and sends, top to bottom; position_P.py: what several ranks share.
 
-Terms: a *position* is an index on the pp axis. Its ranks, a replica and a piece of a sequence each, run the
+Terms: a *position* is an index on the pp axis. Its ranks, a replica and a shard of a sequence each, run the
 same functions. A rank that is alone at its position has them in its own file; else they stand once, in the file of the
 position, and the files of its ranks import them from there.
 
@@ -120,21 +120,21 @@ def _held(position: _Position, program: Program) -> str:
 def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> list[str]:
     """The first lines of a rank's docstring: what no other rank's says."""
     at = mesh.coordinates(rank)
-    piece = f", piece {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
-    piece += f", shard {at.tp} of {mesh.tp}" if mesh.tp > 1 else ""
+    others = f", cp rank {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
+    others += f", tp rank {at.tp} of {mesh.tp}" if mesh.tp > 1 else ""
     return [
-        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{piece}, '
+        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{others}, '
         f"{comment(program.name)}.",
         "",
-        *_pieces(program, at.cp),
+        *_token_shards(program, at.cp),
     ]
 
 
-def _pieces(program: Program, piece: int) -> list[str]:
+def _token_shards(program: Program, cp_rank: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
-        f"piece {piece % one.ranks} of {one.ranks} of {comment(one.component)}: "
-        f"{one.share} slots for {one.tokens} tokens"
+        f"shard {cp_rank % one.ranks} of {one.ranks} of {comment(one.component)}: "
+        f"{one.shard} slots for {one.tokens} tokens"
         for one in program.contexts
     ]
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]

@@ -4,7 +4,7 @@ Under torchrun each process runs its rank; without it, all ranks run in this pro
 
     torchrun --nproc-per-node=3 -m csc.run DIR --steps 100 --data data.py:batches --weights llava/ --save out/
     torchrun --nproc-per-node=3 -m csc.run DIR --steps 5 --timeline measured.json     see `csc timeline`
-    torchrun --nproc-per-node=8 -m csc.run DIR --paced 100                            waits instead of computing
+    torchrun --nproc-per-node=8 -m csc.run DIR --emulate 100                          waits instead of computing
     python -m csc.run DIR --steps 3 --json
 
 Exit codes: 0 done; 1 training failed (a loss that is not finite); 2 the program, an option or the data do not
@@ -59,7 +59,7 @@ class Arguments:
     json: bool
     timeout: float
     timeline: Path | None = None
-    paced: float | None = None
+    emulate: float | None = None
     fuse: bool = False
 
 
@@ -90,7 +90,7 @@ def command(
         Path | None,
         typer.Option(help="Write when each action of the last step ran, for `csc timeline`; a first step warms up."),
     ] = None,
-    paced: Annotated[
+    emulate: Annotated[
         float | None,
         typer.Option(min=0.0, help="Do not compute: wait as long as the plan expects, times this factor."),
     ] = None,
@@ -100,7 +100,7 @@ def command(
     """Train with a compiled program."""
     options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
-        timeline, paced, fuse,
+        timeline, emulate, fuse,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
@@ -116,10 +116,10 @@ def run(options: Arguments, debug: bool = False) -> int:
         if under_torchrun():
             store = open_store(options.timeout)
             _leave_when_stopped(lambda: first_to_speak(store))
-        own = () if options.paced is not None else (int(os.environ["RANK"]),) if store else None
+        own = () if options.emulate is not None else (int(os.environ["RANK"]),) if store else None
         program = load(options.directory, own)
         launch = setup_distributed(program.manifest.device, options.timeout, store) if store else None
-        (_train if options.paced is None else _wait)(options, program, launch)
+        (_train if options.emulate is None else _wait)(options, program, launch)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -240,32 +240,32 @@ def _say_what_is_edited(program: Any, launch: Any) -> None:
 
 
 def _wait(options: Arguments, program: Any, launch: Any) -> None:
-    """Run paced ranks (see csc.runtime.emulated) and print each step's seconds beside the simulator's."""
+    """Run emulated ranks (see csc.runtime.emulated) and print each step's seconds beside the simulator's."""
     import torch
 
     from csc.runtime.c10d import Distributed
-    from csc.runtime.emulated import expected, paced_program, run
+    from csc.runtime.emulated import emulated_program, expected, run
     from csc.runtime.timelines import gathered, timeline
 
     if launch is None:
         raise InputError(
-            "paced ranks need a process each",
-            "--paced",
+            "emulated ranks need a process each",
+            "--emulate",
             f"Start them with torchrun --nproc-per-node={program.manifest.mesh.size} -m csc.run",
         )
-    assert options.paced is not None
-    waiting = paced_program(program)
+    assert options.emulate is not None
+    waiting = emulated_program(program)
     transport = Distributed(waiting.program, torch.device("cpu"), options.timeout)
-    predicted = expected(waiting, options.paced)
+    predicted = expected(waiting, options.emulate)
     traces: Any = {}
     for number in range(1, options.steps + 1):
-        (traces,) = run(waiting, transport, 1, options.paced)
+        (traces,) = run(waiting, transport, 1, options.emulate)
         measured = timeline(gathered(traces), waiting.program.manifest).makespan
         if launch.rank == 0 and options.json:
             print(json.dumps({"step": number, "seconds": measured, "expected": predicted}), flush=True)
         elif launch.rank == 0:
-            print(f"step {number}  paced {measured:.4f} s  expected {predicted:.4f} s", flush=True)
-    _record(options, traces, waiting.program.manifest, "paced")
+            print(f"step {number}  emulated {measured:.4f} s  expected {predicted:.4f} s", flush=True)
+    _record(options, traces, waiting.program.manifest, "emulated")
     torch.distributed.destroy_process_group()
 
 

@@ -52,8 +52,8 @@ def _resized(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     return x.new_empty([sizes.get(dim, size) for dim, size in enumerate(x.shape)])
 
 
-def _pieces(x: torch.Tensor, dim: int, ranks: int) -> list[torch.Tensor]:
-    return [piece.contiguous() for piece in x.split(_divided(x, dim, ranks), dim)]
+def _chunks(x: torch.Tensor, dim: int, ranks: int) -> list[torch.Tensor]:
+    return [chunk.contiguous() for chunk in x.split(_divided(x, dim, ranks), dim)]
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _(x: Any, group: Any, dim: int, ranks: int) -> Any:
 
 @torch.library.custom_op("csc::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: torch.Tensor, group: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    return _sum(_MEETINGS.find(group).exchange(_pieces(x, dim, ranks)))
+    return _sum(_MEETINGS.find(group).exchange(_chunks(x, dim, ranks)))
 
 
 @_reduce_scatter.register_fake
@@ -103,7 +103,7 @@ def _(x: Any, group: Any, dim: int, ranks: int) -> Any:
 
 @torch.library.custom_op("csc::all_to_all", mutates_args=())
 def _all_to_all(x: torch.Tensor, group: torch.Tensor, cut: int, joined: int, ranks: int) -> torch.Tensor:
-    return torch.cat(list(_MEETINGS.find(group).exchange(_pieces(x, cut, ranks))), joined)
+    return torch.cat(list(_MEETINGS.find(group).exchange(_chunks(x, cut, ranks))), joined)
 
 
 @_all_to_all.register_fake

@@ -3,11 +3,11 @@
     csc::context_attention(q, k, v, plan, mask, keys, scale, softcap) -> (out, lse)
     csc::context_attention_backward(d_out, q, k, v, out, lse, plan, mask, keys, scale, softcap) -> (dq, dk, dv)
     csc::context_gather(x, plan, dim, tokens) -> whole
-    csc::context_gather_backward(d_whole, plan, dim, share) -> dx
+    csc::context_gather_backward(d_whole, plan, dim, shard) -> dx
 
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
-whole sequence. x: a rank's share, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
-rank's part of the gradient of the whole; dx, this rank's share of the sum over ranks (an all-gather and its
+whole sequence. x: a rank's shard, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
+rank's part of the gradient of the whole; dx, this rank's shard of the sum over ranks (an all-gather and its
 reduce-scatter). They meet the other ranks' through a `Plan` of the batch at hand (csc.runtime.context), which no tensor
 holds: plan is its number, int64 without dimensions.
 
@@ -44,7 +44,7 @@ class Plan(Protocol):
         """All tokens of a value."""
 
     def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's share of the sum of the ranks' parts."""
+        """This rank's shard of the sum of the ranks' parts."""
 
 
 _PLANS: Numbered[Plan] = Numbered("what meets the tokens of other ranks runs on the ranks of a compiled program only")
@@ -117,31 +117,31 @@ def _(x: Any, plan: Any, dim: int, tokens: int) -> Any:
 
 
 @torch.library.custom_op("csc::context_gather_backward", mutates_args=())
-def _gather_backward(d_whole: torch.Tensor, plan: torch.Tensor, dim: int, share: int) -> torch.Tensor:
+def _gather_backward(d_whole: torch.Tensor, plan: torch.Tensor, dim: int, shard: int) -> torch.Tensor:
     return _PLANS.find(plan).gather_backward(d_whole, dim)
 
 
 @_gather_backward.register_fake
-def _(d_whole: Any, plan: Any, dim: int, share: int) -> Any:
-    return _resized(d_whole, dim, share)
+def _(d_whole: Any, plan: Any, dim: int, shard: int) -> Any:
+    return _resized(d_whole, dim, shard)
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
-def _remember_share(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _remember_shard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, plan, ctx.dim, _ = inputs
-    ctx.share = x.shape[ctx.dim]
+    ctx.shard = x.shape[ctx.dim]
     ctx.save_for_backward(plan)
 
 
 def _gather_gradients(ctx: Any, d_whole: torch.Tensor) -> tuple[Any, ...]:
     (plan,) = ctx.saved_tensors
-    return torch.ops.csc.context_gather_backward(d_whole, plan, ctx.dim, ctx.share), None, None, None
+    return torch.ops.csc.context_gather_backward(d_whole, plan, ctx.dim, ctx.shard), None, None, None
 
 
-_gather.register_autograd(_gather_gradients, setup_context=_remember_share)
+_gather.register_autograd(_gather_gradients, setup_context=_remember_shard)
 
 ATTENTION = torch.ops.csc.context_attention.default
 GATHER = torch.ops.csc.context_gather.default

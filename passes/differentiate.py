@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -84,15 +85,7 @@ def joint_of(
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             for t in (node.meta["val"] for node in sources)
         ]
-    finals = g.outputs(template.graph)
-    tangents = [finals[i].meta["val"] for i in template.differentiable]
-    tangents += [values[i] for i in template.threaded]
-    given = list(layouts) + [None] * (len(tangents) - len(layouts))
-    with fake_mode:
-        tangents = [
-            torch.empty_strided(t.shape, t.stride() if layout is None else layout, dtype=t.dtype, device=t.device)
-            for t, layout in zip(tangents, given)
-        ]
+        tangents = _tangents(template, values, layouts)
 
     def joint(primals: list[torch.Tensor], seeds_in: list[torch.Tensor]) -> tuple[Any, ...]:
         inputs = [p.detach().requires_grad_(True) if i in differentiated else p.detach() for i, p in enumerate(primals)]
@@ -122,6 +115,16 @@ def joint_of(
         activation_gradients=tuple(r is not None for r in results[:activations]),
         parameter_gradients=tuple(r is not None for r in results[activations:]),
     )
+
+
+def _tangents(template: Template, values: Sequence[Any], layouts: Sequence[Layout | None]) -> list[torch.Tensor]:
+    """The incoming gradients: of the outputs, then of threaded activations, laid out as they come."""
+    finals = g.outputs(template.graph)
+    alike = [finals[i].meta["val"] for i in template.differentiable] + [values[i] for i in template.threaded]
+    return [
+        torch.empty_strided(t.shape, t.stride() if layout is None else layout, dtype=t.dtype, device=t.device)
+        for t, layout in zip_longest(alike, layouts)
+    ]
 
 
 @contextmanager
@@ -217,7 +220,7 @@ RESULTS = {
     "attention_backward": "gradients",
     "context_attention": "results",
     "context_attention_backward": "gradients",
-    "context_gather_backward": "share",
+    "context_gather_backward": "shard",
     "linear_cross_entropy": "results",
     "all_reduce": "sum",
     "scaled_dot_product_flash_attention_for_cpu": "results",

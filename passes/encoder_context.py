@@ -1,10 +1,9 @@
 """What pass `context` spreads of encoders, for those that the user names in `context`.
 
     named(program, options, spread) -> {component: ranks}      InputError for what cannot be
-    spread_encoder(program, component, ranks) -> Program       its tokens on shares, whole again where they leave
+    spread_encoder(program, component, ranks) -> Program       its tokens on shards, whole again where they leave
 
-An encoder's length is often fixed by the model (the patches of an image), so the graph cannot be lowered for another.
-Which dimensions count its tokens is followed from its attentions instead (csc.analysis.axes). On shares run the calls
+Which dimensions count its tokens is followed from its attentions (csc.analysis.axes). On shards run the calls
 that make every token's result from that token alone; what they read is dispatched, what others read of them gathered.
 A call in between that sees all tokens is computed whole, by every rank: right, but not spread, and `notes` says so.
 """
@@ -31,7 +30,7 @@ ATTENTIONS = ("csc::attention", "aten::scaled_dot_product_attention")
 
 
 def sizes_for(tokens: int, ranks: int, component: str) -> TokenSizes:
-    """Blocks and shares of a sequence. InputError for one that is too short."""
+    """Blocks and shards of a sequence. InputError for one that is too short."""
     block = max(1, min(LARGEST_BLOCK, ceil(tokens / (BLOCKS_PER_RANK * ranks))))
     blocks = ceil(tokens / block)
     if blocks < ranks:
@@ -71,7 +70,7 @@ def named(program: Program, options: Options, own: Collection[str]) -> dict[str,
 
 
 def spread_encoder(program: Program, component: str, ranks: int) -> Program:
-    """The layers of an encoder on shares of its tokens, each over `ranks` consecutive ranks of the cp axis."""
+    """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of the cp axis."""
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
     attentions = _attentions(program, component, calls)
@@ -119,7 +118,7 @@ def _attentions(program: Program, component: str, calls: Collection[fx.Node]) ->
 
 
 def _local(calls: Collection[fx.Node], found: Mapping[fx.Node, Axis], tokens: int) -> set[fx.Node]:
-    """The calls that run on shares. None else reads a value with its tokens joined to something: no gather takes it."""
+    """The calls that run on shards. None else reads a value with its tokens joined to something: no gather takes it."""
     local = {node for node in calls if apart(node, found, tokens)}
     while True:
         torn = {
@@ -133,7 +132,7 @@ def _local(calls: Collection[fx.Node], found: Mapping[fx.Node, Axis], tokens: in
 
 
 def _between(graph: fx.Graph, local: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that stand between others that run on shares: behind one of them, and in front of one."""
+    """The nodes that stand between others that run on shards: behind one of them, and in front of one."""
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         if any(used in local or used in behind for used in node.all_input_nodes):

@@ -55,7 +55,7 @@ def problem(program: Program, options: Options) -> Problem:
 
 
 def gathering(profile: Hardware, options: Options) -> Link:
-    """How data-parallel ranks get each other's pieces: all but its own come to each, over the slowest of its links."""
+    """How data-parallel ranks get each other's shards: all but its own come to each, over the slowest of its links."""
     ranks = options.mesh.group(Group.DATA, 0)
     wire = profile.within if ranks[-1] < profile.ranks_per_node else profile.between
     others = len(ranks) - 1

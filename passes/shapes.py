@@ -33,23 +33,20 @@ def shapes(program: Program, options: Options) -> Program:
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
     """
-    return replace(lowered(program, program.graph, FakeTensorMode(allow_non_fake_inputs=True)), symbolic=program.graph)
-
-
-def lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Program:
-    """The program with the symbolic graph in the sizes of `program.inputs`, its values in `mode`."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_messages():
-        return _lowered(program, symbolic, mode)
+        return replace(program, graph=_lowered(program, mode), fake_mode=mode, symbolic=program.graph)
 
 
-def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Program:
+def _lowered(program: Program, mode: FakeTensorMode) -> fx.Graph:
+    """The graph in the sizes of `program.inputs`, its values in `mode`."""
     shape_of = {item.name: item.shape for item in program.inputs}
     graph = fx.Graph()
     mapping: dict[fx.Node, Any] = {}
     values: dict[fx.Node, Any] = {}
     evaluate = Evaluation(mode)
     learned: set[fx.Node] = set()  # of the new graph: what is computed with a parameter
-    for node in symbolic.nodes:
+    for node in program.graph.nodes:
         if node.op == "placeholder":
             kind, name = node.meta["role"]
             if kind == "input" and name not in shape_of:
@@ -66,7 +63,7 @@ def _lowered(program: Program, symbolic: fx.Graph, mode: FakeTensorMode) -> Prog
                 mapping[node] = _filled(made) or made
                 learned |= {mapping[node]} if mapping[node] is made else set()
     g.erase_dead(graph)
-    return replace(program, graph=graph, fake_mode=mode)
+    return graph
 
 
 def _lower(

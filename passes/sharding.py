@@ -1,10 +1,10 @@
-"""What pass `context` does to the calls that run on shares: each again, on a rank's own tokens.
+"""What pass `context` does to the calls that run on shards: each again, on a rank's own tokens.
 
 Terms
-  share    the slots of one rank, as many on every rank; slots without a token hold token 0
-  place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the share of the
+  shard    the slots of one rank, as many on every rank; slots without a token hold token 0
+  place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the shard of the
            whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
-  local    a call that runs on shares; what enters it from elsewhere is dispatched, padded to the whole where its place
+  local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its place
            is a part; what leaves it to other calls is gathered
 
     Spreading(program, component, dims, sizes, local, ranks, labels, ignored, last)
@@ -24,7 +24,6 @@ from torch import fx
 
 from csc.analysis.operators.made import NEW
 from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
-from csc.analysis.operators.pointwise import is_pointwise
 from csc.analysis.operators.relation import reshaped
 from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
@@ -33,6 +32,7 @@ from csc.ir import graph as g
 from csc.ir.evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, ContextMask, Program
+from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
@@ -41,11 +41,11 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """tokens of the whole sequence; block: tokens that stay together; share: slots of one rank."""
+    """tokens of the whole sequence; block: tokens that stay together; shard: slots of one rank."""
 
     tokens: int
     block: int
-    share: int
+    shard: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _MaskParts:
 
 
 class Spreading:
-    """Copies a graph; local calls meet shares in place of whole sequences."""
+    """Copies a graph; local calls meet shards in place of whole sequences."""
 
     def __init__(
         self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: TokenSizes,
@@ -72,20 +72,19 @@ class Spreading:
         self.local, self.ignored, self.last = local, ignored, last
         self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
         self.labels = _what_moves(labels)
-        self.evaluate = Evaluation(program.fake_mode)
         self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
         self.new = fx.Graph()
-        self.mapping: dict[fx.Node, Any] = {}  # of local values: shares
+        self.writer = Writer(self.new, Evaluation(program.fake_mode))
+        self.mapping: dict[fx.Node, Any] = {}  # of local values: shards
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
-        self.fixed: dict[fx.Node, int] = {}  # of those whose length no batch changes, their dimension from the right
         self.steps: dict[fx.Node, int | None] = {}  # of values with tokens: how many of a dimension belong to one
         self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
         self.dispatched: dict[Any, fx.Node] = {}
         self.parts: dict[fx.Node | None, _MaskParts] = {}
 
     def graph(self) -> fx.Graph:
-        """The forward graph with local calls on shares. InputError for a call that mixes tokens."""
+        """The forward graph with local calls on shards. InputError for a call that mixes tokens."""
         for node in g.placeholders(self.program.graph):
             self.mapping[node] = g.add_placeholder(self.new, node.name, node.meta["val"], node.meta["role"])
         self.wholes |= self.mapping
@@ -115,7 +114,7 @@ class Spreading:
             ranks=self.ranks,
             tokens=self.sizes.tokens,
             block=self.sizes.block,
-            share=self.sizes.share,
+            shard=self.sizes.shard,
             graph=self._mask_graph(),
             masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in self.parts.values()),
             tile_flops=4 * samples * heads * width * self.sizes.block**2,
@@ -126,7 +125,7 @@ class Spreading:
         """What the runtime tells a rank for each microbatch: its tokens, which slots hold one, the plan itself."""
         (loss,) = g.outputs(self.program.graph)
         with self.program.fake_mode:
-            tokens = torch.empty(self.sizes.share, dtype=torch.int64, device=loss.meta["val"].device)
+            tokens = torch.empty(self.sizes.shard, dtype=torch.int64, device=loss.meta["val"].device)
             real = torch.empty_like(tokens, dtype=torch.bool)
             plan = torch.empty((), dtype=torch.int64, device=tokens.device)  # its number
         self.own = {}
@@ -136,15 +135,15 @@ class Spreading:
 
     def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """A local value as calls see it that are not: whole. It becomes so with the first that reads it, so that equal
-        layers stay equal and shares are what travels between stages.
+        layers stay equal and shards are what travels between stages.
         """
-        share: fx.Node = self.mapping[node]
+        shard: fx.Node = self.mapping[node]
         if node not in self.places:
-            return share
+            return shard
         dims, val = self.dims(node), node.meta["val"]
         if len(dims) != 1 or self.places[node] != (0, self.sizes.tokens) or val.shape[dims[0]] != self.sizes.tokens:
             raise self._mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
-        return self._call(reader, GATHER, share, self.own["plan"], dims[0], self.sizes.tokens)
+        return self._call(reader, GATHER, shard, self.own["plan"], dims[0], self.sizes.tokens)
 
     # local calls
 
@@ -168,11 +167,11 @@ class Spreading:
         if name == "csc::dropout":
             self._dropout(node, place)
             return
-        if name in SIZED_VIEWS and node.args[0] not in self.fixed:
+        if name in SIZED_VIEWS:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
             self.places[node] = place
             return
-        if name in NEW and node.args[0] not in self.fixed:
+        if name in NEW:
             self.mapping[node] = self._call(
                 node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
                 **node.kwargs,
@@ -181,8 +180,6 @@ class Spreading:
             return
         if name == "aten::slice" and self._along_tokens(node):
             self.mapping[node], self.places[node] = self.mapping[node.args[0]], self._cut(node, place)  # type: ignore[index]
-            if not self.dims(node):
-                self.fixed[node] = g.bind(node)["dim"] % node.meta["val"].dim() - node.meta["val"].dim()
             return
         if name == "aten::cat" and self._along_tokens(node):
             self._joined(node)
@@ -192,9 +189,6 @@ class Spreading:
             if why is not None:
                 raise self._mixed(node, why)
             self.places[node] = place
-        if any(used in self.fixed for used in node.all_input_nodes):
-            self._fixed_part(node, place)
-            return
         arguments = fx.map_arg(node.args, lambda n: self._given(n, place))
         self.mapping[node] = self._call(
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
@@ -202,8 +196,6 @@ class Spreading:
 
     def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
-        if any(used in self.fixed for used in node.all_input_nodes):
-            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
         if isinstance(found, Moved):
             self.moved[node] = found
         elif found != TOKENS:
@@ -216,7 +208,7 @@ class Spreading:
         numbers = positions(node)
         given = {used: self._given(used, place) for used in node.all_input_nodes if used is not numbers}
         if numbers is not None:
-            length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.share
+            length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.shard
             given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
@@ -247,28 +239,6 @@ class Spreading:
         )
         self.places[node] = place
 
-    def _fixed_part(self, node: fx.Node, place: Place) -> None:
-        """An element-wise call on a part of the sequence whose length no batch changes (the image in front of a text).
-
-        Its operands from elsewhere have that length in the dimension of tokens, or broadcast over it.
-        """
-        if not is_pointwise(node) and g.op_name(node) not in COPIES:
-            raise self._mixed(node, "works on a part of the sequence, where csc only knows element-wise operations")
-        dims = {self.fixed[used] for used in node.all_input_nodes if used in self.fixed}
-        if len(dims) > 1:
-            raise self._mixed(node, "combines every token with every other")
-        along = dims.pop()
-        self.fixed[node], self.places[node] = along, place
-
-        def given(operand: fx.Node) -> fx.Node:
-            shape = operand.meta["val"].shape
-            if operand in self.local or len(shape) < -along or shape[along] != place[1] - place[0] or shape[along] == 1:
-                return self.mapping[operand]
-            return self._dispatch(operand, place, len(shape) + along)
-
-        arguments, keywords = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
-        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
-
     def _common_place(self, node: fx.Node) -> Place | None:
         """Where in the sequence the tokens of a call's operands are; None if it has none."""
         if g.op_name(node) == "aten::cat" and self._along_tokens(node):
@@ -282,13 +252,13 @@ class Spreading:
         return (0, self.sizes.tokens) if entering else None
 
     def _given(self, node: Any, place: Place) -> Any:
-        """An operand on shares: a local value, a dispatched one, or one without tokens as it is."""
+        """An operand on shards: a local value, a dispatched one, or one without tokens as it is."""
         if node in self.local or not self.dims(node):
             return self.mapping[node]
         return self._dispatch(node, place)
 
     def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
-        """A reshape in the sizes of shares. It may join tokens with samples or heads, never cut between tokens."""
+        """A reshape in the sizes of shards. It may join tokens with samples or heads, never cut between tokens."""
         shape = self._shape(node, place)
         if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
             raise self._mixed(node, "joins tokens")
@@ -305,7 +275,7 @@ class Spreading:
         """
         if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
             return None
-        if node in self.moved or node in self.fixed:
+        if node in self.moved:
             return None
         if node not in self.steps:
             self.steps[node] = self._step_of(node, place)
@@ -327,13 +297,13 @@ class Spreading:
         return found.pop() if len(found) == 1 else None
 
     def _shape(self, node: fx.Node, place: Place) -> list[int]:
-        """A value's sizes on shares."""
+        """A value's sizes on shards."""
         length = place[1] - place[0]
         shape = list(node.meta["val"].shape)
         for dim in self.dims(node):
             if shape[dim] % length:
                 raise self._mixed(node, "joins or cuts neighbouring tokens")
-            shape[dim] = shape[dim] // length * self.sizes.share
+            shape[dim] = shape[dim] // length * self.sizes.shard
         return shape
 
     def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
@@ -376,14 +346,14 @@ class Spreading:
         result: fx.Node | None = None
         for one, length in zip(bound["tensors"], lengths):
             entering = one not in self.places
-            share = self._dispatch(one, (edge, edge + length), dim) if entering else self.mapping[one]
+            shard = self._dispatch(one, (edge, edge + length), dim) if entering else self.mapping[one]
             if result is None:
-                result = share
+                result = shard
             else:
                 shape = [-1 if d == dim else 1 for d in range(node.meta["val"].dim())]
                 behind = self._call(node, aten.ge.Scalar, self.own["tokens"], edge)
                 behind = self._call(node, aten.view.default, behind, shape)
-                result = self._call(node, aten.where.self, behind, share, result)
+                result = self._call(node, aten.where.self, behind, shard, result)
             edge += length
         if first < 0 or edge > self.sizes.tokens:
             raise self._mixed(node, "puts something in front of the first token or behind the last one")
@@ -412,8 +382,12 @@ class Spreading:
     def _packed_again(self, packed: fx.Node, place: Place) -> fx.Node:
         """The mask of a rank's queries over keys that are not spread (cross-attention)."""
         ranges, admits, kinds, *sizes = packed.args
-        parts = [self._given(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits, kinds)]
-        return self._call(packed, packed.target, *parts, *sizes)
+        of_queries = [self._queries(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits)]
+        return self._call(packed, packed.target, *of_queries, fx.map_arg(kinds, self.mapping.__getitem__), *sizes)
+
+    def _queries(self, node: fx.Node, place: Place) -> fx.Node:
+        """Ranges or admits, whose dimension of queries comes behind samples and rules."""
+        return self.mapping[node] if node in self.local else self._dispatch(node, place, 2)
 
     def _mask_number(self, packed: fx.Node | None) -> int:
         if packed not in self.parts:
@@ -425,7 +399,7 @@ class Spreading:
     # values that enter
 
     def _dispatch(self, node: fx.Node, place: Place, dim: int | None = None) -> fx.Node:
-        """A rank's share of a value, taken once however many read it. Labels are ignored in slots without a token, so
+        """A rank's shard of a value, taken once however many read it. Labels are ignored in slots without a token, so
         that all gradients of such slots are zero.
         """
         key = (node, place)
@@ -486,19 +460,16 @@ class Spreading:
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         name = "" if target is operator.getitem else target._schema.name.split("::")[1].strip("_")
         kept = like.name if target is like.target else f"{like.name}_{name}"
-        node = self.new.create_node("call_function", target, arguments, keywords, name=kept)
-        values = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
         try:
-            node.meta["val"] = self.evaluate(target, *values)
-        except Exception as error:
-            raise self._mixed(like, f"cannot run on a share of the tokens: {error}") from error
-        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
+            node = self.writer.named(kept, like, target, *arguments, **keywords)
+        except Exception as error:  # whatever the operation raises on these sizes
+            raise self._mixed(like, f"cannot run on a shard of the tokens: {error}") from error
         if "hint" in like.meta:
             node.meta["hint"] = like.meta["hint"]
         return node
 
     def _mixed(self, node: fx.Node, why: str) -> InputError:
-        where = ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or "model"
+        where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
         return InputError(
             f"{g.op_name(node)} {why}, and with cp={self.ranks} the tokens are on different ranks{notes}",

@@ -2,7 +2,7 @@
 
 Terms
   activations  the most bytes that a rank keeps for B and W at any time (Timeline.peak_activations), of the fullest rank
-  equal        a plan whose activations are no more than those of the frozen-unaware split under 1F1B
+  equal        a plan whose activations are no more than those of the frozen-agnostic split under 1F1B
   double       the same with twice as much
   one stage    a plan with one stage on each rank; without it, csc gives a rank several where that is faster
   pair         a baseline and the fastest plan found whose activations are no more than the baseline's own

@@ -27,7 +27,7 @@ from benchmarks.pipeline.torch_gradients import check
 from benchmarks.pipeline.torch_paced import Span, prepare
 from csc.ir.schedule import parse
 from csc.runtime.c10d import Distributed
-from csc.runtime.emulated import paced, run
+from csc.runtime.emulated import emulated, run
 from csc.simulation.pipeline_file import from_json
 
 TIMEOUT = timedelta(seconds=120)
@@ -61,7 +61,7 @@ def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, results: Path) -> N
 
 def _csc(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Steps of csc's own runtime."""
-    program = paced(from_json(job["pipeline"]), parse(job["schedule"]))
+    program = emulated(from_json(job["pipeline"]), parse(job["schedule"]))
     transport = Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds())
 
     def step() -> list[Span]:

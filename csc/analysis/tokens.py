@@ -1,8 +1,7 @@
 """Whether an operation keeps the tokens of a sequence apart, so that ranks may each run it on some of them.
 
-The same graph is lowered for two lengths of the sequence; a dimension whose size differs counts tokens.
+Which dimensions count tokens is found by csc.analysis.axes.
 
-    token_dims(one, other) -> tuple[int, ...]         of one value in its two lowerings
     mixes(node, dims) -> str | None                   why a call must see the whole sequence; None if it need not
 """
 
@@ -28,11 +27,6 @@ _WHY = {
     "picked": _UNKNOWN, "regrouped": _UNKNOWN, "grouped": _UNKNOWN,
 }  # fmt: skip
 _DROPOUT = {"aten::native_dropout", "aten::dropout"}
-
-
-def token_dims(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions in which two lowerings of a value differ."""
-    return tuple(dim for dim, (size, changed) in enumerate(zip(one, other)) if size != changed)
 
 
 def mixes(node: fx.Node, dims: Dims) -> str | None:

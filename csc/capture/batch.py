@@ -114,7 +114,7 @@ def check_lists(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
             )
 
 
-def pieces(
+def slices(
     tensors: Mapping[str, torch.Tensor], parts: int, whole: Collection[str] = ()
 ) -> list[dict[str, torch.Tensor]]:
     """`parts` equal slices along dimension 0; entries without one, and those named, whole in each. InputError for an

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 NOISE = 1e-4
-PIECE = 1 << 24  # elements
+CHUNK = 1 << 24  # elements
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -35,17 +35,17 @@ def relative(right: Gradients, found: Gradients) -> dict[str, float]:
 
 
 def _norm(tensor: torch.Tensor, minus: torch.Tensor | None = None) -> float:
-    """In float64, a piece at a time: the whole of a large embedding would take several times its memory."""
-    pieces = _pieces(tensor)
+    """In float64, a chunk at a time: the whole of a large embedding would take several times its memory."""
+    chunks = _chunks(tensor)
     if minus is not None:
-        pieces = (one - other for one, other in zip(pieces, _pieces(minus), strict=True))
-    return math.hypot(*(float(torch.linalg.vector_norm(piece)) for piece in pieces))
+        chunks = (one - other for one, other in zip(chunks, _chunks(minus), strict=True))
+    return math.hypot(*(float(torch.linalg.vector_norm(chunk)) for chunk in chunks))
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     wide = torch.complex128 if dense.is_complex() else torch.float64
-    return (piece.to(wide) for piece in dense.reshape(-1).split(PIECE))
+    return (chunk.to(wide) for chunk in dense.reshape(-1).split(CHUNK))
 
 
 def _module(parameter: str) -> str:

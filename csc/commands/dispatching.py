@@ -1,6 +1,6 @@
 """The ways to give a mask's blocks of queries to ranks, and what each takes: for `csc mask`.
 
-Terms: a *way* is balanced (csc's planner), contiguous, or zigzag (a rank has one piece from the front and its mirror
+Terms: a *way* is balanced (csc's planner), contiguous, or zigzag (a rank has one chunk from the front and its mirror
 image from the back). A way's seconds are those of attention forward and backward in one layer of `LAYER`: in each
 direction ranks wait for the heaviest of them, or for the busiest link, whichever takes longer.
 

@@ -34,7 +34,7 @@ def simulate(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-unaware baseline."""
+    """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
     from csc.reports.forecast import forecast
     from csc.reports.memory import memory_forecast
     from csc.simulation.jitter import J3

@@ -43,8 +43,8 @@ def format_of(model: nn.Module, names: Collection[str]) -> Format:
     tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in kept)]
     rest = {name: tensor.detach() for name, tensor in tensors if name not in names}
     if not is_pretrained(model):
-        return Format(weights.own_pieces, dict, rest)
-    return Format(lambda keys: _pieces(model, keys), lambda tensors: _stored(model, tensors), rest)
+        return Format(weights.own_groups, dict, rest)
+    return Format(lambda keys: _groups(model, keys), lambda tensors: _stored(model, tensors), rest)
 
 
 def _stored(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def _stored(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return revert_weight_conversion(model, dict(tensors))
 
 
-def _pieces(model: Any, keys: Iterable[str]) -> list[FileTensors]:
+def _groups(model: Any, keys: Iterable[str]) -> list[FileTensors]:
     """What each tensor of a checkpoint is in the model, as `from_pretrained` finds it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -63,19 +63,19 @@ def _pieces(model: Any, keys: Iterable[str]) -> list[FileTensors]:
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     there = model.state_dict()
-    pieces: list[FileTensors] = []
+    groups: list[FileTensors] = []
     joined: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, there)
         if name not in there and key in there:
             name, pattern = key, None
         if pattern is None:
-            pieces.append(_renamed(key, name))
+            groups.append(_renamed(key, name))
         else:
             joined.setdefault(name, []).append((key, pattern))
     for name, sources in joined.items():
-        pieces.append(_converted(model, of_pattern[sources[0][1]], name, sources))
-    return pieces
+        groups.append(_converted(model, of_pattern[sources[0][1]], name, sources))
+    return groups
 
 
 def _renamed(key: str, name: str) -> FileTensors:

@@ -41,7 +41,7 @@ from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.passes.recompute import AUTO, saves_of
 from csc.planning.problem import Problem
-from csc.runtime.batches import Pieces
+from csc.runtime.batches import Microbatches
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP
 from csc.runtime.prefetch import ahead
 from csc.runtime.stepping import make_optimizer
@@ -420,7 +420,7 @@ class CompiledModel:
             modes.refuse_torch(self._programs.guards.model, operation)
             return self._ready(given, options, share.parts)
 
-        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Pieces] | None]:
+        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches] | None]:
             self._check_batch(ready if share.own else batch, share.own)
             changed = self._has_changed()
             with programs.compiling:
@@ -434,10 +434,10 @@ class CompiledModel:
 
         def known(
             ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
-        ) -> tuple[Said, tuple[Trainer, Pieces]]:
+        ) -> tuple[Said, tuple[Trainer, Microbatches]]:
             self._check_cut(batch, made, share.parts)
-            said, pieces = made.ready(self._complete(matches, made), local=share.own)
-            return say(ready, said, programs.decides(matches, options)), (made, pieces)
+            said, dealt = made.ready(self._complete(matches, made), local=share.own)
+            return say(ready, said, programs.decides(matches, options)), (made, dealt)
 
         with meeting.turn(operation):
             ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
@@ -458,10 +458,10 @@ class CompiledModel:
                     FIRST_STEP, lambda: known(ready, self._programs.match(ready), made, share.first)
                 )
             assert found is not None
-            trainer, pieces = found
+            trainer, dealt = found
             self._steps += 1
             programs.use(trainer)
-            loss = trainer.run(pieces, share.flags(heard))
+            loss = trainer.run(dealt, share.flags(heard))
             self._measure(trainer)
             return loss
 
@@ -638,7 +638,7 @@ class CompiledModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what trains on this process' ranks, under the model's own names. With `zero`, of several
-        processes each has its piece of each parameter, with the gradient of that.
+        processes each has its shard of each parameter, with the gradient of that.
         """
         return self._current().named_parameters()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from csc.capture.batch import check_lists, does_not_divide, pieces, split_batch
+from csc.capture.batch import check_lists, does_not_divide, slices, split_batch
 from csc.driver.belonging import TOKENS, Belonging, belongings, token_ids
 from csc.driver.compiler import Compiler
 from csc.errors import InputError
@@ -57,7 +57,7 @@ class Dividing:
         for name in sorted(whole - uncut):
             raise InputError(
                 f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
-                f"{parts} pieces", "batch",
+                f"{parts} parts", "batch",
                 f"say csc.compile(divide={{{name!r}: 'whole'}}), or give a list of {parts} ready microbatches, each "
                 "with the whole of it",
             )  # fmt: skip
@@ -134,7 +134,7 @@ def _divided(
     for name, belonging in known.items():
         if len(belonging.rows) % parts:
             raise does_not_divide(name, len(belonging.rows), parts)
-    found = pieces({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
+    found = slices({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
     for name, belonging in known.items():
         each = len(belonging.rows) // parts
         rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]

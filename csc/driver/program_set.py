@@ -56,7 +56,7 @@ log = logging.getLogger("csc")
 
 Microbatch = Mapping[str, Any]
 Answers = tuple[str, ...]  # what a microbatch decides
-Family = tuple[int, Answers]  # number of microbatches
+Variants = tuple[int, Answers]  # number of microbatches
 
 
 class ProgramSet:
@@ -86,7 +86,7 @@ class ProgramSet:
         self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         alike = training.compiled if training is not None else None
         self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
-        self._trainers: dict[Family, Trainer] = {}  # the first of a number of microbatches knows all parameters
+        self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
         self.guards = Guards(model=model)  # what the programs assumed: the same on every rank
@@ -129,7 +129,7 @@ class ProgramSet:
                 self.check(matches, options, batch, progress, again=False)
             if new:
                 self.look()
-            return self.use(self._trainers[self._family(matches, options)])
+            return self.use(self._trainers[self._variants(matches, options)])
 
     def _look_first(self) -> None:
         if self.guards.model is None:
@@ -148,7 +148,7 @@ class ProgramSet:
         DifferenceError, on every rank, then and from then on.
         """
         if again or self._are_due(matches, options):
-            trainer = self._trainers[self._family(matches, options)]
+            trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
             self.checking.compare(
@@ -195,7 +195,7 @@ class ProgramSet:
     def serves(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""
         served = all(self._serves(match, options) for match in matches)
-        return self._trainers.get(self._family(matches, options)) if served else None
+        return self._trainers.get(self._variants(matches, options)) if served else None
 
     def missing(self, matches: Sequence[Match], options: Options) -> str:
         """Why there is no program for the first of these that has none."""
@@ -210,7 +210,7 @@ class ProgramSet:
         self.last = next(one for one in self._trainers.values() if one.microbatches == trainer.microbatches)
         return trainer
 
-    def _family(self, matches: Sequence[Match], options: Options) -> Family:
+    def _variants(self, matches: Sequence[Match], options: Options) -> Variants:
         """InputError if the microbatches of a step decide differently."""
         answers = list(dict.fromkeys(match.answers for match in matches))
         if len(answers) > 1:
@@ -224,7 +224,7 @@ class ProgramSet:
 
     def decides(self, matches: Sequence[Match], options: Options) -> Answers:
         """What microbatches that are served decide. InputError if they decide differently."""
-        return self._family(matches, options)[1]
+        return self._variants(matches, options)[1]
 
     def _serves(self, match: Match, options: Options) -> bool:
         return match.key in self._served.get(options.microbatches, ())
@@ -265,9 +265,9 @@ class ProgramSet:
                 f"the program that was compiled for this batch is not for it: {match.why}", "batch",
                 "let what the model makes of a batch on the host depend on the batch alone",
             )  # fmt: skip
-        family = (count, match.answers)
-        if family in self._trainers:
-            self._trainers[family].add(loaded)
+        variants = (count, match.answers)
+        if variants in self._trainers:
+            self._trainers[variants].add(loaded)
         else:
             own: dict[str, torch.Tensor] = dict(self._compiler.model.named_parameters())
             if self._training is not None:
@@ -285,7 +285,7 @@ class ProgramSet:
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
                 first.know(made)
-            self._trainers[family] = made
+            self._trainers[variants] = made
         self._served.setdefault(count, set()).add(match.key)
         self._places[match.key] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}

@@ -251,7 +251,7 @@ def _microbatches(
     """Every batch cut into `each` microbatches per replica; replica after replica, as train_step wants them."""
     ready: list[list[dict[str, Any]]] = [[] for _ in range(replicas)]
     for batch in batches:
-        pieces = cut(batch, each * replicas)
+        microbatches = cut(batch, each * replicas)
         for replica, own in enumerate(ready):
-            own += pieces[replica * each : (replica + 1) * each]
+            own += microbatches[replica * each : (replica + 1) * each]
     return [microbatch for own in ready for microbatch in own]

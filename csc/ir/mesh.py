@@ -1,6 +1,6 @@
 """The mesh: how many ranks there are along each axis.
 
-Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* pieces of a sequence, *tp* pieces of a layer.
+Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequence, *tp* shards of a layer.
 Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
 dp_index * pp + stage.
 

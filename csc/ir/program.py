@@ -195,8 +195,8 @@ class Stage:
     shared: tuple[str, ...]
     has_b: bool
     has_w: bool
-    contexts: tuple[str, ...] = ()  # components of whose tokens it has a share, or hands shares out
-    divided: bool = False  # data-parallel ranks hold pieces of its parameters, which GATHER makes whole
+    contexts: tuple[str, ...] = ()  # components of whose tokens it has a shard, or hands shards out
+    divided: bool = False  # data-parallel ranks hold shards of its parameters, which GATHER makes whole
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Context:
     """How the sequence of a component is spread over `ranks` of the context-parallel ranks.
 
     ranks divides mesh.cp: consecutive ranks share a sequence, and the next ones share it again.
-    tokens: of the whole sequence; block: those that stay together; share: slots of each rank, padding included.
+    tokens: of the whole sequence; block: those that stay together; shard: slots of each rank, padding included.
     graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.
     tile_flops, tile_seconds: attention of one block to another; block_bytes, block_seconds: one block's keys and values
     and how long they are on their way (seconds are filled in by pass `partition`).
@@ -330,7 +330,7 @@ class Context:
     ranks: int
     tokens: int
     block: int
-    share: int
+    shard: int
     graph: fx.Graph
     masks: tuple[ContextMask, ...]
     tile_flops: int

@@ -3,7 +3,7 @@
 Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *BW* does B and
 W in one action, region by region, so that it never holds what W needs of more than one; *SEND* and *RECV* move the
 values of a message (F: activations, B: gradients) from stage a to stage b; *GATHER* makes a stage's parameters whole,
-of which data-parallel ranks hold pieces, and *FREE* drops what it made; *REDUCE* sums gradients over ranks at the end
+of which data-parallel ranks hold shards, and *FREE* drops what it made; *REDUCE* sums gradients over ranks at the end
 of a step. A *rank* here is a position on the pp axis; it runs one stage or several. Between two stages of one rank
 nothing is sent: the rank keeps the values until the other stage takes them. A *channel* is (message kind, stage a,
 stage b), a *wire* (message kind, rank a, rank b): the messages of a wire, whatever their channels, arrive in the order

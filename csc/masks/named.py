@@ -9,7 +9,7 @@ Terms
     example(name, tokens, seed) -> Example
     Example(mask, types, span_ids, documents)        types, span_ids and documents int64 [1, T]; IMAGE, AUDIO, NOISED
 
-Equal arguments give equal masks (a torch.Generator of the seed). The last piece is cut where the tokens end.
+Equal arguments give equal masks (a torch.Generator of the seed). The last run is cut where the tokens end.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _encoder_prepended(tokens: int, dice: _Dice) -> Example:
     """Vision to 0.40 T and audio to 0.55 T see themselves, text sees all before it."""
     vision, audio = int(0.40 * tokens), int(0.55 * tokens)
     placed = [(0, vision, IMAGE), (vision, audio, AUDIO)]
-    return _of_spans(tokens, [piece for piece in placed if piece[0] < piece[1]], {})
+    return _of_spans(tokens, [run for run in placed if run[0] < run[1]], {})
 
 
 def _interleaved_modality(tokens: int, dice: _Dice) -> Example:

@@ -144,9 +144,9 @@ def _rules(sees: Mapping[int, Sees], present: Sequence[int]) -> list[tuple[int, 
 
 def _whole(table: torch.Tensor, numbers: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> None:
     """InputError if a span goes on after something else, or over the end of its document."""
-    piece = start.cumsum(1)
-    # A span's number and type as one number; text and padding get numbers of their own, one per piece.
-    label = torch.where(table > TEXT, numbers * MOST_TYPES + table, -piece)
+    run = start.cumsum(1)
+    # A span's number and type as one number; text and padding get numbers of their own, one per run.
+    label = torch.where(table > TEXT, numbers * MOST_TYPES + table, -run)
     refuse_where(
         returns(label) & (table > TEXT),
         "span_ids",

@@ -6,7 +6,7 @@ Terms
   chain      units each of which comes right before the next; every unit stands on one chain, the longest chain is last
   ramps      longest paths of one microbatch, in seconds: up to the end of F or B of a unit, and from their start to the
              end of everything
-For frontiers and pieces see csc.planning.pieces.
+For frontiers and segments see csc.planning.segment_bounds.
 
     branches(problem)            -> Branches
     ramps(problem)               -> Ramps

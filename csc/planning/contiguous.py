@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from csc.planning.branches import Stages, branches, numbered
 from csc.planning.partition_bound import check_ranks
-from csc.planning.pieces import ChainTables, bounds, largest_fused, pieces, totals, ways
 from csc.planning.problem import Problem
+from csc.planning.segment_bounds import ChainTables, bounds, largest_fused, segments, totals, ways
 
 Floats = npt.NDArray[np.float64]
 SLACK = 1 + 1e-9
@@ -39,7 +39,7 @@ def contiguous(problem: Problem) -> Stages | None:
     assert problem.memory is not None
     found = branches(problem)
     count = len(problem.units)
-    costs = _needs(problem, pieces(problem, found))
+    costs = _needs(problem, segments(problem, found))
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     starts = []

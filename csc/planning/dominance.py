@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from csc.planning.branches import Ints
-from csc.planning.pieces import ChainTables
+from csc.planning.segment_bounds import ChainTables
 
 
 def undominated(tables: ChainTables, low: Ints, labels: Ints) -> Ints:

@@ -1,12 +1,12 @@
-"""One step of the search for stages: the longest pieces that can be the next stage, for many states at once.
+"""One step of the search for stages: the longest segments that can be the next stage, for many states at once.
 
 Terms: see csc.planning.branches and csc.planning.room. A *state* is a frontier with its labels. A *cap* is the largest
-bound that a stage may have. A *charge* is what a piece takes of something that has a limit, where that is a plain sum
+bound that a stage may have. A *charge* is what a segment takes of something that has a limit, where that is a plain sum
 over its units: work, work and the way that follows at least, bytes.
 
-    Step(tables, cap, room, parts, targets, check)      what the pieces of a search have to respect
+    Step(tables, cap, room, parts, targets, check)      what the segments of a search have to respect
     extend(step, state, labels, left, empty)            -> states after one more stage, their parents, their labels
-    fitting(step, low, high, labels, at_most)           -> which pieces respect it
+    fitting(step, low, high, labels, at_most)           -> which segments respect it
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import numpy.typing as npt
 
 from csc.planning.branches import Floats, Ints
 from csc.planning.dominance import undominated
-from csc.planning.pieces import ChainTables, Measures, bounds_of, measures
 from csc.planning.room import Room, Target, depths_of, labels_after, need_of
+from csc.planning.segment_bounds import ChainTables, Measures, bounds_of, measures
 
 Bools = npt.NDArray[np.bool_]
 
 EXACT = 1e-9  # relative difference below which two caps are the same
-ROWS = 200_000  # pieces looked at in one go; only a matter of memory
-PROBES = 512  # pieces that take about as long to look at as one, so many ends are tried together
+ROWS = 200_000  # segments looked at in one go; only a matter of memory
+PROBES = 512  # segments that take about as long to look at as one, so many ends are tried together
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One extension of the search: what its pieces have to respect. parts: see csc.planning.frontiers.parts_of."""
+    """One extension of the search: what its segments have to respect. parts: see csc.planning.frontiers.parts_of."""
 
     tables: ChainTables
     cap: float
     room: Room | None = None
     parts: Ints | None = None
     targets: tuple[Target, ...] = ()
-    # Whatever else pieces have to be, by their ends and measures; never lost by taking units away.
+    # Whatever else segments have to be, by their ends and measures; never lost by taking units away.
     check: Callable[[Ints, Ints, Measures], Bools] | None = None
 
     @cached_property
@@ -53,7 +53,7 @@ class Extension:
         return [(charge, float(charge.max())) for charge in found]
 
     def limits(self, state: Ints) -> list[Floats]:
-        """The limit of every charge for a piece of what each state leaves."""
+        """The limit of every charge for a segment of what each state leaves."""
         found = []
         if math.isfinite(self.cap):
             rest = self.tables.least_rest[self.tables.start + state].min(axis=1)
@@ -95,7 +95,7 @@ def _batches(step: Extension, state: Ints, limits: list[Floats]) -> list[tuple[i
 
 
 def _lowest(step: Extension, limits: list[Floats], c: int, high: Ints) -> Ints:
-    """For each row the lowest position on chain c down to which a piece from `high` keeps within the limits."""
+    """For each row the lowest position on chain c down to which a segment from `high` keeps within the limits."""
     lowest = np.zeros(len(high), dtype=np.int64)
     first = step.tables.start[c]
     for (charge, most), limit in zip(step.charges, limits):
@@ -106,8 +106,8 @@ def _lowest(step: Extension, limits: list[Floats], c: int, high: Ints) -> Ints:
 
 
 def _choices(step: Extension, state: Ints, rows: Ints, limits: list[Floats]) -> tuple[Ints, Ints, list[Floats]]:
-    """All ends of the next piece on every chain but the last: (pieces, chains), the row of the state of each, and what
-    the limits leave for its end on the last chain.
+    """All ends of the next segment on every chain but the last: (segments, chains), the row of the state of each, and
+    what the limits leave for its end on the last chain.
     """
     tables = step.tables
     low = state[rows]
@@ -129,12 +129,12 @@ def _choices(step: Extension, state: Ints, rows: Ints, limits: list[Floats]) -> 
 def _ends(
     step: Extension, state: Ints, low: Ints, rows: Ints, limits: list[Floats], left: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Between which positions of the last chain the piece can end so that a frontier comes out: least in `low`, largest
-    in the second result. `left` units at least stay for the stages ahead.
+    """Between which positions of the last chain the segment can end so that a frontier comes out: least in `low`,
+    largest in the second result. `left` units at least stay for the stages ahead.
     """
     tables = step.tables
     last = len(tables.lengths) - 1
-    need = tables.need[tables.start + low]  # (pieces, chain, what it needs of each chain)
+    need = tables.need[tables.start + low]  # (segments, chain, what it needs of each chain)
     fine = np.ones(len(low), dtype=bool)
     for c in range(last):
         for d in range(last):
@@ -156,7 +156,7 @@ def _ends(
 def _reach(
     step: Extension, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
 ) -> tuple[Ints, Ints, Ints]:
-    """The longest pieces that fit, for every depth that they may have: their frontiers, rows and labels."""
+    """The longest segments that fit, for every depth that they may have: their frontiers, rows and labels."""
     last = len(step.tables.lengths) - 1
     at_most = None
     if step.room:
@@ -211,7 +211,7 @@ def _enough(step: Extension, low: Ints, left: int) -> Bools:
 
 
 def fitting(step: Extension, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
-    """Which pieces keep under the cap, the memory, the parts and a depth `at_most`; never lost by taking units away."""
+    """Which segments keep under the cap, the memory, the parts and a depth `at_most`: with one, all parts of it do."""
     tables = step.tables
     measured = measures(tables, low, high)
     good: Bools = bounds_of(tables, measured) <= step.cap * (1 + 1e-12)

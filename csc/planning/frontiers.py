@@ -26,8 +26,8 @@ import numpy as np
 
 from csc.planning.branches import Ints
 from csc.planning.extension import EXACT, Extension, extend, fitting
-from csc.planning.pieces import ChainTables, bounds
 from csc.planning.room import Room, depths_of, labels_after, targets
+from csc.planning.segment_bounds import ChainTables, bounds
 
 Frontiers = list[Ints]
 Found = TypeVar("Found")
@@ -185,7 +185,7 @@ def _every(tables: ChainTables, ranks: int, cap: float, room: Room, parts: Ints 
 
 
 def _single_steps(step: Extension, state: Ints, labels: Ints, left: int) -> tuple[Ints, Ints]:
-    """Every piece that fits ahead of each state, grown one unit at a time."""
+    """Every segment that fits ahead of each state, grown one unit at a time."""
     tables = step.tables
     low, rows = state, np.arange(len(state))
     found: list[tuple[Ints, Ints]] = []

@@ -26,8 +26,8 @@ import numpy as np
 from csc.planning.branches import Floats, Ints, ramps
 from csc.planning.dominance import best_frontiers
 from csc.planning.extension import Bools, Extension, extend, fitting
-from csc.planning.pieces import ChainTables, Measures, totals
 from csc.planning.problem import Problem
+from csc.planning.segment_bounds import ChainTables, Measures, totals
 
 INTERVALS = 14
 WITHIN = 2e-3  # how near the bound comes to the best of its kind
@@ -128,7 +128,7 @@ def _possible(tables: ChainTables, ranks: int, cap: float, pace: float, most: fl
 def _bound(
     tables: ChainTables, low: Ints, high: Ints, measured: Measures, pace: float, ahead: Floats, count: int
 ) -> Floats:
-    """The bound of each piece behind a stage of this pace; 0 for pieces that it says nothing about."""
+    """The bound of each segment behind a stage of this pace; 0 for segments that it says nothing about."""
     forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
     before_f, into_b, after_b, _ = measured.ways
     start = np.maximum(before_f + forward, into_b)

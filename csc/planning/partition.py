@@ -25,9 +25,9 @@ from csc.planning.branches import Branches, Stages, branches
 from csc.planning.coarse import lumped
 from csc.planning.frontiers import feasible, least, narrow, parts_of
 from csc.planning.partition_bound import check_ranks, floor_of
-from csc.planning.pieces import ChainTables, pieces, stages_between
 from csc.planning.problem import Problem
 from csc.planning.room import Room
+from csc.planning.segment_bounds import ChainTables, segments, stages_between
 from csc.planning.unit_moves import depths, held, homes, settle
 from csc.simulation.look import bytes_text
 
@@ -136,7 +136,7 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     """
     check_ranks(problem)
     found = branches(problem)
-    tables = pieces(problem, found)
+    tables = segments(problem, found)
     part = parts(problem, found, layout)
     counts = None if layout == "any" else parts_of(tables, part)
     room = _room(problem, in_flight)
@@ -160,7 +160,7 @@ def candidates(
     lumps = lumped(problem, FRONTIERS)
     problem = lumps.problem
     found = branches(problem)
-    tables = pieces(problem, found)
+    tables = segments(problem, found)
     room = _room(problem, in_flight)
     results: list[Stages] = []
     floor = sum(unit.work for unit in problem.units) * tables.work / problem.ranks

@@ -24,8 +24,8 @@ from csc.planning.branches import branches, numbered, ramps
 from csc.planning.extension import EXACT
 from csc.planning.frontiers import least
 from csc.planning.pace import paced
-from csc.planning.pieces import ChainTables, pieces, stage_bounds, stages_between
 from csc.planning.problem import Problem
+from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, stages_between
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
 
@@ -54,7 +54,7 @@ def stage_bound(problem: Problem, units: Sequence[int]) -> float:
     found = branches(problem)
     chosen = set(units)
     numbered(found, [min(chosen) if u in chosen else u for u in range(len(problem.units))])
-    return stage_bounds(pieces(problem, found), [units])[0]
+    return stage_bounds(segments(problem, found), [units])[0]
 
 
 def check_ranks(problem: Problem) -> None:
@@ -87,7 +87,7 @@ def lower_bound(problem: Problem) -> Bound:
     units.
     """
     check_ranks(problem)
-    tables = pieces(problem, branches(problem))
+    tables = segments(problem, branches(problem))
     floor = floor_of(problem, tables)
     within = EXACT if problem.ranks * len(problem.units) <= EXACTLY else NEARLY
     found = least(tables, problem.ranks, floor, within=within)
@@ -115,7 +115,7 @@ def shared_lower_bound(problem: Problem) -> Bound:
     """
     check_ranks(problem)
     paths = ramps(problem)
-    tables = pieces(problem, branches(problem))
+    tables = segments(problem, branches(problem))
     ahead = sorted(paths.to_forward[u] - unit.forward for u, unit in enumerate(problem.units))
     behind = []
     for u, unit in enumerate(problem.units):

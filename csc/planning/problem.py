@@ -27,7 +27,7 @@ class Unit:
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
     pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
-    of which ranks hold pieces, as they are whole.
+    of which ranks hold shards, as they are whole.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Value:
 class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
     state and activations; None: no limit. scale: for each microbatch what its
-    seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the pieces of others.
+    seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the shards of others.
     """
 
     units: tuple[Unit, ...]

@@ -6,10 +6,10 @@ after units of other chains. A *label* is the depth of a stage that units ahead 
 stage with the front of what was taken of it, then for each target that of the stage that holds it.
 
     Room(memory, in_flight, scale)                                 what a rank may hold
-    need_of(tables, low, high, amounts, room, depth)               -> bytes that each piece holds
+    need_of(tables, low, high, amounts, room, depth)               -> bytes that each segment holds
     targets(tables)                                                -> the targets of a problem
-    depths_of(tables, among, low, high, labels)                    -> the depth of each piece as the next stage
-    labels_after(tables, among, low, high, labels, depth)          -> the labels once these pieces are stages
+    depths_of(tables, among, low, high, labels)                    -> the depth of each segment as the next stage
+    labels_after(tables, among, low, high, labels, depth)          -> the labels once these segments are stages
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csc.planning.branches import Floats, Ints
-from csc.planning.pieces import ChainTables, largest_fused
+from csc.planning.segment_bounds import ChainTables, largest_fused
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
 
@@ -40,7 +40,7 @@ class Room:
 
 
 def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: Room, depth: Ints) -> Floats:
-    """Bytes that the rank of each piece holds at most; see `Room`. amounts: csc.planning.branches.totals of them."""
+    """Bytes that the rank of each segment holds at most; see `Room`. amounts: csc.planning.branches.totals of them."""
     _, _, _, state, saved, kept = amounts.T
     count = np.array(room.in_flight)[depth]
     moment = np.minimum(np.maximum(kept - saved, 0.0), largest_fused(tables, low, high))
@@ -64,7 +64,7 @@ def targets(tables: ChainTables) -> tuple[Target, ...]:
 
 
 def depths_of(tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints) -> Ints:
-    """Depth of each piece as the next stage, given the labels of the state behind it."""
+    """Depth of each segment as the next stage, given the labels of the state behind it."""
     chains = len(tables.lengths)
     depth: Ints = np.where((high > low) & (high < tables.lengths), labels[:, :chains], 0).max(axis=1)
     for i, (c, position, count) in enumerate(among):
@@ -76,7 +76,7 @@ def depths_of(tables: ChainTables, among: tuple[Target, ...], low: Ints, high: I
 def labels_after(
     tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints, depth: Ints
 ) -> Ints:
-    """The labels after these pieces became stages of these depths; 0 where nothing left depends on them.
+    """The labels after these segments became stages of these depths; 0 where nothing left depends on them.
 
     For a target that is not in a stage yet: the label of the front of its chain, which its own cannot be below.
     """

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 from csc.errors import InputError
 from csc.planning.branches import Branches, Stages, numbered
-from csc.planning.pieces import ChainTables, stage_bounds
 from csc.planning.problem import Problem, Value
 from csc.planning.room import Room
+from csc.planning.segment_bounds import ChainTables, stage_bounds
 
 ROUNDS = 20  # over all units; what is left to gain after a few is little
 

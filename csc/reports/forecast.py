@@ -96,7 +96,7 @@ class Forecast:
 
 
 def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jitter | None = None) -> Forecast:
-    """Simulate the plan of a compiled model; and, unless `baseline` is None, a frozen-unaware split under it."""
+    """Simulate the plan of a compiled model; and, unless `baseline` is None, a frozen-agnostic split under it."""
     program, options = compiled.program, compiled.options
     assert program.plan is not None and program.schedule is not None
     numbers = problem(program, options)

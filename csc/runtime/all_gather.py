@@ -1,12 +1,12 @@
-"""Values made whole where the spread part of a component ends, and their gradients brought back to shares.
+"""Values made whole where the spread part of a component ends, and their gradients brought back to shards.
 
 Terms
-  share    a rank's tokens of a value along one dimension; slots behind them are padding that never leaves the rank
+  shard    a rank's tokens of a value along one dimension; slots behind them are padding that never leaves the rank
   part     of the gradient of a whole: what one rank's work adds to it; the sum over the group is the gradient
 
-    Wholes(group, where, share, device)
-    .gather(x, dim) -> whole                 an all-gather of shares of unequal length
-    .sum_to_shares(d_whole, dim) -> dx       its reduce-scatter; padding gets zeros
+    AllGather(group, where, shard, device)
+    .gather(x, dim) -> whole                 an all-gather of shards of unequal length
+    .sum_to_shards(d_whole, dim) -> dx       its reduce-scatter; padding gets zeros
 
 Parts are added in ascending order of ranks: the bits do not depend on timing.
 """
@@ -20,17 +20,17 @@ from csc.runtime.exchange import Membership, Places, count, places
 from csc.runtime.spread import Spread
 
 
-class Wholes:
+class AllGather:
     """One rank of a group, one spread of the tokens."""
 
-    def __init__(self, group: Membership, where: Spread, share: int, device: torch.device) -> None:
-        self._group, self._share = group, share
+    def __init__(self, group: Membership, where: Spread, shard: int, device: torch.device) -> None:
+        self._group, self._shard = group, shard
         self._tokens = sum(map(len, where.tokens))
         self._places: list[Places] = [places(own, device) for own in where.tokens]
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """x: `share` slots along `dim`. Returns all tokens along it, contiguous."""
-        me = self._group.piece
+        """x: `shard` slots along `dim`. Returns all tokens along it, contiguous."""
+        me = self._group.index
         own = x.narrow(dim, 0, count(self._places[me])).contiguous()
         receives = {
             rank: [x.new_empty(_resized(x, dim, count(self._places[rank])))] for rank in self._group.others
@@ -42,9 +42,9 @@ class Wholes:
             _put(whole, dim, self._places[rank], arrived)
         return whole
 
-    def sum_to_shares(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """d_whole: this rank's part, all tokens along `dim`. Returns `share` slots along it, contiguous."""
-        me = self._group.piece
+    def sum_to_shards(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """d_whole: this rank's part, all tokens along `dim`. Returns `shard` slots along it, contiguous."""
+        me = self._group.index
         sends = {rank: [_taken(d_whole, dim, self._places[rank])] for rank in self._group.others}
         own = _taken(d_whole, dim, self._places[me])
         receives = {rank: [torch.empty_like(own)] for rank in self._group.others}
@@ -55,7 +55,7 @@ class Wholes:
         total = first.to(exact(first.dtype), copy=True)
         for part in rest:
             total += part
-        found = d_whole.new_zeros(_resized(d_whole, dim, self._share))
+        found = d_whole.new_zeros(_resized(d_whole, dim, self._shard))
         found.narrow(dim, 0, own.shape[dim]).copy_(total)
         return found
 

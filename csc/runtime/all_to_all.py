@@ -3,7 +3,7 @@
 Terms
   heads of a rank    H / P heads of queries; of keys Hkv / P, or one that P / Hkv ranks have a copy of
 
-    Heads(group, where, mask, blocks, device)
+    AllToAll(group, where, mask, blocks, device)
     .forward(q, k, v, scale, softcap) -> (out, lse)
     .backward(d_out, q, k, v, out, lse, scale, softcap) -> (dq, dk, dv)
 
@@ -27,7 +27,7 @@ from csc.runtime.spread import Spread, backward, forward, part
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Heads:
+class AllToAll:
     """One rank, one mask of the whole sequence."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Heads:
         self._whole = part(mask, tokens, padded, tokens, padded, blocks, device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> Pair:
-        """q: [B, H, share, D]; k, v: [B, Hkv, share, D]."""
+        """q: [B, H, shard, D]; k, v: [B, Hkv, shard, D]."""
         heads_q, heads_k, heads_v = self._to_heads([q, k, v], "heads of queries, keys and values")
         out, lse = forward(heads_q, heads_k, heads_v, self._whole, scale, softcap)
         outs, lses = self._to_tokens([out, lse[..., None]], "outputs of heads")
@@ -59,7 +59,7 @@ class Heads:
         dqs, dks, dvs = self._to_tokens(found, "gradients of heads")
         return self._filled(q, dqs), self._gradient(k, dks), self._gradient(v, dvs)
 
-    def _share(self, heads: int) -> Callable[[int], slice]:
+    def _heads_of(self, heads: int) -> Callable[[int], slice]:
         """Which of so many heads a rank has."""
         if heads % self._ranks == 0:
             each = heads // self._ranks
@@ -70,16 +70,16 @@ class Heads:
         raise InputError(what, "context parallelism over heads", "Let csc choose, or take another number of ranks")
 
     def _to_heads(self, tensors: Tensors, why: str) -> list[torch.Tensor]:
-        """[B, H, share, D] of this rank's tokens -> [B, its heads, all tokens, D], for each tensor."""
-        me, mine = self._group.piece, count(self._places[self._group.piece])
+        """[B, H, shard, D] of this rank's tokens -> [B, its heads, all tokens, D], for each tensor."""
+        me, mine = self._group.index, count(self._places[self._group.index])
         into: list[torch.Tensor] = []
         leaving: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._group.others}
         for x in tensors:
-            share, blocks = self._share(x.shape[1]), in_blocks(x, self._block)[:mine]
-            into.append(empty_blocks(x[:, share(me)], self._blocks, self._block))
-            put(into[-1], self._places[me], blocks[:, :, :, share(me)])
+            heads, blocks = self._heads_of(x.shape[1]), in_blocks(x, self._block)[:mine]
+            into.append(empty_blocks(x[:, heads(me)], self._blocks, self._block))
+            put(into[-1], self._places[me], blocks[:, :, :, heads(me)])
             for rank, sent in leaving.items():
-                sent.append(blocks[:, :, :, share(rank)])
+                sent.append(blocks[:, :, :, heads(rank)])
         receives = {rank: [room(one, self._places[rank]) for one in into] for rank in self._group.others}
         for rank, arrived in self._group.finish(self._group.start(leaving, receives, why)).items():
             for one, given in zip(into, arrived):
@@ -88,7 +88,7 @@ class Heads:
 
     def _to_tokens(self, tensors: Tensors, why: str) -> list[list[torch.Tensor]]:
         """[B, its heads, all tokens, D] -> of each tensor, this rank's blocks as they come from each rank."""
-        mine = count(self._places[self._group.piece])
+        mine = count(self._places[self._group.index])
         sources = [in_blocks(x, self._block) for x in tensors]
         cut = [[taken(one, chosen) for one in sources] for chosen in self._places]
         sends = {rank: cut[rank] for rank in self._group.others}
@@ -97,22 +97,22 @@ class Heads:
         by_rank = [arrived.get(rank, cut[rank]) for rank in range(self._ranks)]
         return [[some[i] for some in by_rank] for i in range(len(tensors))]
 
-    def _fill(self, x: torch.Tensor, pieces: Tensors) -> None:
-        """Write the heads that came from the ranks into [B, H, share, D], up to this rank's last block."""
-        heads = torch.cat(list(pieces), 3)
+    def _fill(self, x: torch.Tensor, chunks: Tensors) -> None:
+        """Write the heads that came from the ranks into [B, H, shard, D], up to this rank's last block."""
+        heads = torch.cat(list(chunks), 3)
         in_blocks(x, self._block)[: len(heads)] = heads
 
-    def _filled(self, like: torch.Tensor, pieces: Tensors) -> torch.Tensor:
+    def _filled(self, like: torch.Tensor, chunks: Tensors) -> torch.Tensor:
         filled = heads_last(like).zero_()
-        self._fill(filled, pieces)
+        self._fill(filled, chunks)
         return filled
 
-    def _gradient(self, like: torch.Tensor, pieces: Tensors) -> torch.Tensor:
+    def _gradient(self, like: torch.Tensor, chunks: Tensors) -> torch.Tensor:
         """Of keys or values; those of copies of a head are added."""
         heads = like.shape[1]
         if heads >= self._ranks:
-            return self._filled(like, pieces)
+            return self._filled(like, chunks)
         copies = self._ranks // heads
-        total = [torch.stack([one.to(exact(like.dtype)) for one in pieces[i * copies : i * copies + copies]]).sum(0)
+        total = [torch.stack([one.to(exact(like.dtype)) for one in chunks[i * copies : i * copies + copies]]).sum(0)
                  for i in range(heads)]  # fmt: skip
         return self._filled(like, total)

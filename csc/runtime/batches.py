@@ -6,8 +6,8 @@ b rows. Or it comes as a list of m * dp ready microbatches in that order (needed
 samples, as with packed image patches, and when microbatches differ in length). A *local* batch has the samples of one
 replica alone, and is split in the same way.
 
-    split(manifests, batch, replicas) -> Pieces                         InputError before anything happens
-    said(manifest, pieces, replica) -> Said                             what ranks compare of a batch before its step
+    split(manifests, batch, replicas) -> Microbatches                   InputError before anything happens
+    said(manifest, dealt, replica)  -> Said                             what ranks compare of a batch before its step
     check_present(manifest, microbatch, names, rank)                    InputError for an entry without values
     sizes(microbatches) -> lines of text                                what of them must be the same on all ranks
     from_file(program, file) -> global batch                            None: the program's example, repeated
@@ -43,7 +43,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Microbatches:
     """The microbatches of replicas, in order. whole: these are all replicas."""
 
     of: Mapping[int, Sequence[Microbatch]]
@@ -52,10 +52,10 @@ class Pieces:
     @property
     def all(self) -> list[Microbatch]:
         """Replica after replica."""
-        return [piece for own in self.of.values() for piece in own]
+        return [one for own in self.of.values() for one in own]
 
 
-def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[int] | None = None) -> Pieces:
+def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[int] | None = None) -> Microbatches:
     """Microbatches of these replicas, whose samples the batch has; None: of every replica. InputError names the key,
     what was expected, what was found and the remedy.
 
@@ -65,20 +65,20 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[
     first = manifests[0]
     every = first.mesh.replicas
     of, count = list(every if replicas is None else replicas), first.microbatches
-    pieces = len(of) * count
+    total = len(of) * count
     if isinstance(batch, Sequence):
-        if len(batch) != pieces:
+        if len(batch) != total:
             raise InputError(
                 f"the batch is a list of {len(batch)} microbatches, the program takes {count} microbatches "
-                f"on each of {len(of)} replicas = {pieces}",
+                f"on each of {len(of)} replicas = {total}",
                 "batch",
-                f"Give {pieces}, or compile for another number",
+                f"Give {total}, or compile for another number",
             )
         ready = [_tensors(_for(manifests, mb), mb, f"batch[{i}]") for i, mb in enumerate(batch)]
     elif hasattr(batch, "items"):  # a dict, or an HF BatchEncoding, which is a UserDict
         tensors = _tensors(_for(manifests, batch), batch, "batch")
-        parts = {name: _pieces(first, name, tensor, pieces, len(of)) for name, tensor in tensors.items()}
-        ready = [{name: part[i] for name, part in parts.items()} for i in range(pieces)]
+        parts = {name: _cut(first, name, tensor, total, len(of)) for name, tensor in tensors.items()}
+        ready = [{name: part[i] for name, part in parts.items()} for i in range(total)]
     else:
         raise InputError(
             f"the batch is a {type(batch).__name__}",
@@ -86,9 +86,9 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[
             "Give a dict of tensors, or a list of microbatches",
         )
     _check_whole(first, ready)
-    placed = [_placed(manifests, microbatch, f"microbatch {i}", pieces) for i, microbatch in enumerate(ready)]
+    placed = [_placed(manifests, microbatch, f"microbatch {i}", total) for i, microbatch in enumerate(ready)]
     rows = {replica: placed[d * count : (d + 1) * count] for d, replica in enumerate(of)}
-    return Pieces(rows, len(of) == len(every))
+    return Microbatches(rows, len(of) == len(every))
 
 
 def read(manifests: Sequence[Manifest], microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,23 +111,23 @@ def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def said(manifest: Manifest, pieces: Pieces, replica: int) -> Said:
+def said(manifest: Manifest, dealt: Microbatches, replica: int) -> Said:
     """The sizes of all microbatches, or where they are one replica's alone how many, and a digest of the whole numbers
     (tokens, labels, masks) of this replica's share.
 
     Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for piece in pieces.of[replica]:
-        for _, tensor in sorted(piece.tensors.items()):
+    for one in dealt.of[replica]:
+        for _, tensor in sorted(one.tensors.items()):
             if tensor.device.type == "cpu" and not tensor.is_floating_point() and not tensor.is_complex():
                 flat = tensor.detach().reshape(-1)
                 digest.update(flat[:: 1 + flat.numel() // SAMPLED].contiguous().numpy().tobytes())
     content = int.from_bytes(digest.digest(), "little", signed=True)
-    lines = sizes(piece.tensors for piece in pieces.all)
-    if pieces.whole:
+    lines = sizes(one.tensors for one in dealt.all)
+    if dealt.whole:
         return Said(lines, replica, content)
-    first = pieces.of[replica][0].tensors
+    first = dealt.of[replica][0].tensors
     whole = tuple(f"{name} is {tensor_digest(first[name])}" for name in shared(manifest) if name in first)
     return Said(whole, replica, content, shared=lines)
 
@@ -149,7 +149,7 @@ def check_present(manifest: Manifest, microbatch: Mapping[str, torch.Tensor], na
 
 
 def _placed(
-    manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, pieces: int
+    manifests: Sequence[Manifest], microbatch: Mapping[str, torch.Tensor], where: str, total: int
 ) -> Microbatch:
     """The microbatch with the first program that takes it; the complaint is that of the first one."""
     complaints = []
@@ -158,7 +158,7 @@ def _placed(
             continue
         try:
             for spec in manifest.inputs:
-                _check(spec, microbatch[spec.name], where, pieces)
+                _check(spec, microbatch[spec.name], where, total)
             for name, values in manifest.fixed.items():
                 _check_fixed(name, values, microbatch.get(name), where)
         except InputError as error:
@@ -218,23 +218,21 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
     return found | {name: given[name] for name in manifest.fixed if isinstance(given.get(name), torch.Tensor)}
 
 
-def _pieces(
-    manifest: Manifest, name: str, tensor: torch.Tensor, pieces: int, replicas: int
-) -> tuple[torch.Tensor, ...]:
+def _cut(manifest: Manifest, name: str, tensor: torch.Tensor, total: int, replicas: int) -> tuple[torch.Tensor, ...]:
     if any(spec.name == name and (spec.whole or not spec.shape) for spec in manifest.inputs):
-        return (tensor,) * pieces
+        return (tensor,) * total
     how = f"{manifest.microbatches} microbatches on {replicas} replicas"
     if tensor.dim() == 0:
         raise InputError(
             f"key {name!r} has no dimension to split over {how}", "batch", "Give a list of ready microbatches"
         )
-    if tensor.shape[0] % pieces:
+    if tensor.shape[0] % total:
         raise InputError(
-            f"key {name!r}: dim 0 is {tensor.shape[0]}, which {how} = {pieces} pieces do not divide",
+            f"key {name!r}: dim 0 is {tensor.shape[0]}, which {how} = {total} microbatches do not divide",
             "batch",
-            f"Make it a multiple of {pieces}, or give a list of {pieces} ready microbatches",
+            f"Make it a multiple of {total}, or give a list of {total} ready microbatches",
         )
-    return tensor.split(tensor.shape[0] // pieces) if tensor.shape[0] else (tensor,) * pieces
+    return tensor.split(tensor.shape[0] // total) if tensor.shape[0] else (tensor,) * total
 
 
 def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -252,7 +250,7 @@ def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]
                 )
 
 
-def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> None:
+def _check(spec: InputSpec, tensor: torch.Tensor, where: str, total: int) -> None:
     if tensor.dtype != spec.dtype:
         raise InputError(
             f"key {spec.name!r}: expected dtype {_name(spec.dtype)}, found {_name(tensor.dtype)}",
@@ -263,7 +261,7 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, pieces: int) -> No
         raise InputError(
             f"key {spec.name!r}: expected shape {list(spec.shape)}, found {list(tensor.shape)}",
             where,
-            f"The program has this size in each of {pieces} microbatches: pad, crop, or compile again",
+            f"The program has this size in each of {total} microbatches: pad, crop, or compile again",
         )
     if spec.table is not None and tensor.device.type == "cpu" and tensor.numel():
         least, most = torch.aminmax(tensor)

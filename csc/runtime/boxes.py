@@ -5,11 +5,11 @@ rank's tensor as they do in the whole. Boxes of different ranks have no entry in
 
     read(value, shape, ranks) -> (Box, ...)       of program.json; ValueError with a phrase for what is none
     cut(whole, box) -> tensor                     a dense copy of what is in the box
-    put(whole, box, piece)                        the inverse, into the whole
+    put(whole, box, shard)                        the inverse, into the whole
     whole_box(shape) -> Box                       all of it
     sizes(box) -> (size, ...)                     of a rank's tensor
-    part(box, dimension, start, stop) -> Box      of these entries of the piece
-    overlap(one, other) -> (slices of one's piece, slices of the other's)...      where boxes have entries in common
+    part(box, dimension, start, stop) -> Box      of these entries of the shard
+    overlap(one, other) -> (slices of one's shard, slices of the other's)...      where boxes have entries in common
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
     """Contiguous, with memory of its own."""
-    piece = whole.new_empty(sizes(box))
+    shard = whole.new_empty(sizes(box))
     for there, here in _places(box):
-        piece[here] = whole[there]
-    return piece
+        shard[here] = whole[there]
+    return shard
 
 
-def put(whole: torch.Tensor, box: Box, piece: torch.Tensor) -> None:
-    """Write a piece to its box."""
+def put(whole: torch.Tensor, box: Box, shard: torch.Tensor) -> None:
+    """Write a shard to its box."""
     for there, here in _places(box):
-        whole[there] = piece[here]
+        whole[there] = shard[here]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -70,7 +70,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def part(box: Box, dimension: int, start: int, stop: int) -> Box:
-    """What the entries from start to stop of a dimension of a box' piece are in the whole."""
+    """What the entries from start to stop of a dimension of a box' shard are in the whole."""
     kept, at = [], 0
     for low, high in box[dimension]:
         first, last = max(start - at, 0), min(stop - at, high - low)
@@ -81,7 +81,7 @@ def part(box: Box, dimension: int, start: int, stop: int) -> Box:
 
 
 def overlap(one: Box, other: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Each block of entries that two boxes have in common, in the piece of either."""
+    """Each block of entries that two boxes have in common, in the shard of either."""
     common = [list(_common(ours, theirs)) for ours, theirs in zip(one, other, strict=True)]
     for block in product(*common):
         yield tuple(here for here, _ in block), tuple(there for _, there in block)
@@ -101,7 +101,7 @@ def _common(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) 
 
 
 def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Each stretch of a box: where it is in the whole, and where in the piece."""
+    """Each stretch of a box: where it is in the whole, and where in the shard."""
     of_dim = []
     for dim in box:
         starts = accumulate((stop - start for start, stop in dim), initial=0)

@@ -1,7 +1,7 @@
 """One rank makes something, the others get it as bytes; or all raise the same error.
 
 Terms: the *first* rank is rank 0 of the default process group. Names and sizes travel as JSON, contents as they are,
-in pieces: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
+in chunks: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
 
     handing_group() -> group                         every rank creates it, in the same order of things
     first_makes(make, group) -> {name: bytes}        None if `make` gave None on the first rank
@@ -21,7 +21,7 @@ from csc import errors
 from csc.errors import CscError, RankLost
 
 LONGEST = timedelta(hours=24)  # of a compilation that others wait for
-PIECE = 32 * 2**20  # bytes
+CHUNK = 32 * 2**20  # bytes
 
 Files = Mapping[str, bytes]
 
@@ -61,8 +61,8 @@ def _send(header: Mapping[str, Any], files: Files, group: dist.ProcessGroup) -> 
     _broadcast(torch.tensor([len(text)]), group)
     _broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
     content = bytearray(b"".join(files.values()))
-    for start in range(0, len(content), PIECE):
-        _broadcast(torch.frombuffer(content[start : start + PIECE], dtype=torch.uint8), group)
+    for start in range(0, len(content), CHUNK):
+        _broadcast(torch.frombuffer(content[start : start + CHUNK], dtype=torch.uint8), group)
 
 
 def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
@@ -76,7 +76,7 @@ def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
     if header["files"] is None:
         return None
     total = sum(size for _, size in header["files"])
-    content = b"".join(_bytes(min(PIECE, total - start), group) for start in range(0, total, PIECE))
+    content = b"".join(_bytes(min(CHUNK, total - start), group) for start in range(0, total, CHUNK))
     files, start = {}, 0
     for name, size in header["files"]:
         files[name] = content[start : start + size]
@@ -85,9 +85,9 @@ def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
 
 
 def _bytes(size: int, group: dist.ProcessGroup) -> bytes:
-    piece = torch.empty(size, dtype=torch.uint8)
-    _broadcast(piece, group)
-    return piece.numpy().tobytes()
+    chunk = torch.empty(size, dtype=torch.uint8)
+    _broadcast(chunk, group)
+    return chunk.numpy().tobytes()
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -22,12 +22,12 @@ class Met:
 
     def __init__(self, group: Membership, copies: bool = False) -> None:
         self._group, self._copies = group, copies
-        self.ranks, self.index = len(group.members), group.piece
+        self.ranks, self.index = len(group.members), group.index
         self.number = numbered(self)
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank of the group has for this one; see csc.kernels.collectives.Meeting."""
-        me, others = self._group.piece, self._group.others
+        me, others = self._group.index, self._group.others
         own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
         sends = {rank: [own[id(tensors[rank])]] for rank in others}
         receives = {rank: [torch.empty_like(tensors[me])] for rank in others}

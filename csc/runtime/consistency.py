@@ -1,4 +1,4 @@
-"""Agreement: before anything moves, all ranks show that they run the same program.
+"""Consistency: before anything moves, all ranks show that they run the same program.
 
 Terms: a *digest* is the SHA-256 of something that must be the same everywhere. gloo accepts a message of a
 wrong dtype in silence and aborts the process on one of a wrong size, so a disagreement must be found first.

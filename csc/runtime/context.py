@@ -2,7 +2,7 @@
 
     attach(rank, microbatch) -> the microbatch with "context": {component: Plan}      nothing to do with cp = 1
     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
-    Plan.tokens, .real          int64 [share], bool [share]: the rank's tokens by slot; which slots hold one
+    Plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
     Plan.plan                   int64: its number, by which csc::context_attention and its like find it
     Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
     Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
@@ -25,8 +25,8 @@ from csc.kernels import attention as kernels
 from csc.kernels.context import numbered
 from csc.kernels.mask import Mask
 from csc.planning.dispatch.collectives import ALL_GATHER, HEADS
-from csc.runtime.all_gather import Wholes
-from csc.runtime.all_to_all import Heads
+from csc.runtime.all_gather import AllGather
+from csc.runtime.all_to_all import AllToAll
 from csc.runtime.exchange import Membership
 from csc.runtime.kv_exchange import KVExchange
 from csc.runtime.rank import Rank
@@ -54,7 +54,7 @@ def prepare(rank: Rank, microbatch: Mapping[str, Any]) -> None:
 
 
 def contexts(rank: Rank) -> list[ContextSpec]:
-    """The components of whose tokens the rank's stages have shares."""
+    """The components of whose tokens the rank's stages have shards."""
     asked = {name for stage in rank.stages for name in stage.contexts}
     return [spec for spec in rank.program.manifest.contexts if spec.component in asked]
 
@@ -88,21 +88,21 @@ class ContextPlan:
     ) -> None:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
-        self._group = Membership(rank.endpoint, rank.piece % spec.ranks, rank.context_group(spec.ranks))
-        self._ways: dict[Any, KVExchange | Heads] = {}
+        self._group = Membership(rank.endpoint, rank.cp_rank % spec.ranks, rank.context_group(spec.ranks))
+        self._ways: dict[Any, KVExchange | AllToAll] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
-        self._wholes = Wholes(self._group, where, spec.share, rank.device)
-        own = where.tokens[self._group.piece]
-        padded = torch.zeros(spec.share, dtype=torch.int64)
+        self._all_gather = AllGather(self._group, where, spec.shard, rank.device)
+        own = where.tokens[self._group.index]
+        padded = torch.zeros(spec.shard, dtype=torch.int64)
         padded[: len(own)] = own
         self.plan = numbered(self)
         self.tokens = padded.to(rank.device)
-        self.real = (torch.arange(spec.share) < len(own)).to(rank.device)
+        self.real = (torch.arange(spec.shard) < len(own)).to(rank.device)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: int, scale: float, softcap: float
     ) -> Pair:
-        """q: [B, H, share, D]; k, v: [B, Hkv, share, D] of this rank. Returns what csc::attention returns."""
+        """q: [B, H, shard, D]; k, v: [B, Hkv, shard, D] of this rank. Returns what csc::attention returns."""
         return self._way(mask, q, k).forward(q, k, v, scale, softcap)
 
     def attention_backward(
@@ -113,14 +113,14 @@ class ContextPlan:
         return self._way(mask, q, k).backward(d_out, q, k, v, out, lse, scale, softcap)
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """A share, whose slots count along `dim`, as the whole value: the same on every rank of the group."""
-        return self._wholes.gather(x, dim)
+        """A shard, whose slots count along `dim`, as the whole value: the same on every rank of the group."""
+        return self._all_gather.gather(x, dim)
 
     def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's share of the sum, over the group, of the ranks' parts of the gradient of the whole."""
-        return self._wholes.sum_to_shares(d_whole, dim)
+        """This rank's shard of the sum, over the group, of the ranks' parts of the gradient of the whole."""
+        return self._all_gather.sum_to_shards(d_whole, dim)
 
-    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | Heads:
+    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | AllToAll:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""
         key = (mask, q.shape[1], k.shape[1], q.shape[3], q.dtype)
         if key not in self._ways:
@@ -134,12 +134,12 @@ class ContextPlan:
             if key not in self._ways:
                 self._ways[key] = self._made(*key)
 
-    def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> KVExchange | Heads:
+    def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> KVExchange | AllToAll:
         chosen = self._collective or self._spread.collective(heads, kv_heads)
         blocks = kernels.blocks(self._device, width, dtype)
         if chosen == HEADS:
-            return Heads(self._group, self._spread, self._masks[mask], blocks, self._device)
+            return AllToAll(self._group, self._spread, self._masks[mask], blocks, self._device)
         return KVExchange(
-            self._group, self._spread, mask, self._masks[mask], self._spec.share, blocks, self._device,
+            self._group, self._spread, mask, self._masks[mask], self._spec.shard, blocks, self._device,
             everything=chosen == ALL_GATHER,
         )  # fmt: skip

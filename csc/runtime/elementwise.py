@@ -1,7 +1,7 @@
-"""Whether an optimizer works entry by entry, so that steps on pieces of a tensor are steps on the tensor.
+"""Whether an optimizer works entry by entry, so that steps on shards of a tensor are steps on the tensor.
 
-It is tried, not looked up: the optimizer steps tensors whole, and a second time cut in three, each piece with an
-optimizer of its own as each rank has one. Gradients of the pieces differ up to 900-fold, so that norms, means over rows
+It is tried, not looked up: the optimizer steps tensors whole, and a second time cut in three, each shard with an
+optimizer of its own as each rank has one. Gradients of the shards differ up to 900-fold, so that norms, means over rows
 or columns, blocks and counts of all entries show.
 
     check(make, groups, device)        InputError that names the optimizer
@@ -21,8 +21,8 @@ from csc.errors import InputError
 Make = Callable[..., torch.optim.Optimizer]
 
 SHAPES = ((129, 128), (4099,))  # cut in three: above and below the sizes from which 8-bit states are blocks of 256
-PIECES, STEPS, RATE = 3, 3, 1e-2
-APART = 1e-3  # of the largest move within a piece: kernels round the end of a tensor in another way
+SHARDS, STEPS, RATE = 3, 3, 1e-2
+APART = 1e-3  # of the largest move within a shard: kernels round the end of a tensor in another way
 
 
 @torch.no_grad()
@@ -36,13 +36,13 @@ def check(make: Make, groups: Sequence[Mapping[str, Any]], device: torch.device)
     with devices.forked(device):  # what it draws is no draw of the user's
         whole = [starts, *gradients]
         moved = [_stepped(make, group, whole, device) for group in groups]
-        for piece in range(PIECES):
-            cut = [[one.tensor_split(PIECES)[piece] for one in tensors] for tensors in whole]
+        for shard in range(SHARDS):
+            cut = [[one.tensor_split(SHARDS)[shard] for one in tensors] for tensors in whole]
             for group, expected in zip(groups, moved, strict=True):
                 found = _stepped(make, group, cut, device)
-                if not all(map(_same, found, (one.tensor_split(PIECES)[piece] for one in expected))):
+                if not all(map(_same, found, (one.tensor_split(SHARDS)[shard] for one in expected))):
                     raise InputError(
-                        f"{_name(make)} steps a piece of a parameter in another way than the whole: it does not work "
+                        f"{_name(make)} steps a shard of a parameter in another way than the whole: it does not work "
                         "entry by entry",
                         "optimizer",
                         "use one that does (AdamW, Adam, SGD, ...), or leave the parameters whole: zero=0 and tp=1",
@@ -50,8 +50,8 @@ def check(make: Make, groups: Sequence[Mapping[str, Any]], device: torch.device)
 
 
 def _uneven(gradient: torch.Tensor) -> torch.Tensor:
-    """Gradients of the three pieces differ in size."""
-    parts = gradient.tensor_split(PIECES)
+    """Gradients of the three shards differ in size."""
+    parts = gradient.tensor_split(SHARDS)
     return torch.cat([part * 30.0 ** (number - 1) for number, part in enumerate(parts)])
 
 

@@ -1,12 +1,12 @@
-"""Paced ranks: compute is replaced by a wait of the modelled time; processes, messages and order are real.
+"""Emulated ranks: compute is replaced by a wait of the modelled time; processes, messages and order are real.
 
 Terms: see csc.simulation.pipeline. A core that waits costs nothing, so many ranks can be measured honestly on few
 cores: what idles in the pipeline idles here, and a message takes the time that it really takes.
 
-    paced(pipeline, schedule, name) -> Paced                      a program of waits, from numbers alone
-    paced_program(program) -> Paced                               from a compiled program and the times its plan expects
-    run(paced, transport, steps, factor) -> [[Timed]]             this process' part of each step
-    expected(paced, factor) -> seconds                            what the simulator says to that
+    emulated(pipeline, schedule, name) -> Emulated                a program of waits, from numbers alone
+    emulated_program(program) -> Emulated                         from a compiled program and the times of its plan
+    run(program, transport, steps, factor) -> [[Timed]]             this process' part of each step
+    expected(program, factor) -> seconds                            what the simulator says to that
 
 `factor` stretches all waits: with 100 a model of microseconds becomes measurable. Messages are real, so it does not
 stretch them.
@@ -39,15 +39,15 @@ VALUE = "value"
 
 
 @dataclass(frozen=True)
-class Paced:
+class Emulated:
     """A program whose stages only wait and send: each message carries one value of its real size."""
 
     program: LoadedProgram
     pipeline: Pipeline
 
 
-def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
-    """The paced program of a schedule on a pipeline. Every rank of the schedule is one rank of the mesh."""
+def emulated(pipeline: Pipeline, schedule: Schedule, name: str = "emulated") -> Emulated:
+    """The emulated program of a schedule on a pipeline. Every rank of the schedule is one rank of the mesh."""
     stages = tuple(
         StageSpec(
             stage=index,
@@ -85,30 +85,30 @@ def paced(pipeline: Pipeline, schedule: Schedule, name: str = "paced") -> Paced:
         files={},
         tensors={},
     )
-    return Paced(LoadedProgram(Path(), manifest, schedule, (), ""), pipeline)
+    return Emulated(LoadedProgram(Path(), manifest, schedule, (), ""), pipeline)
 
 
-def paced_program(program: LoadedProgram) -> Paced:
-    """The paced form of a compiled program: its schedule, and the times and sizes that its plan expects. InputError for
+def emulated_program(program: LoadedProgram) -> Emulated:
+    """A compiled program emulated: its schedule, and the times and sizes that its plan expects. InputError for
     several replicas: they would only wait beside each other.
     """
     if program.manifest.mesh.dp > 1:
         raise InputError(
             f"the program has {program.manifest.mesh.dp} replicas",
             program.manifest.name,
-            "Compile it with dp=1: replicas of a paced run do the same thing at the same time",
+            "Compile it with dp=1: replicas of an emulated run do the same thing at the same time",
         )
     pipeline = from_json(program.manifest.plan.get("pipeline"), f"{program.directory / 'program.json'}, plan")
     if any(pipeline.divided):
         raise InputError(
-            "its ranks gather parameters, which a paced run has none of",
+            "its ranks gather parameters, which an emulated run has none of",
             program.manifest.name,
             "Compile it with zero=0",
         )
-    return paced(pipeline, program.schedule, program.manifest.name)
+    return emulated(pipeline, program.schedule, program.manifest.name)
 
 
-def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.0) -> list[dict[int, list[Timed]]]:
+def run(program: Emulated, transport: Transport, steps: int = 1, factor: float = 1.0) -> list[dict[int, list[Timed]]]:
     """Run this process' ranks for some steps; for each step when every action of them ran."""
     device = torch.device("cpu")
     position = program.program.manifest.mesh.coordinates
@@ -128,18 +128,18 @@ def run(program: Paced, transport: Transport, steps: int = 1, factor: float = 1.
     timelines = []
     for _ in range(steps):
         transport.begin_step()
-        transport.sum_over_processes(torch.zeros(1), "start of a paced step")
+        transport.sum_over_processes(torch.zeros(1), "start of an emulated step")
         results = interleave({rank.rank: step(rank, [rank] * count, microbatches, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
 
 
-def expected(program: Paced, factor: float = 1.0) -> float:
+def expected(program: Emulated, factor: float = 1.0) -> float:
     """The simulated makespan with waits stretched by `factor`, over the modelled network as it is."""
     return makespan(slower(program.pipeline, factor), program.program.schedule)
 
 
-def _functions(program: Paced, position: int) -> dict[int, StageFunctions]:
+def _functions(program: Emulated, position: int) -> dict[int, StageFunctions]:
     manifest = program.program.manifest
     stages = [program.pipeline.stages_of(mb) for mb in range(manifest.microbatches)]
     found = {}

@@ -5,7 +5,7 @@ Terms
            whole, in long copies. The sequence's last block may be short; the rest of it is padding that no query sees.
   places   which blocks: a slice where they follow each other, else int64 [n]
 
-    Group(endpoint, piece, members)          .start(sends, receives, why) -> ticket, .finish(ticket) -> what came
+    Group(endpoint, index, members)          .start(sends, receives, why) -> ticket, .finish(ticket) -> what came
     places(indices, device) -> Places        count(places), taken(blocks, places), put(..), added(..), room(..)
     in_blocks(x, block)                      [B, H, t, D] as blocks: a view
     in_heads(empty_blocks(..))               and back
@@ -27,30 +27,30 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Membership:
-    """One rank's side of a group. piece: its index in it; members: the ranks by index."""
+    """One rank's side of a group. index: its index in it; members: the ranks by index."""
 
     endpoint: Endpoint
-    piece: int
+    index: int
     members: tuple[int, ...]
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other pieces, ascending."""
-        return tuple(piece for piece in range(len(self.members)) if piece != self.piece)
+        """The other indices, ascending."""
+        return tuple(index for index in range(len(self.members)) if index != self.index)
 
     def start(self, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors], why: str) -> Any:
-        """Send tensors to other pieces, announce some from them: what comes may be written into those of `receives`."""
+        """Send tensors to other members, announce some from them: what comes may be written into `receives`."""
         ranks = self.members
         return self.endpoint.start_exchange(
-            {ranks[piece]: tensors for piece, tensors in sends.items()},
-            {ranks[piece]: tensors for piece, tensors in receives.items()},
+            {ranks[index]: tensors for index, tensors in sends.items()},
+            {ranks[index]: tensors for index, tensors in receives.items()},
             why,
         )
 
     def finish(self, ticket: Any) -> dict[int, Tensors]:
-        """What came, by piece. It is to be read only: in one process it is the sender's."""
+        """What came, by index. It is to be read only: in one process it is the sender's."""
         found = self.endpoint.finish_exchange(ticket)
-        return {piece: found[rank] for piece, rank in enumerate(self.members) if rank in found}
+        return {index: found[rank] for index, rank in enumerate(self.members) if rank in found}
 
 
 def places(indices: torch.Tensor, device: torch.device) -> Places:

@@ -225,7 +225,7 @@ def step(
     profiled: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
-    name, with zero=3 this rank's pieces; `drawn`: see csc.runtime.seeds.
+    name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
@@ -247,32 +247,8 @@ def step(
             if i == 0 or action.computes:
                 _post(state, actions, i)
             start = time.perf_counter()
-            rank.endpoint.at(action)
-            if action.computes:
-                yield from state.gathered.ready(action.stage)
-                state.compute(action)
-                if state.gradients.scattered is not None:
-                    yield from state.gradients.scattered.finish()
-                if state.doable(action) is None:
-                    continue
-            elif state.doable(action) is None:
-                continue
-            elif action.kind == "SEND":
-                state.send(action)
-            elif action.kind == "RECV":
-                message = state.message(action)
-                while (values := rank.endpoint.receive(message, action.microbatch)) is None:
-                    yield str(action)
-                state.inbox.put(message, action.microbatch, values)
-            elif action.kind in WHOLE:
-                state.gathered.act(action)
-            else:
-                reached = None
-                if uneven:
-                    names = [spec.name for spec in manifest.parameters]
-                    reached = yield from of_any(state.gradients, names, rank)
-                yield from reduce(state.gradients, rank, reached)
-            if trace:
+            yield from _act(state, action, uneven)
+            if trace and state.doable(action) is not None:
                 timed.append(Timed(action, start, time.perf_counter()))
     except Exception as error:
         error.add_note(f"in rank {rank.rank} at '{action}'")
@@ -281,6 +257,34 @@ def step(
     rank.endpoint.drain()
     combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or Counts())
     return StepResult(state.gradients, combined, timed)
+
+
+def _act(state: _Step, action: Action, uneven: bool) -> Generator[str, None, None]:
+    """Do one action, as far as its microbatch has something to do there."""
+    rank = state.rank
+    rank.endpoint.at(action)
+    if action.computes:
+        yield from state.gathered.ready(action.stage)
+        state.compute(action)
+        if state.gradients.scattered is not None:
+            yield from state.gradients.scattered.finish()
+    elif state.doable(action) is None:
+        return
+    elif action.kind == "SEND":
+        state.send(action)
+    elif action.kind == "RECV":
+        message = state.message(action)
+        while (values := rank.endpoint.receive(message, action.microbatch)) is None:
+            yield str(action)
+        state.inbox.put(message, action.microbatch, values)
+    elif action.kind in WHOLE:
+        state.gathered.act(action)
+    else:
+        reached = None
+        if uneven:
+            names = [spec.name for spec in rank.program.manifest.parameters]
+            reached = yield from of_any(state.gradients, names, rank)
+        yield from reduce(state.gradients, rank, reached)
 
 
 def _post(state: _Step, actions: Sequence[Action], here: int) -> None:

@@ -1,10 +1,10 @@
-"""Parameters of which data-parallel ranks hold pieces (zero=3), made whole where a stage computes with them.
+"""Parameters of which data-parallel ranks hold shards (zero=3), made whole where a stage computes with them.
 
-Terms: see csc.runtime.pieces, and GATHER and FREE in csc.ir.schedule. A stage's parameters go in *buckets* of about
-25 MB, the same on every rank. A frozen parameter is gathered as one that trains. What is gathered is in the dtype that
-the stage computes in.
+Terms: see csc.runtime.zero_shards, and GATHER and FREE in csc.ir.schedule. A stage's parameters go in *buckets* of
+about 25 MB, the same on every rank. A frozen parameter is gathered as one that trains. What is gathered is in the dtype
+that the stage computes in.
 
-    Gathered(rank, parameters, pieces)      of one rank, in one step
+    Gathered(rank, parameters, shards)      of one rank, in one step
     .act(action)                            GATHER: the all-gathers begin, without waiting; FREE: what came is dropped
     .ready(stage)                           a generator: waits until the parameters are whole
     .of(stage) -> {name: tensor}            what the stage computes with
@@ -23,9 +23,9 @@ import torch
 from csc.ir.groups import Group
 from csc.ir.schedule import Action
 from csc.runtime.buckets import filled
-from csc.runtime.pieces import piece_of, seen
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
+from csc.runtime.zero_shards import seen, shard_of
 
 
 class Coming(NamedTuple):
@@ -37,10 +37,10 @@ class Coming(NamedTuple):
 
 
 class Gathered:
-    """Of one rank, in one step. parameters: those that it holds; pieces: what it has of each."""
+    """Of one rank, in one step. parameters: those that it holds; shards: what it has of each."""
 
-    def __init__(self, rank: Rank, parameters: Iterable[ParameterSpec], pieces: Mapping[str, torch.Tensor]) -> None:
-        self._rank, self._ranks, self._given = rank, rank.group(Group.DATA), pieces
+    def __init__(self, rank: Rank, parameters: Iterable[ParameterSpec], shards: Mapping[str, torch.Tensor]) -> None:
+        self._rank, self._ranks, self._given = rank, rank.group(Group.DATA), shards
         divided = rank.program.manifest.divided
         own = [spec.local for spec in parameters if spec.shape]
         self._specs = {
@@ -48,7 +48,7 @@ class Gathered:
             for stage in rank.stages
             if divided[stage.stage]
         }
-        self._rest = {name: tensor for name, tensor in pieces.items() if not tensor.dim()}
+        self._rest = {name: tensor for name, tensor in shards.items() if not tensor.dim()}
         self._coming: dict[int, list[Coming]] = {}
         self._whole: dict[int, dict[str, torch.Tensor]] = {}
         self._count = 0
@@ -79,14 +79,14 @@ class Gathered:
         self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
         why = f"parameters of stage {stage}, bucket {self._count} of the step"
         own = torch.cat([self._given[spec.name].reshape(-1) for spec in specs])
-        sizes = [sum(self._piece(spec, place) for spec in specs) for place in range(len(self._ranks))]
+        sizes = [sum(self._shard(spec, place) for spec in specs) for place in range(len(self._ranks))]
         flat = own if own.numel() == max(sizes) else torch.cat([own, own.new_zeros(max(sizes) - own.numel())])
         return Coming(specs, self._rank.endpoint.start_gather(flat, self._ranks, why), why)
 
-    def _piece(self, spec: ParameterSpec, place: int) -> int:
-        """The entries of the piece of a rank."""
-        _, start, stop = piece = piece_of(spec.shape, len(self._ranks), place)
-        return math.prod(spec.shape) // max(1, spec.shape[piece.dimension]) * (stop - start)
+    def _shard(self, spec: ParameterSpec, place: int) -> int:
+        """The entries of the shard of a rank."""
+        _, start, stop = shard = shard_of(spec.shape, len(self._ranks), place)
+        return math.prod(spec.shape) // max(1, spec.shape[shard.dimension]) * (stop - start)
 
     def ready(self, stage: int) -> Generator[str, None, None]:
         """Yields what it waits for while other ranks have not come."""
@@ -104,11 +104,11 @@ class Gathered:
         for place, row in enumerate(rows):
             at = 0
             for spec in specs:
-                target = seen(found[spec.name], piece_of(spec.shape, len(self._ranks), place))
+                target = seen(found[spec.name], shard_of(spec.shape, len(self._ranks), place))
                 target.copy_(row[at : at + target.numel()].view(target.shape))
                 at += target.numel()
         return found
 
     def _is_in_order(self, spec: ParameterSpec) -> bool:
-        """Whether pieces that lie one behind the other are the parameter."""
-        return math.prod(spec.shape[: piece_of(spec.shape, len(self._ranks), 0).dimension]) == 1
+        """Whether shards that lie one behind the other are the parameter."""
+        return math.prod(spec.shape[: shard_of(spec.shape, len(self._ranks), 0).dimension]) == 1

@@ -90,13 +90,13 @@ class GradientSums:
 
     @property
     def there(self) -> set[str]:
-        """What has a gradient on this rank, whole or in pieces."""
+        """What has a gradient on this rank, whole or in shards."""
         return self.buffers.keys() | (self.scattered.touched if self.scattered is not None else set())
 
     @property
-    def pieces(self) -> dict[str, torch.Tensor]:
+    def shards(self) -> dict[str, torch.Tensor]:
         """Of gradients that ranks divide, this rank's entries; complete after `reduce`."""
-        return self.scattered.pieces if self.scattered is not None else {}
+        return self.scattered.shards if self.scattered is not None else {}
 
     def merge(self) -> None:
         """Fill `buffers`: a parameter that several stages of this rank use gets their sum, highest stage first, as
@@ -123,7 +123,7 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
     if reached is None:
         sums.merge()
     if sums.scattered is not None:
-        yield from _reduce_pieces(sums.scattered, rank, reached)
+        yield from _reduce_shards(sums.scattered, rank, reached)
     for spec in sums.specs.values():
         if sums.scattered is not None and sums.scattered.has(spec.name):
             continue
@@ -154,16 +154,16 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
             yield why
 
 
-def _reduce_pieces(scattered: Scattered, rank: Rank, reached: Collection[str] | None) -> Generator[str, None, None]:
+def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | None) -> Generator[str, None, None]:
     """What is left to do for gradients that ranks divide: sums over the holders of tied parameters."""
     for spec in scattered.specs.values():
         if len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
-            own = scattered.pieces[spec.name].clone() if spec.name in scattered.pieces else scattered.zeros(spec)
+            own = scattered.shards[spec.name].clone() if spec.name in scattered.shards else scattered.zeros(spec)
             holders = rank.group(Group.PIPELINE, sorted(spec.ranks))
             yield from wait_sum(rank.endpoint, own, holders, f"tied gradient of {spec.name}", ordered=True)
-            scattered.pieces[spec.name] = own
+            scattered.shards[spec.name] = own
         elif spec.name not in (scattered.touched if reached is None else reached):
-            scattered.pieces.pop(spec.name, None)
+            scattered.shards.pop(spec.name, None)
 
 
 def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Generator[str, None, frozenset[str]]:

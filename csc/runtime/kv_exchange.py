@@ -4,7 +4,7 @@ Terms
   lent       blocks of this rank's keys that another rank attends to
   borrowed   blocks of other ranks' keys; they come by rank and are put in the order of tokens
 
-    Keys(group, where, number, mask, share, blocks, device, everything)
+    KVExchange(group, where, number, mask, shard, blocks, device, everything)
     .forward(q, k, v, scale, softcap) -> (out, lse)
     .backward(d_out, q, k, v, out, lse, scale, softcap) -> (dq, dk, dv)
 
@@ -45,13 +45,13 @@ class KVExchange:
     """One rank, one mask. everything: all keys go to all ranks (all-gather), else each rank gets what it sees."""
 
     def __init__(
-        self, group: Membership, where: Spread, number: int, mask: Mask, share: int, blocks: tuple[int, int],
+        self, group: Membership, where: Spread, number: int, mask: Mask, shard: int, blocks: tuple[int, int],
         device: torch.device, everything: bool,
     ) -> None:  # fmt: skip
-        me = group.piece
+        me = group.index
         self._group, self._block = group, where.block
-        self._own, self._foreign = parts(mask, where, number, me, share, blocks, device, everything)
-        self._early = [] if self._own is None else [(slice(0, share), self._own)]
+        self._own, self._foreign = parts(mask, where, number, me, shard, blocks, device, everything)
+        self._early = [] if self._own is None else [(slice(0, shard), self._own)]
         self._late: list[tuple[slice, Part]] = []
         held = {(to, of): where.held(None if everything else number, to, of)
                 for r in group.others for to, of in ((r, me), (me, r))}  # fmt: skip
@@ -64,18 +64,18 @@ class KVExchange:
         back = {r: torch.searchsorted(ordered, one) for r, one in borrowed.items()}
         self._borrowed = {r: places(one, device) for r, one in back.items()}
         self._back = places(torch.cat([*back.values(), torch.empty(0, dtype=torch.int64)]), device)
-        own, half = where.tokens[me], share // where.block // 2 * where.block
+        own, half = where.tokens[me], shard // where.block // 2 * where.block
         if (
             self._own is not None
             and 0 < half < len(own)
             and _worth_splitting(self._own, where, sum(map(len, lent.values())))
         ):
-            cuts = (slice(0, half), slice(half, share))
-            self._early, self._late = ([(cut, part(mask, own[cut], cut.stop - cut.start, own, share, blocks, device))]
+            cuts = (slice(0, half), slice(half, shard))
+            self._early, self._late = ([(cut, part(mask, own[cut], cut.stop - cut.start, own, shard, blocks, device))]
                                        for cut in cuts)  # fmt: skip
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> Pair:
-        """q: [B, H, share, D]; k, v: [B, Hkv, share, D]."""
+        """q: [B, H, shard, D]; k, v: [B, Hkv, shard, D]."""
         coming = self._ask(k, v)
         results = [forward(q, k, v, self._own, scale, softcap)] if self._own is not None else []
         foreign_k, foreign_v = self._arrived(coming)
@@ -91,11 +91,11 @@ class KVExchange:
         coming = self._ask(k, v)
         dqs, own = list[torch.Tensor](), list[Tensors]()
 
-        def attend(pieces: list[tuple[slice, Part]]) -> None:
-            for slots, one in pieces:
-                dq, *shares = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
+        def attend(arrived: list[tuple[slice, Part]]) -> None:
+            for slots, one in arrived:
+                dq, *shards = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
                 dqs.append(dq)
-                own.append(shares)
+                own.append(shards)
 
         attend(self._early)
         foreign_k, foreign_v = self._arrived(coming)
@@ -105,11 +105,11 @@ class KVExchange:
             dqs.append(dq)
         returning = self._give_back(given, k)
         attend(self._late)
-        totals = [_side_by_side([shares[i] for shares in own], like) for i, like in enumerate((k, v))]
+        totals = [_side_by_side([shards[i] for shards in own], like) for i, like in enumerate((k, v))]
         dq = _summed(dqs, q)
-        for piece, arrived in self._group.finish(returning).items():
-            for total, share in zip(totals, arrived):
-                added(in_blocks(total, self._block), self._lent[piece], share)
+        for index, arrived in self._group.finish(returning).items():
+            for total, shard in zip(totals, arrived):
+                added(in_blocks(total, self._block), self._lent[index], shard)
         return dq, totals[0].to(k.dtype), totals[1].to(v.dtype)
 
     def _ask(self, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -128,9 +128,9 @@ class KVExchange:
     def _arrived(self, coming: tuple[Tensors, Any]) -> Tensors:
         """Foreign keys and values in ascending order of tokens."""
         into, ticket = coming
-        for piece, shares in self._group.finish(ticket).items():
-            for total, share in zip(into, shares):
-                put(total, self._borrowed[piece], share)
+        for index, shards in self._group.finish(ticket).items():
+            for total, shard in zip(into, shards):
+                put(total, self._borrowed[index], shard)
         return [in_heads(one) for one in into]
 
     def _give_back(self, gradients: Tensors, k: torch.Tensor) -> Any:
@@ -162,15 +162,15 @@ def _worth_splitting(own: Part, where: Spread, lent: int) -> bool:
     return min(compute, lent * rates.block_seconds * rates.backward_communication / 2) > SPLITTING
 
 
-def _side_by_side(shares: Tensors, like: torch.Tensor) -> torch.Tensor:
+def _side_by_side(shards: Tensors, like: torch.Tensor) -> torch.Tensor:
     """What the parts of the own keys got, one after the other, in the dtype that sums are taken in."""
-    if not shares:
+    if not shards:
         return heads_last(like, exact(like.dtype)).zero_()
-    if len(shares) == 1:
-        return shares[0].to(exact(like.dtype))
+    if len(shards) == 1:
+        return shards[0].to(exact(like.dtype))
     joined = heads_last(like, exact(like.dtype))
-    for place, share in zip(joined.split([one.shape[2] for one in shares], 2), shares):
-        place.copy_(share)
+    for place, shard in zip(joined.split([one.shape[2] for one in shards], 2), shards):
+        place.copy_(shard)
     return joined
 
 

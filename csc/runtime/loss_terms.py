@@ -115,7 +115,7 @@ def combine(
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
     dtype_at = manifest.mesh.dp * count
     row = torch.zeros(dtype_at + 1 + len(astuple(counts)), dtype=torch.float64)
-    if rank.position == 0 and rank.piece == 0 and counts_once:
+    if rank.position == 0 and rank.cp_rank == 0 and counts_once:
         row[dtype_at + 1 :] = torch.tensor(astuple(counts))
     for mb, loss in losses.items():
         if weights[mb] != 0 and counts_once:

@@ -55,7 +55,7 @@ def owned(trainer: Trainer) -> list[Own]:
     for spec in trainer.trained:
         box = trainer.box(spec) or whole_box(spec.shape)
         if trainer.data is not None and not trainer.data.apart and trainer.data.of(spec.name) is not None:
-            box = part(box, *trainer.data.piece(spec.name))
+            box = part(box, *trainer.data.shard(spec.name))
         found.append(Own(spec.name, spec, trainer.stepped(spec.name), box, trainer.counts(spec)))
     return found
 

@@ -28,7 +28,7 @@ from csc.errors import StepFailed
 from csc.runtime.meeting import OWN_SAMPLES, Meeting
 from csc.runtime.words import SAME_SAMPLES
 
-PIECE = 32 * 2**20  # bytes
+CHUNK = 32 * 2**20  # bytes
 
 Ready = list[dict[str, Any]]
 Told = list[dict[str, tuple[str, list[int], bool]]]  # of each microbatch by entry: dtype, shape, whether it has values
@@ -167,6 +167,6 @@ def _moved(
     move(size)
     if rank != source:
         content = torch.empty(int(size), dtype=torch.uint8)
-    for start in range(0, int(size), PIECE):
-        move(content[start : start + PIECE])
+    for start in range(0, int(size), CHUNK):
+        move(content[start : start + CHUNK])
     return own or load(content.numpy().tobytes())

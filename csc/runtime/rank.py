@@ -1,7 +1,7 @@
 """A rank: one position of the mesh with what it needs to run its part of a program.
 
-Terms: a rank's *replica* is its index on the dp axis, its *position* the one on the pp axis, its *piece* the one on
-the cp axis, its *shard* the one on the tp axis.
+Terms: a rank's *replica* is its index on the dp axis, its *position* the one on the pp axis, its *cp rank* and
+*tp rank* those on the cp and the tp axis.
 
     Rank(program, rank, functions, endpoint, constants, device, visibility, met)
 """
@@ -49,12 +49,12 @@ class Rank:
         return self.program.manifest.mesh.coordinates(self.rank).dp
 
     @property
-    def piece(self) -> int:
+    def cp_rank(self) -> int:
         """Index on the cp axis."""
         return self.program.manifest.mesh.coordinates(self.rank).cp
 
     @property
-    def shard(self) -> int:
+    def tp_rank(self) -> int:
         """Index on the tp axis."""
         return self.program.manifest.mesh.shard(self.rank)
 
@@ -64,5 +64,5 @@ class Rank:
 
     def context_group(self, ranks: int) -> tuple[int, ...]:
         """The ranks among which tokens that are spread over `ranks` of the cp axis are, itself included."""
-        first = self.piece // ranks * ranks
+        first = self.cp_rank // ranks * ranks
         return self.group(Group.CONTEXT)[first : first + ranks]

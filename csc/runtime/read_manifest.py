@@ -151,10 +151,10 @@ def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[C
 
 
 def _context(row: Fields, mesh: Mesh) -> ContextSpec:
-    ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "share")}
+    ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "shard")}
     if ranks < 1 or mesh.cp % ranks:
         raise ProgramError(f"{ranks} ranks do not divide cp={mesh.cp}", row.where, REMEDY)
-    if min(sizes.values()) < 1 or sizes["share"] * ranks < sizes["tokens"]:
+    if min(sizes.values()) < 1 or sizes["shard"] * ranks < sizes["tokens"]:
         raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of cp={mesh.cp}", row.where, REMEDY)
     masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
     tile, block = row.number("tile_seconds"), row.number("block_seconds")

@@ -1,15 +1,15 @@
-"""Gradients that data-parallel ranks divide (zero=2): each W's are summed over the ranks, and a rank keeps its piece.
+"""Gradients that data-parallel ranks divide (zero=2): each W's are summed over the ranks, and a rank keeps its shard.
 
-Terms: see csc.runtime.pieces. A stage's parameters are in *buckets* of about 25 MB, last ones first, as B and W go
+Terms: see csc.runtime.zero_shards. A stage's parameters are in *buckets* of about 25 MB, last ones first, as B and W go
 through them; a bucket is on its way as soon as it is full. Buckets and their order are the same on every rank, whatever
 a microbatch has: what it gives no gradient to counts as zeros, and `touched` says what it gave one to. Parameters that
 several regions of a stage give one to come last, and leave at W's end.
 
     Scattered(rank, parameters)        .has(name)    .add(stage, name, gradient)    .end(stage)    .finish()
-    .pieces                            sums over microbatches and ranks of this rank's entries, by name
+    .shards                            sums over microbatches and ranks of this rank's entries, by name
 
 Sums over ranks come before those over microbatches, so no rank ever holds more of a gradient than two buckets and its
-pieces. Parameters of which ranks of a tensor-parallel group have parts of sums too are left to REDUCE.
+shards. Parameters of which ranks of a tensor-parallel group have parts of sums too are left to REDUCE.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 
 from csc.ir.groups import Group
 from csc.runtime.buckets import filled
-from csc.runtime.pieces import Piece, piece_of, seen
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
+from csc.runtime.zero_shards import Shard, seen, shard_of
 
 UNDER_WAY = 1  # buckets that are not waited for while another one fills
 
@@ -66,7 +66,7 @@ class Scattered:
         self._next = dict.fromkeys(self._buckets, 0)  # the bucket of a stage that goes next
         self._tickets: list[tuple[Bucket, str, Any]] = []
         self._count = 0
-        self.pieces: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, torch.Tensor] = {}
         self.touched: set[str] = set()
 
     def _of_stage(self, stage: int) -> list[Bucket]:
@@ -85,14 +85,14 @@ class Scattered:
         """Whether a parameter's gradient goes this way."""
         return name in self.specs
 
-    def piece(self, spec: ParameterSpec, place: int | None = None) -> Piece:
+    def shard(self, spec: ParameterSpec, place: int | None = None) -> Shard:
         """What a rank has of a parameter, by its place in the group; None: this one."""
-        return piece_of(self.specs[spec.name].shape, len(self._ranks), self._index if place is None else place)
+        return shard_of(self.specs[spec.name].shape, len(self._ranks), self._index if place is None else place)
 
     def zeros(self, spec: ParameterSpec) -> torch.Tensor:
-        """A piece to which nothing has come."""
+        """A shard to which nothing has come."""
         whole = torch.empty(self.specs[spec.name].shape, dtype=spec.dtype, device="meta")
-        return torch.zeros(seen(whole, self.piece(spec)).shape, dtype=spec.dtype, device=self._rank.device)
+        return torch.zeros(seen(whole, self.shard(spec)).shape, dtype=spec.dtype, device=self._rank.device)
 
     def add(self, stage: int, name: str, gradient: torch.Tensor) -> None:
         """A microbatch's gradient; buckets that are full leave."""
@@ -127,9 +127,9 @@ class Scattered:
         """What of a bucket goes to the rank at a place of the group."""
         parts = []
         for spec in bucket.specs.values():
-            piece, gradient = self.piece(spec, place), bucket.come.get(spec.name)
+            shard, gradient = self.shard(spec, place), bucket.come.get(spec.name)
             whole = torch.zeros((), dtype=spec.dtype, device=self._rank.device).expand(spec.shape)
-            parts.append(seen(whole if gradient is None else gradient, piece).reshape(-1))
+            parts.append(seen(whole if gradient is None else gradient, shard).reshape(-1))
         return torch.cat(parts)
 
     def _took(self) -> bool:
@@ -144,10 +144,10 @@ class Scattered:
             shape = self.zeros(spec).shape
             part = total[at : at + shape.numel()].view(shape)
             at += shape.numel()
-            if spec.name in self.pieces:
-                self.pieces[spec.name] += part
+            if spec.name in self.shards:
+                self.shards[spec.name] += part
             else:
-                self.pieces[spec.name] = part
+                self.shards[spec.name] = part
         return True
 
     def finish(self) -> Generator[str, None, None]:

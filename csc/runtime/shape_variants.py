@@ -1,6 +1,6 @@
 """Programs of one model for microbatches of different sizes, run together in one step.
 
-Terms: the *members* of a family have the mesh, the stages, the order of work and the parameters in common. They differ
+Terms: the *members* of one set have the mesh, the stages, the order of work and the parameters in common. They differ
 in the sizes of what they read, compute and send. A *part* is for microbatches without some entries (images): its stages
 may have nothing to do, and lack a B, a W, messages and parameters that the first member has.
 

@@ -1,14 +1,14 @@
 """The parameters of a process whose ranks hold parts of them: tensor-parallel ones, and with zero=3 data-parallel ones.
 
-Terms: a *box* is what one of these ranks holds (csc.runtime.boxes); with zero=3 the piece (csc.runtime.pieces) of what
-tensor-parallel ranks would hold. A process that runs all of them keeps parameters whole and gives each rank its box in
-every step; one of several keeps its own rank's box alone.
+Terms: a *box* is what one of these ranks holds (csc.runtime.boxes); with zero=3 the shard (csc.runtime.zero_shards) of
+what tensor-parallel ranks would hold. A process that runs all of them keeps parameters whole and gives each rank its
+box in every step; one of several keeps its own rank's box alone.
 
     shards = Shards(mesh, transport, device, zero)
     .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
     .box(spec)                                  what this process keeps; None: all of it
     .of_rank(spec, tensor, rank)                as a rank holds it
-    .divides(boxes), .in_pieces(spec)           whether tensor-parallel, data-parallel ranks hold different parts of it
+    .divides(boxes), .in_shards(spec)           whether tensor-parallel, data-parallel ranks hold different parts of it
     .whole(spec, own)                           from all processes
     .kept(spec, parameter)                      for the next trainer of this process
     .sources                                    the whole tensors that boxes were cut from
@@ -35,11 +35,11 @@ from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership
-from csc.runtime.pieces import piece_of, seen
 from csc.runtime.program import LoadedProgram
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.transport import Endpoint, Transport
+from csc.runtime.zero_shards import seen, shard_of
 
 
 @dataclass
@@ -76,25 +76,25 @@ class Shards:
         self._shard = mesh.shard(transport.ranks[0])
         data = mesh.group(Group.DATA, transport.ranks[0])
         self._ranks, self._index = len(data), data.index(transport.ranks[0])
-        self._pieces = zero >= 3 and self._ranks > 1
+        self._shards = zero >= 3 and self._ranks > 1
         self._sources: dict[str, Source] = {}
 
     def box(self, spec: ParameterSpec) -> Box | None:
         """What this process keeps of a parameter; None: all of it."""
-        if self._alone or not (spec.boxes or self.in_pieces(spec)):
+        if self._alone or not (spec.boxes or self.in_shards(spec)):
             return None
         box = spec.boxes[self._shard] if spec.boxes else whole_box(spec.shape)
-        return self._boxes(spec, box)[self._index if self.in_pieces(spec) else 0]
+        return self._boxes(spec, box)[self._index if self.in_shards(spec) else 0]
 
-    def in_pieces(self, spec: ParameterSpec) -> bool:
+    def in_shards(self, spec: ParameterSpec) -> bool:
         """With zero=3, but for numbers without dimensions."""
-        return self._pieces and bool(spec.shape)
+        return self._shards and bool(spec.shape)
 
     def _boxes(self, spec: ParameterSpec, box: Box) -> list[Box]:
         """What the data-parallel ranks hold of a box, in their order."""
-        if not self.in_pieces(spec):
+        if not self.in_shards(spec):
             return [box]
-        return [part(box, *piece_of(spec.local.shape, self._ranks, place)) for place in range(self._ranks)]
+        return [part(box, *shard_of(spec.local.shape, self._ranks, place)) for place in range(self._ranks)]
 
     def divides(self, boxes: Sequence[Box]) -> bool:
         """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
@@ -103,11 +103,11 @@ class Shards:
     def of_rank(self, spec: ParameterSpec, tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
         """A parameter of this process as one of its ranks has it."""
         if self.divides(spec.boxes):
-            tensor = cut(tensor, spec.boxes[rank.shard])
-        if not self._alone or not self.in_pieces(spec):
+            tensor = cut(tensor, spec.boxes[rank.tp_rank])
+        if not self._alone or not self.in_shards(spec):
             return tensor
         place = rank.group(Group.DATA).index(rank.rank)
-        return seen(tensor, piece_of(spec.local.shape, self._ranks, place))
+        return seen(tensor, shard_of(spec.local.shape, self._ranks, place))
 
     def parameters(
         self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given, kept: Mapping[str, Kept]
@@ -172,7 +172,7 @@ class Shards:
             assert own is not None
             return own.detach()
         holders = self._mesh.groups(spec.equal, spec.ranks)
-        if not spec.boxes and not self.in_pieces(spec):
+        if not spec.boxes and not self.in_shards(spec):
             return self._from(holders[0][0], own, spec.shape, spec.dtype)
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         for group, whole in zip(holders, spec.boxes or [whole_box(spec.shape)], strict=True):

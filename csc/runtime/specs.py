@@ -154,7 +154,7 @@ class ContextMaskSpec:
 
 @dataclass(frozen=True)
 class ContextSpec:
-    """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `share` slots a rank, padding
+    """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `shard` slots a rank, padding
     included. Consecutive ranks of the cp axis share a sequence, so many of them; the next ones share it again.
 
     inputs: the batch's entries that its masks are made of.
@@ -165,7 +165,7 @@ class ContextSpec:
     ranks: int
     tokens: int
     block: int
-    share: int
+    shard: int
     tile_seconds: float
     block_seconds: float
     masks: tuple[ContextMaskSpec, ...]

@@ -5,8 +5,8 @@ Terms
   part     keys that a rank's queries see: its own, or those that come from the other ranks (foreign)
 
     spread(spec, masks) -> Spread              the same on every rank of the group, from the same batch
-    parts(mask, spread, number, rank, share, blocks, device) -> (own, foreign): a Part each, or None
-    part(mask, keys, width, own, share, blocks, device) -> Part
+    parts(mask, spread, number, rank, shard, blocks, device) -> (own, foreign): a Part each, or None
+    part(mask, keys, width, own, shard, blocks, device) -> Part
     forward(q, k, v, part, scale, softcap), backward(d_out, q, k, v, out, lse, part, scale, softcap)
     Recent().of(spec, masks) -> Known          what was worked out for equal masks not long ago; any thread may ask
 
@@ -165,13 +165,13 @@ class Part:
 
 
 def parts(
-    mask: Mask, where: Spread, number: int, rank: int, share: int, blocks: tuple[int, int], device: torch.device,
+    mask: Mask, where: Spread, number: int, rank: int, shard: int, blocks: tuple[int, int], device: torch.device,
     everything: bool = False,
 ) -> tuple[Part | None, Part | None]:  # fmt: skip
     """A rank's attention under the mask of this number, to its own keys as they are and to whole foreign blocks in
     ascending order; None for a part that none of its queries sees, unless `everything` is brought to all.
 
-    mask: of the whole sequence, on the CPU. share: slots of a rank. blocks: see csc.kernels.attention.blocks.
+    mask: of the whole sequence, on the CPU. shard: slots of a rank. blocks: see csc.kernels.attention.blocks.
     """
     own, others = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
     lent = [where.held(None if everything else number, rank, owner) for owner in others]
@@ -181,27 +181,27 @@ def parts(
     foreign = foreign[foreign < mask.keys]
     sees_own = len(where.held(number, rank, rank)) > 0
     return (
-        part(mask, own, share, own, share, blocks, device) if sees_own else None,
-        part(mask, foreign, width, own, share, blocks, device) if width else None,
+        part(mask, own, shard, own, shard, blocks, device) if sees_own else None,
+        part(mask, foreign, width, own, shard, blocks, device) if width else None,
     )
 
 
 def part(
-    mask: Mask, keys: torch.Tensor, width: int, own: torch.Tensor, share: int, blocks: tuple[int, int],
+    mask: Mask, keys: torch.Tensor, width: int, own: torch.Tensor, shard: int, blocks: tuple[int, int],
     device: torch.device,
 ) -> Part:  # fmt: skip
-    """The mask between tokens `own`, then padding up to `share`, and tokens `keys`, then padding up to `width`."""
+    """The mask between tokens `own`, then padding up to `shard`, and tokens `keys`, then padding up to `width`."""
     rows = mask.ranges[:, :, own].long()
-    ranges = torch.zeros(mask.batch, mask.rules, share, 2, dtype=torch.int32)
+    ranges = torch.zeros(mask.batch, mask.rules, shard, 2, dtype=torch.int32)
     ranges[:, :, : len(own)] = torch.searchsorted(keys, rows.contiguous())
     admits = kinds = None
     if mask.admits is not None and mask.kinds is not None:
-        admits = torch.zeros(mask.batch, mask.rules, share, dtype=torch.int64)
+        admits = torch.zeros(mask.batch, mask.rules, shard, dtype=torch.int64)
         admits[:, :, : len(own)] = mask.admits[:, :, own]
         kinds = torch.zeros(mask.batch, width, dtype=torch.int64)
         kinds[:, : len(keys)] = mask.kinds[:, keys]
     local = Mask(ranges, admits, kinds, width)
-    form = Form(mask.rules, kinds is not None, share, width, *blocks)
+    form = Form(mask.rules, kinds is not None, shard, width, *blocks)
     return Part(keys, packing.pack(local, *blocks).to(device), form)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers over what this process trains, which may be pieces of parameters.
+"""Optimizers over what this process trains, which may be shards of parameters.
 
     make_optimizer(trainer, make, parameters, **options) -> torch.optim.Optimizer
 
@@ -69,21 +69,21 @@ def _check_own(made: torch.optim.Optimizer, trainer: Trainer) -> None:
             if id(parameter) not in own and parameter.numel():
                 raise InputError(
                     f"the optimizer was given a parameter of shape {list(parameter.shape)} that this process does not "
-                    f"step: with zero={trainer.program.manifest.zero} a rank steps its piece of each",
+                    f"step: with zero={trainer.program.manifest.zero} a rank steps its shard of each",
                     "optimizer",
                     "take parameters from compiled.parameters() or compiled.named_parameters(), not from the model",
                 )
 
 
 def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """A state of other pieces would be loaded as it is, and broadcast by the next step."""
+    """A state of other shards would be loaded as it is, and broadcast by the next step."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(saved, own):
         for key, value in state["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                 raise InputError(
-                    f"{key!r} of parameter {number} is {list(value.shape)} there, and this rank's piece "
+                    f"{key!r} of parameter {number} is {list(value.shape)} there, and this rank's shard "
                     f"{list(parameter.shape)}",
                     "load_state_dict",
                     "it is the state of another rank or mesh: save it with compiled.save(directory, optimizer=...), "

@@ -7,7 +7,7 @@ several of them hold.
     Trainer(program, weights=None, transport=None, device=None, trace=False)
     .add(program)                   the same model for microbatches of other sizes
     .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
-    .ready(batch), .run(pieces)     the two halves of `train_step`: what may fail on one rank, and what all do
+    .ready(batch), .run(dealt)      the two halves of `train_step`: what may fail on one rank, and what all do
     .prepare(batch)                 what `train_step` of that batch will need, ahead of it
     .named_parameters()             .parameters()                           .state_dict()
     .load(path)                     .save(directory)                        .collect(into)
@@ -47,7 +47,6 @@ from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.fusing import fuse
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
-from csc.runtime.pieces import piece_of
 from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
@@ -56,6 +55,7 @@ from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
+from csc.runtime.zero_shards import shard_of
 
 log = logging.getLogger("csc")
 
@@ -213,10 +213,10 @@ class Trainer:
         wholes: the tensors that parts were taken from, or checksums of them.
         """
         parameters = self.program.manifest.parameters
-        alike = [spec for spec in parameters if not self._shards.in_pieces(spec)]
+        alike = [spec for spec in parameters if not self._shards.in_shards(spec)]
         shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in alike]
         self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
-        divided = [spec for spec in parameters if spec.boxes or self._shards.in_pieces(spec)]
+        divided = [spec for spec in parameters if spec.boxes or self._shards.in_shards(spec)]
         if divided:  # ranks hold different boxes of it, which are to be of one tensor
             shared = [Shared("parameter", spec.name, spec.ranks) for spec in divided]
             self.transport.compare_values(shared, wholes)
@@ -240,8 +240,8 @@ class Trainer:
         """
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
-            pieces, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
-            return self.run(pieces, flags(heard), chance)
+            dealt, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
+            return self.run(dealt, flags(heard), chance)
 
     def check_batch(self, batch: batches.GlobalBatch) -> None:
         """InputError for a batch that does not fit; whether there are weights is not asked."""
@@ -249,7 +249,7 @@ class Trainer:
 
     def ready(
         self, batch: batches.GlobalBatch, microbatches: int | None = None, local: bool = False
-    ) -> tuple[Said, batches.Pieces]:
+    ) -> tuple[Said, batches.Microbatches]:
         """The microbatches of every replica, or of this one's alone, for `run`; and what ranks compare of them, its
         value the flags of this rank. InputError for a batch that does not fit. Nothing moves.
         """
@@ -266,21 +266,21 @@ class Trainer:
             self.data.check_steps("train_step")
         alone = isinstance(self.transport, InProcess)
         replica = self._ranks[0].replica
-        pieces = batches.split(self._manifests, batch, [replica] if local and not alone else None)
+        dealt = batches.split(self._manifests, batch, [replica] if local and not alone else None)
         for index, rank in enumerate(self._ranks):
-            for piece in pieces.of[rank.replica]:
-                one = self._members[piece.program][index]
-                names = [*_read(one), *(() if pieces.whole else batches.shared(one.program.manifest))]
-                batches.check_present(one.program.manifest, piece.tensors, names, rank.rank)
-        part = any(is_part(manifest, self._manifests[piece.program]) for piece in pieces.all)
-        said = NOTHING if alone else batches.said(manifest, pieces, replica)
+            for microbatch in dealt.of[rank.replica]:
+                one = self._members[microbatch.program][index]
+                names = [*_read(one), *(() if dealt.whole else batches.shared(one.program.manifest))]
+                batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
+        part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
+        said = NOTHING if alone else batches.said(manifest, dealt, replica)
         stale = self.data is not None and self.data.stale
-        return replace(said, value=float(UNEVEN * part + STALE * stale)), pieces
+        return replace(said, value=float(UNEVEN * part + STALE * stale)), dealt
 
     @torch.no_grad()
-    def run(self, pieces: batches.Pieces, flags: int, chance: bool = True) -> torch.Tensor:
+    def run(self, dealt: batches.Microbatches, flags: int, chance: bool = True) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
-        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in pieces.
+        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards.
         """
         drawn = torch.get_rng_state() if self.program.manifest.random else None
         start = time.perf_counter()
@@ -289,7 +289,7 @@ class Trainer:
             self.transport.meeting.began()
             if self.data is not None and flags & STALE:
                 self.data.gather(self.transport)
-            results = self._results(pieces, bool(flags & UNEVEN), chance)
+            results = self._results(dealt, bool(flags & UNEVEN), chance)
         except BaseException as error:
             if drawn is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(drawn)
@@ -302,7 +302,7 @@ class Trainer:
         losses = results[self._ranks[0].rank].losses
         loss = losses.total(self.program.manifest.microbatches)
         try:
-            self._set_gradients(results, pieces)
+            self._set_gradients(results, dealt)
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
@@ -310,16 +310,18 @@ class Trainer:
         self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(self, pieces: batches.Pieces, uneven: bool, chance: bool) -> dict[int, StepResult]:
+    def _results(self, dealt: batches.Microbatches, uneven: bool, chance: bool) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self._weights]
         working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
         runs, profiled = {}, self._is_profiled()
         for index, rank in enumerate(self._ranks):
-            given = pieces.of[rank.replica]
-            ranks = [self._members[piece.program][index] for piece in given]
-            own = [self._on_device(piece.tensors, _read(one)) for one, piece in zip(ranks, given, strict=True)]
+            given = dealt.of[rank.replica]
+            ranks = [self._members[microbatch.program][index] for microbatch in given]
+            own = [
+                self._on_device(microbatch.tensors, _read(one)) for one, microbatch in zip(ranks, given, strict=True)
+            ]
             held = {p.name: self._shards.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
             counts = counted(self._manifests, given)
             runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled)
@@ -335,23 +337,23 @@ class Trainer:
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
-        pieces = batches.split(self._manifests, batch, [self._ranks[0].replica] if local and not alone else None)
+        dealt = batches.split(self._manifests, batch, [self._ranks[0].replica] if local and not alone else None)
         with devices.at(self.device):
             for index, first in enumerate(self._ranks):
-                first.endpoint.recent.keep(2 * (steps + 1) * most * len(pieces.all))
-                for piece in pieces.of[first.replica]:
-                    rank = self._members[piece.program][index]
+                first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
+                for microbatch in dealt.of[first.replica]:
+                    rank = self._members[microbatch.program][index]
                     names = [name for spec in context.contexts(rank) for name in spec.inputs]
-                    context.prepare(rank, self._on_device(piece.tensors, names))
+                    context.prepare(rank, self._on_device(microbatch.tensors, names))
 
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
 
-    def _set_gradients(self, results: Mapping[int, StepResult], pieces: batches.Pieces) -> None:
+    def _set_gradients(self, results: Mapping[int, StepResult], dealt: batches.Microbatches) -> None:
         done: set[tuple[str, int]] = set()
         wholes: dict[str, torch.Tensor] = {}  # of shards that ranks of this process have
         every = [tensor for result in results.values() for tensor in result.gradients.buffers.values()]
-        every += [*self._weights.values(), *self._read_again(pieces)]
+        every += [*self._weights.values(), *self._read_again(dealt)]
         memory = Counter(tensor.untyped_storage().data_ptr() for tensor in every)
         del every
         for rank in self._ranks:  # after REDUCE all holders have the same bits: the first one's will do
@@ -361,12 +363,12 @@ class Trainer:
                 held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
                 boxes = sums.specs[name].boxes
                 divided = self._shards.divides(boxes)
-                if (name, rank.shard * divided) in done:
+                if (name, rank.tp_rank * divided) in done:
                     continue
-                done.add((name, rank.shard * divided))
+                done.add((name, rank.tp_rank * divided))
                 parameter = self.stepped(name)
                 if divided:
-                    put(wholes.setdefault(name, torch.empty_like(parameter)), boxes[rank.shard], gradient)
+                    put(wholes.setdefault(name, torch.empty_like(parameter)), boxes[rank.tp_rank], gradient)
                     continue
                 if self.data is not None and self.data.of(name) is not None:
                     self.data.take(name, gradient)
@@ -379,9 +381,9 @@ class Trainer:
                     parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         specs = {spec.name: spec for spec in self._specs}
         for rank in self._ranks:
-            for name, gradient in results[rank.rank].gradients.pieces.items():
+            for name, gradient in results[rank.rank].gradients.shards.items():
                 if self.data is not None:
-                    self.data.take_piece(name, gradient)
+                    self.data.take_shard(name, gradient)
                 else:
                     put(
                         wholes.setdefault(name, torch.empty_like(self._weights[name])),
@@ -393,17 +395,17 @@ class Trainer:
             self._weights[name].grad = gradient if before is None else before.add_(gradient)
 
     def _entries(self, rank: Rank, spec: ParameterSpec) -> Box:
-        """What of a parameter that this process holds whole is a rank's piece."""
-        box = spec.boxes[rank.shard] if spec.boxes else whole_box(spec.shape)
+        """What of a parameter that this process holds whole is a rank's shard."""
+        box = spec.boxes[rank.tp_rank] if spec.boxes else whole_box(spec.shape)
         group = rank.group(Group.DATA)
-        return part(box, *piece_of(spec.local.shape, len(group), group.index(rank.rank)))
+        return part(box, *shard_of(spec.local.shape, len(group), group.index(rank.rank)))
 
-    def _read_again(self, pieces: batches.Pieces) -> Iterator[torch.Tensor]:
+    def _read_again(self, dealt: batches.Microbatches) -> Iterator[torch.Tensor]:
         """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
-        for program in {piece.program for piece in pieces.all}:
+        for program in {microbatch.program for microbatch in dealt.all}:
             yield from chain.from_iterable(rank.constants.values() for rank in self._members[program])
-        for piece in pieces.all:
-            yield from piece.tensors.values()
+        for microbatch in dealt.all:
+            yield from microbatch.tensors.values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trainable parameters of this process under the model's names, each once, in the program's
@@ -422,8 +424,8 @@ class Trainer:
 
     def stepped(self, name: str) -> nn.Parameter:
         """What this process steps of a parameter that trains."""
-        piece = self.data.of(name) if self.data is not None else None
-        return self._weights[name] if piece is None else piece
+        shard = self.data.of(name) if self.data is not None else None
+        return self._weights[name] if shard is None else shard
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer takes. May be empty on a rank whose stages are frozen."""
@@ -467,8 +469,8 @@ class Trainer:
         """Whether this process' gradient of a parameter has entries that no process before it counts."""
         first = self._ranks[0]
         if self.data is not None and self.data.of(spec.name) is not None:
-            shard = 0 if "tp" in spec.equal.along else first.shard  # of those that hold the same whole parameter
-            return (first.position, first.shard) == (spec.owner, shard)
+            one = 0 if "tp" in spec.equal.along else first.tp_rank  # of those that hold the same whole parameter
+            return (first.position, first.tp_rank) == (spec.owner, one)
         return first.group(spec.equal, spec.ranks)[0] in self.transport.ranks
 
     @property
@@ -485,7 +487,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
-        ranks step in pieces its own piece.
+        ranks step in shards its own shard.
         """
         return self._held_now | {name: parameter.detach() for name, parameter in self.named_parameters()}
 
@@ -495,7 +497,7 @@ class Trainer:
         return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
 
     def refresh(self) -> None:
-        """Bring what ranks have stepped in pieces into the parameters that they compute with, if any has. All ranks
+        """Bring what ranks have stepped in shards into the parameters that they compute with, if any has. All ranks
         call it.
         """
         if self.program.manifest.zero == 0 or isinstance(self.transport, InProcess):
@@ -506,7 +508,7 @@ class Trainer:
                 self.data.check_steps("parameters")
             return float(self.data is not None and self.data.stale)
 
-        anywhere = self.transport.meeting.total("parameters that ranks have stepped in pieces", stale)
+        anywhere = self.transport.meeting.total("parameters that ranks have stepped in shards", stale)
         if anywhere and self.data is not None:
             self.data.gather(self.transport)
 
@@ -514,7 +516,7 @@ class Trainer:
     def speaks(self) -> bool:
         """Whether this process is the first of its replica."""
         first = self._ranks[0]
-        return first.position == 0 and first.piece == 0 and first.rank == first.group(Group.TENSOR)[0]
+        return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]
 
     def _check_values(self, where: str) -> None:
         """InputError if there are parameters that were made without values, and `load` has not been called since."""

@@ -4,7 +4,7 @@ Terms: a *shard* is one file of several; its *index* (model.safetensors.index.js
 which shard. Files that csc wrote (csc.runtime.saving) hold a digest of each tensor, which is checked.
 
 A *format* says how files name and lay out the parameters where they do not do so as the program does (see
-csc.driver.checkpoint); its *pieces* are tensors of the files that make some parameters together, its *rest* what the
+csc.driver.checkpoint); its *groups* are tensors of the files that make some parameters together, its *rest* what the
 model has and the program does not use: nothing trains it, a whole model has it, and it goes with the first shard.
 
     each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
@@ -49,21 +49,21 @@ class FileTensors:
 
 @dataclass(frozen=True)
 class Format:
-    """pieces: of the tensors that the files have. stored: parameters as files have them (meta tensors: their names and
+    """groups: of the tensors that the files have. stored: parameters as files have them (meta tensors: their names and
     shapes). rest: tensors of the model that no program reads, by the model's names; the first shard takes them.
     """
 
-    pieces: Callable[[Iterable[str]], list[FileTensors]]
+    groups: Callable[[Iterable[str]], list[FileTensors]]
     stored: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     rest: Mapping[str, torch.Tensor]
 
 
-def own_pieces(keys: Iterable[str]) -> list[FileTensors]:
+def own_groups(keys: Iterable[str]) -> list[FileTensors]:
     """Every tensor is the parameter of its name."""
     return [FileTensors((key,), (key,), dict) for key in keys]
 
 
-OWN = Format(own_pieces, dict, {})
+OWN = Format(own_groups, dict, {})
 
 
 def read(
@@ -95,28 +95,28 @@ def each(
     """
     specs = {spec.name: spec for spec in parameters}
     table = _table(Path(path))
-    pieces = [piece for piece in format.pieces(table) if not specs.keys().isdisjoint(piece.names)]
-    there = {name for piece in pieces for name in piece.names}
+    groups = [group for group in format.groups(table) if not specs.keys().isdisjoint(group.names)]
+    there = {name for group in groups for name in group.names}
     for name in specs:
         if name not in there and not optional:
             raise _unknown(name, table, str(path))
     with Files(table) as files:
         as_it_is: dict[str, str] = {}  # parameters that a tensor of the files is, under whatever name
-        for piece in pieces:
-            headers = {key: files.header(key) for key in piece.keys}
-            for name, found in piece.make(headers).items():
+        for group in groups:
+            headers = {key: files.header(key) for key in group.keys}
+            for name, found in group.make(headers).items():
                 whole = next((key for key, header in headers.items() if header is found), None)
                 if whole is not None:
                     as_it_is[name] = whole
                 if name in specs:
                     _check(specs[name], found, str(path if whole is None else table[whole]))
-        for piece in pieces:
-            wanted = [name for name in piece.names if name in specs]
+        for group in groups:
+            wanted = [name for name in group.names if name in specs]
             if as_it_is.keys() >= set(wanted):
                 for name in wanted:
                     yield name, files.tensor(as_it_is[name], device, (into or {}).get(name))
                 continue
-            made = piece.make({key: files.tensor(key, device) for key in piece.keys})
+            made = group.make({key: files.tensor(key, device) for key in group.keys})
             yield from ((name, made[name]) for name in wanted)
 
 

@@ -198,6 +198,8 @@ def test_tokens_in_another_order_are_refused(between: Any, why: str) -> None:
         lambda x: F.layer_norm(x, (16,)) * x.mean(-1, keepdim=True),
         lambda x: x.transpose(0, 1).reshape(-1, 16).tanh().reshape(-1, 2, 16).transpose(0, 1),
         lambda x: (x.reshape(-1, 4) * x.reshape(-1, 4).sin()).view_as(x),
+        lambda x: torch.cat([x[:, :7].softmax(-1) + torch.arange(7.0)[:, None], x[:, 7:]], 1),
+        lambda x: x * torch.linspace(0.5, 1, 40)[:, None],  # no other length fits
     ],
 )
 def test_operations_that_keep_tokens_apart_are_not(between: Any) -> None:

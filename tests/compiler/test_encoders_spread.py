@@ -45,14 +45,14 @@ def test_llava(models: Models, mesh: str, ranks: int) -> None:
     compiled = models("llava", mesh=mesh, context={"vision_tower": ranks})
     parity(compiled, 80)
     assert ranks_of(compiled) == {"vision_tower": ranks, "language_model": csc.Mesh.of(mesh).cp}
-    assert compiled.program.contexts[0].share == {2: 5, 4: 3}[ranks]
+    assert compiled.program.contexts[0].shard == {2: 5, 4: 3}[ranks]
 
 
 @pytest.mark.parametrize(("freeze", "gradients"), [(["vision_tower"], 43), (["language_model"], 41)])
 def test_stages_and_frozen_parts(models: Models, freeze: list[str], gradients: int) -> None:
     """A frozen encoder has no backward to gather for; the gradients of a trained one come through a frozen LLM."""
     options = {"mesh": "cp=2,pp=2", "context": {"vision_tower": 2}, "freeze": freeze}
-    cut = ["model.vision_tower.encoder.layers.1"]  # shares travel between the encoder's stages
+    cut = ["model.vision_tower.encoder.layers.1"]  # shards travel between the encoder's stages
     parity(models("llava", **options, cuts=cut), gradients)
 
 
@@ -89,10 +89,10 @@ def test_skips_from_the_middle_of_an_encoder(models: Models, mesh: str, context:
 
 
 def test_what_a_rank_file_says(models: Models, tmp_path: Any) -> None:
-    """The encoder's layers run on shares and name their plan; what reads them makes them whole."""
+    """The encoder's layers run on shards and name their plan; what reads them makes them whole."""
     compiled = models("llava", mesh="cp=2", context={"vision_tower": 2})
     compiled.write(tmp_path)
-    assert "piece 1 of 2 of vision_tower: 5 slots for 10 tokens" in (tmp_path / "rank_1.py").read_text()
+    assert "shard 1 of 2 of vision_tower: 5 slots for 10 tokens" in (tmp_path / "rank_1.py").read_text()
     assert 'vision_tower_plan = batch["context"]["vision_tower"].plan' in (tmp_path / "position_0.py").read_text()
     layer = (tmp_path / "layers/clip_encoder_layer.py").read_text()  # one file: the last layer is like the others
     assert (

@@ -110,7 +110,7 @@ def test_ranks_divide_the_heads_where_links_are_slow(tmp_path: Path) -> None:
         "model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1, "context": {"vision": 2, "audio": 4},
         "hardware": str(tmp_path / "slow.toml"),
     }  # fmt: skip
-    assert all(result["ways"] == ["Heads", "KVExchange"] for result in check(case, tmp_path))
+    assert all(result["ways"] == ["AllToAll", "KVExchange"] for result in check(case, tmp_path))
 
 
 def check(case: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:

@@ -232,7 +232,7 @@ def test_hf_trainer_on_two_processes(
     fresh: Callable[[], csc.CompiledModel], mesh: str, zero: int, tmp_path: Path
 ) -> None:
     """Shuffled batches, saved and resumed halfway: what one process does, to the bit. Replicas load their shares, and
-    step their pieces.
+    step their shards.
     """
     from tests.compiler import trainer_worker  # which imports this file
 

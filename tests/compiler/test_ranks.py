@@ -70,13 +70,13 @@ def test_functions_stand_once_for_all_ranks_of_a_position(models: Models) -> Non
 
 
 @pytest.mark.slow
-def test_a_piece_of_a_sequence_has_a_file_of_its_own(models: Models) -> None:
+def test_a_shard_of_a_sequence_has_a_file_of_its_own(models: Models) -> None:
     compiled = models("text", mesh="cp=2")
     files = sources(compiled.program, compiled.options)
     said = [ast.get_docstring(ast.parse(files[f"rank_{rank}.py"])) or "" for rank in range(2)]
-    for piece, text in enumerate(said):
-        assert text.startswith(f"Rank {piece} of 2: stage 0 of 1, replica 0 of 1, piece {piece} of 2")
-        assert f"Tokens    piece {piece} of 2 of" in text
+    for index, text in enumerate(said):
+        assert text.startswith(f"Rank {index} of 2: stage 0 of 1, replica 0 of 1, cp rank {index} of 2")
+        assert f"Tokens    shard {index} of 2 of" in text
     assert "position_0.py" in files
 
 

@@ -22,7 +22,7 @@ from csc.torch_private import FakeTensorMode
 from tests.compiler.conftest import Models
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llava in pieces": ("llava", {"mesh": "pp=2,cp=2"}),
+    "llava in shards": ("llava", {"mesh": "pp=2,cp=2"}),
     "llava in stages": ("llava", {"mesh": "pp=4", "microbatches": 2}),
     "packed": ("packed", {"mesh": "pp=2"}),
 }

@@ -15,8 +15,8 @@ import csc
 from csc.ir.groups import Group
 from csc.runtime import buckets
 from csc.runtime.boxes import cut
-from csc.runtime.pieces import piece_of, seen
 from csc.runtime.specs import ParameterSpec
+from csc.runtime.zero_shards import seen, shard_of
 from tests import launching
 from tests.compiler import zero_worker
 from tests.compiler.zero_models import BATCHES
@@ -61,7 +61,7 @@ def named(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case", [*OFTEN, *(pytest.param(case, marks=pytest.mark.slow) for case in SELDOM), *map(long, LONG)], ids=named
 )
-def test_processes_step_their_pieces_alone(case: dict[str, Any], tmp_path: Path) -> None:
+def test_processes_step_their_shards_alone(case: dict[str, Any], tmp_path: Path) -> None:
     """Losses, norms and parameters after three steps are those of one process in which nothing is divided."""
     mesh = csc.Mesh.of(case["mesh"])
     launching.ranks(zero_worker.main, mesh.size, case, tmp_path)
@@ -89,7 +89,7 @@ def test_processes_step_their_pieces_alone(case: dict[str, Any], tmp_path: Path)
         for name, tensor in own.items():
             there = cut(trained[name], specs[name].boxes[mesh.shard(rank)]) if specs[name].boxes else trained[name]
             if there.dim():
-                there = seen(there, piece_of(there.shape, len(group), group.index(rank)))
+                there = seen(there, shard_of(there.shape, len(group), group.index(rank)))
             assert tensor.shape == there.shape, name
             assert apart(tensor, there) <= MOVED, name
             state += 2 * there.numel() if name != "never" and there.dim() else 0
@@ -99,20 +99,20 @@ def test_processes_step_their_pieces_alone(case: dict[str, Any], tmp_path: Path)
         for name, tensor in whole.items():
             assert apart(tensor, trained[name]) <= MOVED, name
         if case["zero"] == 3:
-            own_pieces = sum(numel(spec, mesh, rank) for spec in everything if mesh.coordinates(rank).pp in spec.ranks)
-            assert result["held"] == own_pieces, "frozen ones too, and nothing else"
+            own_shards = sum(numel(spec, mesh, rank) for spec in everything if mesh.coordinates(rank).pp in spec.ranks)
+            assert result["held"] == own_shards, "frozen ones too, and nothing else"
 
 
 def numel(spec: ParameterSpec, mesh: csc.Mesh, rank: int) -> int:
     """Entries of what a rank holds of a parameter."""
     group = mesh.group(Group.DATA, rank)
     whole = torch.empty(spec.local.shape)
-    return seen(whole, piece_of(whole.shape, len(group), group.index(rank))).numel() if whole.dim() else 1
+    return seen(whole, shard_of(whole.shape, len(group), group.index(rank))).numel() if whole.dim() else 1
 
 
 def check_refusals(said: list[str]) -> None:
     entrywise, whole, unproven, after = said
-    assert "Adafactor steps a piece of a parameter in another way than the whole" in entrywise
+    assert "Adafactor steps a shard of a parameter in another way than the whole" in entrywise
     assert "was given a parameter of shape" in whole and "compiled.named_parameters()" in whole
     for one in (unproven, after):
         assert "was written to by something that is not known to work entry by entry" in one
@@ -133,7 +133,7 @@ def test_without_clipping_every_bit_is_that_of_whole_parameters(zero: int, tmp_p
 
 
 @pytest.mark.gloo
-def test_pieces_are_read_by_processes_that_have_no_whole_model(tmp_path: Path) -> None:
+def test_shards_are_read_by_processes_that_have_no_whole_model(tmp_path: Path) -> None:
     """On the meta device; of files that differ in an entry that the other rank alone takes it is said."""
     case = {"model": "llama", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 3}
     together = compiled_of(case, zero=0)
@@ -242,7 +242,7 @@ def test_in_one_process_nothing_is_divided() -> None:
     batch = BATCHES["odd"](8)
     assert steps(compiled, batch, adamw(compiled)) == steps(plain, batch, adamw(plain))
     assert all(p is compiled.model.get_parameter(name) for name, p in compiled.named_parameters())
-    with pytest.raises(csc.InputError, match="Adafactor steps a piece"):
+    with pytest.raises(csc.InputError, match="Adafactor steps a shard"):
         compiled.optimizer(torch.optim.Adafactor)
     with pytest.raises(csc.InputError, match=r"LBFGS takes no step .* closure"):
         compiled.optimizer(torch.optim.LBFGS)

@@ -33,7 +33,7 @@ def compiled_of(case: dict[str, Any], **changes: Any) -> csc.CompiledModel:
 
 
 def groups(compiled: csc.CompiledModel) -> list[dict[str, Any]]:
-    """Weight decay for matrices alone: pieces have the dimensions of what they are pieces of."""
+    """Weight decay for matrices alone: shards have the dimensions of what they are shards of."""
     named = list(compiled.named_parameters())
     return [
         {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
@@ -197,7 +197,7 @@ def phases(zero: int, directory: Path) -> None:
     except csc.InputError as error:
         assert "make a new one with compiled.optimizer" in str(error)
     else:
-        raise AssertionError("an optimizer of pieces stepped while whole parameters train")
+        raise AssertionError("an optimizer of shards stepped while whole parameters train")
     assert all(p is whole.model.get_parameter(name) for name, p in whole.named_parameters())
     (directory / f"done_{dist.get_rank()}").touch()
     dist.destroy_process_group()

@@ -14,8 +14,8 @@ from csc.planning.branches import branches
 from csc.planning.frontiers import least
 from csc.planning.pace import INTERVALS, WITHIN
 from csc.planning.partition_bound import floor_of, lower_bound, round_trip, shared_lower_bound, stage_bound
-from csc.planning.pieces import pieces
 from csc.planning.problem import Problem, Unit, Value
+from csc.planning.segment_bounds import segments
 from tests.planning.graphs import (
     assignments,
     best_makespan,
@@ -52,7 +52,7 @@ def test_the_bound_of_a_stage_is_its_definition(problem: Problem, data: st.DataO
 @settings(max_examples=150, deadline=None)
 @given(problems(most=7), st.data())
 def test_a_part_of_a_stage_has_no_larger_bound(problem: Problem, data: st.DataObject) -> None:
-    """What lets the search forget all but the longest pieces."""
+    """What lets the search forget all but the longest segments."""
     home = data.draw(st.sampled_from(sorted(itertools.islice(assignments(problem), 200))))
     whole = data.draw(st.sampled_from(members(home)))
     part = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
@@ -62,7 +62,7 @@ def test_a_part_of_a_stage_has_no_larger_bound(problem: Problem, data: st.DataOb
 
 def grid(problem: Problem) -> list[float]:
     """The paces that csc.planning.pace tells apart, read off the bound without it."""
-    tables = pieces(problem, branches(problem))
+    tables = segments(problem, branches(problem))
     plain = least(tables, problem.ranks, floor_of(problem, tables))
     assert plain is not None
     forward = [problem.units[u].forward for u in tables.branches.chains[-1]]
@@ -119,7 +119,7 @@ def test_no_order_beats_the_bound_behind_a_slow_encoder(slow: int, first: int, s
 def test_the_pace_raises_the_bound() -> None:
     """Frozen encoders in large models: a figure that is not reached without it."""
     problem = mllm([(45, 1.0)], (46, 1.2), 12, ("encoder",))
-    tables = pieces(problem, branches(problem))
+    tables = segments(problem, branches(problem))
     plain = least(tables, 12, floor_of(problem, tables))
     assert plain is not None
     found = lower_bound(problem)

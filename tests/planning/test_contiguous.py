@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from csc.planning.branches import branches
 from csc.planning.contiguous import _needs, contiguous
-from csc.planning.pieces import pieces
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.work import WorkTables
+from csc.planning.segment_bounds import segments
 from tests.planning.graphs import problems
 
 
@@ -30,7 +30,7 @@ def all_cuts(problem: Problem) -> list[list[tuple[int, int]]]:
 @given(problems(), st.sampled_from([3.0, 8.0, 15.0, 40.0]))
 def test_no_other_cut_needs_less(problem: Problem, memory: float) -> None:
     problem = replace(problem, memory=memory)
-    needs = _needs(problem, pieces(problem, branches(problem)))
+    needs = _needs(problem, segments(problem, branches(problem)))
     best = min(max(needs[a, b] for a, b in cuts) for cuts in all_cuts(problem))
     found = contiguous(problem)
     if found is None:
@@ -53,7 +53,7 @@ def test_an_order_takes_no_less_on_a_chain(memory: float) -> None:
     """Equal stages, messages without length: on the last rank nothing is early, and no order beats what is left."""
     problem = line(12, 4, memory)
     stages = tuple(tuple(range(3 * s, 3 * s + 3)) for s in range(4))
-    needs = _needs(problem, pieces(problem, branches(problem)))
+    needs = _needs(problem, segments(problem, branches(problem)))
     need = max(needs[3 * s, 3 * s + 3] for s in range(4))
     work = WorkTables.of(pipeline(problem, stages), range(4), 24)
     for urgency in itertools.permutations(range(3)):

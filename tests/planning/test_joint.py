@@ -28,7 +28,7 @@ from tests.planning.test_plan import check
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_no_chunks_of_a_frozen_unaware_split_are_faster(chunks: int) -> None:
+def test_no_chunks_of_a_frozen_agnostic_split_are_faster(chunks: int) -> None:
     """Plain interleaved 1F1B, B and W fused, on an even split, against the plan in that very memory."""
     problem = mllm([], (16, 1.0), 4, (), recompute=False, microbatches=8)
     starts = balance([round(1e9 * unit.forward) for unit in problem.units], 4 * chunks)

@@ -24,9 +24,9 @@ def spec_of(
     tokens: int, ranks: int, block: int, count: int = 1, block_seconds: float = 1e-6, tile_seconds: float = 1e-6
 ) -> ContextSpec:
     """Sizes as pass `context` makes them, for `count` masks."""
-    share = ceil(ceil(tokens / block) / ranks) * block
+    shard = ceil(ceil(tokens / block) / ranks) * block
     return ContextSpec(
-        "language_model", ranks, tokens, block, share, tile_seconds, block_seconds, (ContextMaskSpec(2),) * count
+        "language_model", ranks, tokens, block, shard, tile_seconds, block_seconds, (ContextMaskSpec(2),) * count
     )
 
 

@@ -35,12 +35,12 @@ def test_boxes_are_a_partition(case: tuple[Dim, Dim, int], place: int) -> None:
     own = [tuple(ranges(dim, axis, rank, ranks)) for rank in range(ranks)]
     boxes = read([[one, other] if place == 0 else [other, one] for one in own], shape, ranks)
     whole = torch.arange(dim.size * 3).view(shape)
-    pieces = [cut(whole, box) for box in boxes]
-    assert sorted(torch.cat([piece.flatten() for piece in pieces]).tolist()) == whole.flatten().tolist()
-    assert all(piece.is_contiguous() and piece.shape[place] == shard_size(dim, [axis], ranks) for piece in pieces)
+    shards = [cut(whole, box) for box in boxes]
+    assert sorted(torch.cat([shard.flatten() for shard in shards]).tolist()) == whole.flatten().tolist()
+    assert all(shard.is_contiguous() and shard.shape[place] == shard_size(dim, [axis], ranks) for shard in shards)
     again = torch.full_like(whole, -1)
-    for box, piece in zip(boxes, pieces):
-        put(again, box, piece)
+    for box, shard in zip(boxes, shards):
+        put(again, box, shard)
     assert torch.equal(again, whole)
     assert divides_all(dim, axis)
 

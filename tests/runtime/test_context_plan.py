@@ -40,11 +40,11 @@ def inputs(batch: int, heads: tuple[int, int], tokens: int, seed: int = 0, width
     )
 
 
-def shares(plan: ContextPlan, whole: torch.Tensor) -> torch.Tensor:
+def shards(plan: ContextPlan, whole: torch.Tensor) -> torch.Tensor:
     """What a rank holds: its tokens; something else in the slots without one."""
-    share = whole.index_select(2, plan.tokens).transpose(1, 2).contiguous().transpose(1, 2)
-    share[:, :, ~plan.real] = 7.0
-    return share
+    shard = whole.index_select(2, plan.tokens).transpose(1, 2).contiguous().transpose(1, 2)
+    shard[:, :, ~plan.real] = 7.0
+    return shard
 
 
 def check(
@@ -61,7 +61,7 @@ def check(
     def work(rank: int) -> list[Tensors]:
         plan, done = plans[rank], []
         for layer in layers:
-            q, k, v, d_out = (shares(plan, whole) for whole in wholes[layer])
+            q, k, v, d_out = (shards(plan, whole) for whole in wholes[layer])
             done.append((layer, q, k, v, d_out, *plan.attention(q, k, v, layer[0], SCALE, softcap)))
         results: list[Tensors] = []
         for layer, q, k, v, d_out, out, lse in reversed(done):
@@ -76,9 +76,9 @@ def check(
         whole = [torch.full_like(one, float("nan")) for one in expected]
         for plan, results in zip(plans, found):
             own, real = plan.tokens[plan.real], plan.real
-            for total, share in zip(whole, results[place]):
-                total[:, :, own] = share[:, :, real]
-            out, lse, *gradients = (share[:, :, ~real] for share in results[place])
+            for total, shard in zip(whole, results[place]):
+                total[:, :, own] = shard[:, :, real]
+            out, lse, *gradients = (shard[:, :, ~real] for shard in results[place])
             assert not out.any() and bool((lse == -float("inf")).all())
             assert not any(one.any() for one in gradients)
         for name, one, other in zip(NAMES, whole, expected):
@@ -120,7 +120,7 @@ def test_the_model_chooses() -> None:
     assert spread(slow, [documents]).collective(8, 8) == "exact"
     ranks, _ = ranks_of(slow)
     with pytest.raises(InputError, match="6 heads cannot be divided over 4 ranks"):
-        q, k, v, _ = inputs(1, (6, 6), slow.share)
+        q, k, v, _ = inputs(1, (6, 6), slow.shard)
         ContextPlan(slow, [causal(64)], everything, ranks[0], "heads").attention(q, k, v, 0, SCALE, 0.0)
 
 
@@ -148,7 +148,7 @@ def test_a_mask_that_hides_everything() -> None:
     check(spec_of(12, 2, 1), [Mask(torch.zeros(1, 1, 12, 2, dtype=torch.int32), None, None, 12)], (2, 2), 1, 0.0)
 
 
-def test_microbatches_and_steps_with_equal_masks_share_a_plan() -> None:
+def test_microbatches_and_steps_with_equal_masks_shard_a_plan() -> None:
     spec = spec_of(24, 2, 3)
     ranks, transport = ranks_of(spec)
     whole, narrow = ({"ranges": ranges} for ranges in (causal(24).ranges, causal(24).ranges.clamp(max=9)))

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
     """int [B, tokens, tokens]: 1 where the part computes a pair; slots without a token see nothing."""
     local, _ = packing.unpack(one.packed, one.form)
-    assert local.queries == spec.share
+    assert local.queries == spec.shard
     seen, count = local.dense(), len(one.keys)
     assert not seen[:, len(own) :].any() and not seen[:, :, count:].any()
     table = torch.zeros(len(seen), spec.tokens, spec.tokens, dtype=torch.int64)
@@ -34,11 +34,11 @@ def test_every_visible_pair_is_computed_once(drawn: tuple[ContextSpec, list[Mask
     spec, masks = drawn
     where = spread(spec, masks)
     assert torch.cat(where.tokens).sort().values.tolist() == list(range(spec.tokens))
-    assert all(0 < len(own) <= spec.share and bool((own.diff() > 0).all()) for own in where.tokens)
+    assert all(0 < len(own) <= spec.shard and bool((own.diff() > 0).all()) for own in where.tokens)
     for number, mask in enumerate(masks):
         total = torch.zeros(mask.batch, spec.tokens, spec.tokens, dtype=torch.int64)
         for rank, own in enumerate(where.tokens):
-            mine, foreign = parts(mask, where, number, rank, spec.share, BLOCKS, CPU)
+            mine, foreign = parts(mask, where, number, rank, spec.shard, BLOCKS, CPU)
             if mine is not None:
                 assert torch.isin(mine.keys, own).all()
                 total += pairs(mine, spec, own)
@@ -73,7 +73,7 @@ def test_ranks_without_foreign_keys() -> None:
     mask = Mask(ranges, None, None, 32)
     where = spread(spec, [mask])
     assert len(where.held(0, 0, 1)) == len(where.held(0, 1, 0)) == 0
-    assert all(parts(mask, where, 0, rank, spec.share, BLOCKS, CPU)[1] is None for rank in range(2))
+    assert all(parts(mask, where, 0, rank, spec.shard, BLOCKS, CPU)[1] is None for rank in range(2))
 
 
 def windows(tokens: int, width: int) -> Mask:

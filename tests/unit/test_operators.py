@@ -118,6 +118,7 @@ MOVES = [
     (aten.slice.Tensor, (random(2, 6, 3), 1, -3)),
     (aten.split.Tensor, (random(2, 6), 2, 1)),
     (aten.cat.default, ([random(2, 3), random(2, 1), random(2, 2)], 1)),
+    (aten.masked_scatter.default, (random(2, 3, 4), whole(2, 2, 3, 1).bool(), random(6, 4))),
     (aten.stack.default, ([random(2, 3), random(2, 3)], 1)),
     (aten.index.Tensor, (random(4, 2, 3), [whole(4, 5, 1), None, whole(3, 6)])),
     (aten.index.Tensor, (random(4, 5, 3), [None, whole(5, 2, 6)])),

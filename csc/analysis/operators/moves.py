@@ -87,7 +87,7 @@ def part(call: Call) -> list[Use]:
     dim = call.bound["dim"] % len(given)
     steps = call.bound.get("step", 1) != 1
     link = _view(given, call.out, [None if d == dim and steps else d for d in range(len(given))])
-    end = End("blocked") if steps else End("cut", dim, _first_of(call, given[dim]))
+    end = End("blocked", dim) if steps else End("cut", dim, _first_of(call, given[dim]))
     return [Use(call.first(), link, ends={dim: end})]
 
 
@@ -107,6 +107,19 @@ def cat(call: Call) -> list[Use]:
         uses.append(Use(one, same(size, call.out, without=[dim]), ends={dim: end}))
         start = start + size[dim] if len(size) > dim and isinstance(size[dim], int) else start
     return uses
+
+
+def masked_scatter(call: Call) -> list[Use]:
+    """Rows of `source`, in their order, where the mask says so."""
+    link = same(shape_of(call.first()), call.out)
+    places = same(shape_of(call.bound["mask"]), call.out, from_right=True)
+    shift = len(call.out) - len(shape_of(call.bound["mask"]))
+    ends = {d - shift: End("blocked", d) for d, along in enumerate(places) if along is not None}
+    return [
+        Use(call.first(), link),
+        Use(call.bound["mask"], (None,) * len(call.out), ends=ends),
+        Use(call.bound["source"], (None,) * len(call.out), End("regrouped")),
+    ]
 
 
 def stack(call: Call) -> list[Use]:
@@ -212,6 +225,7 @@ RULES: dict[str, Rule] = {
     **{f"aten::{name}": part for name in ("slice", "narrow", "split", "split_with_sizes", "unsafe_split", "chunk")},
     "aten::cat": cat,
     "aten::stack": stack,
+    "aten::masked_scatter": masked_scatter,
     "aten::index_select": index_select,
     "aten::embedding": embedding,
     "aten::one_hot": one_hot,

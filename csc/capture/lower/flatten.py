@@ -26,7 +26,7 @@ from csc.capture.lower.recorded import source_of
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
-from csc.ir.rewrite import replace_call
+from csc.ir.rewrite import add_call, replace_call
 from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
 
 WRAPPER_PREFIX = "model."
@@ -86,9 +86,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
                     continue
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
                 if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
-                    detached = module.graph.create_node(
-                        "call_function", torch.ops.aten.detach.default, (result,), name="detach"
-                    )
+                    detached = add_call(module.graph, torch.ops.aten.detach.default, (result,), val=val, name="detach")
                     detached.meta.update(result.meta)
                     results[position] = detached
     for user in list(node.users):
@@ -269,8 +267,8 @@ class _Flat:
 
     def _call(self, node: fx.Node, lookup: Callable[[fx.Node], Any]) -> fx.Node:
         arguments, keywords = fx.map_arg(node.args, lookup), fx.map_arg(node.kwargs, lookup)
-        copied = self.graph.create_node(node.op, node.target, arguments, keywords, name=node.name)
-        copied.meta.update(val=node.meta.get("val"), source=source_of(node), module=module_of(node))
+        copied = add_call(self.graph, node.target, arguments, keywords, val=node.meta.get("val"), name=node.name)
+        copied.meta.update(source=source_of(node), module=module_of(node))
         _with_dense_gradients(copied)
         return copied
 

@@ -26,7 +26,7 @@ from csc.capture.values.batch_alone import MISSING, Alone
 from csc.capture.values.call_log import Recording, writes
 from csc.capture.values.counts import Counts
 from csc.capture.values.hit_loop import HitLoops
-from csc.capture.values.lazy_split import LazyNumbers, LazyPieces, length
+from csc.capture.values.lazy_split import LazyChunks, LazyNumbers, length
 from csc.capture.values.row_index import RowIndices
 from csc.ir.asked import Expression
 from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
@@ -77,7 +77,7 @@ class Watching(TorchFunctionMode):
         self.undecided = False  # whether something was asked of the batch alone and not answered
         self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
-        self._pieces = LazyPieces(self._run)
+        self._chunks = LazyChunks(self._run)
         self._rows: RowIndices | None = None
         self._counts, self._loops = Counts(), HitLoops({})
         self.recording = Recording({})
@@ -107,7 +107,7 @@ class Watching(TorchFunctionMode):
         self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
-        self._pieces, self._counts = LazyPieces(self._run), Counts()
+        self._chunks, self._counts = LazyChunks(self._run), Counts()
         self._loops = HitLoops(parameters or {})
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
@@ -133,24 +133,24 @@ class Watching(TorchFunctionMode):
         known_length = length(name, args)
         if known_length is not None:
             return known_length
-        shape = self._pieces.shape(name, func, args)
+        shape = self._chunks.shape(name, func, args)
         if shape is not None:
             return shape
-        whole = self._pieces.joined(name, args, kwargs)
+        whole = self._chunks.joined(name, args, kwargs)
         if whole is not None:
             return whole
-        piece = self._pieces.reshaped(name, args, kwargs)
-        if piece is not None:
-            return piece
-        pieces = self._pieces.cut(name, args, kwargs, lambda args, kwargs: self._run(func, name, args, kwargs))
-        return self._run(func, name, args, kwargs) if pieces is None else pieces
+        chunk = self._chunks.reshaped(name, args, kwargs)
+        if chunk is not None:
+            return chunk
+        chunks = self._chunks.cut(name, args, kwargs, lambda args, kwargs: self._run(func, name, args, kwargs))
+        return self._run(func, name, args, kwargs) if chunks is None else chunks
 
     def real(self, value: Any) -> Any:
-        """Arguments of a call with what pieces and rows in it stand for (see csc.capture.values.lazy_split,
+        """Arguments of a call with what chunks and rows in it stand for (see csc.capture.values.lazy_split,
         csc.capture.values.row_index).
         """
         rows = self._rows
-        return pytree.tree_map(lambda leaf: self._pieces.real(leaf if rows is None else rows.real(leaf)), value)
+        return pytree.tree_map(lambda leaf: self._chunks.real(leaf if rows is None else rows.real(leaf)), value)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._sizes_as_numbers(name, self.real(args), self.real(kwargs))

@@ -7,19 +7,19 @@ used in any other way becomes what it stands for.
 
 Terms
   numbers   values as a Python list; whoever reads one of them in Python decides by it, or cannot, as it is not known
-  piece     a stand-in for a part of a tensor
+  chunk     a stand-in for a part of a tensor
   joined    the parts of one split, all of them, concatenated where they were split (or stacked where unbound)
 
     Numbers(count, read, known)                                  a list of int; read() gives them once they are read
-    pieces.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
-    pieces.joined(name, args, kwargs) -> Tensor | None           what a call makes of all pieces of a split
-    pieces.reshaped(name, args, kwargs) -> Tensor | None         a piece whose rows were flattened
-    pieces.shape(name, func, args) -> tuple | None               the shape of a piece
-    pieces.real(leaf) -> Any                                     what a piece stands for, or the leaf itself
+    chunks.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
+    chunks.joined(name, args, kwargs) -> Tensor | None           what a call makes of all chunks of a split
+    chunks.reshaped(name, args, kwargs) -> Tensor | None         a chunk whose rows were flattened
+    chunks.shape(name, func, args) -> tuple | None               the shape of a chunk
+    chunks.real(leaf) -> Any                                     what a chunk stands for, or the leaf itself
     length(name, args) -> int | None                             for `list(tensor)`, which asks how long it will become
 
 The length of a list cannot be watched. Where a function between the split and the join (both of them included) has a
-call of `len` in its code, the pieces become real.
+call of `len` in its code, the chunks become real.
 """
 
 from __future__ import annotations
@@ -97,28 +97,28 @@ class _Cut:
     whole: torch.Tensor
     along: int
     unbound: bool
-    pieces: tuple[torch.Tensor, ...]
+    chunks: tuple[torch.Tensor, ...]
     really: Callable[[], Sequence[torch.Tensor]]
     stack: list[CodeType]
     parts: Sequence[torch.Tensor] = field(default=())
     reshaped: dict[tuple[int, ...], _Cut] = field(default_factory=dict)
 
     def part(self, place: int) -> torch.Tensor:
-        """What a piece stands for."""
+        """What a chunk stands for."""
         if not self.parts:
             self.parts = self.really()
         return self.parts[place]
 
 
 class _Shape(tuple[Any, ...]):
-    """The shape of a piece. Its size along the split is looked up when it is asked for."""
+    """The shape of a chunk. Its size along the split is looked up when it is asked for."""
 
     cut: _Cut
     place: int
 
     @classmethod
     def of(cls, cut: _Cut, place: int) -> _Shape:
-        """Of the piece at a place of a split."""
+        """Of the chunk at a place of a split."""
         found = cls(cut.whole.shape)
         found.cut, found.place = cut, place
         return found
@@ -151,8 +151,8 @@ for _name in (
     setattr(_Shape, _name, _of_the_real_shape(_name))
 
 
-class LazyPieces:
-    """The pieces of one trace. run(func, name, args, kwargs): calls a function as the model would."""
+class LazyChunks:
+    """The chunks of one trace. run(func, name, args, kwargs): calls a function as the model would."""
 
     def __init__(self, run: Callable[[Any, str, Any, Any], Any]) -> None:
         self._run = run
@@ -180,11 +180,11 @@ class LazyPieces:
         return self._known(made)
 
     def _known(self, cut: _Cut) -> tuple[torch.Tensor, ...]:
-        self._cuts |= {id(piece): (cut, place) for place, piece in enumerate(cut.pieces)}
-        return cut.pieces
+        self._cuts |= {id(chunk): (cut, place) for place, chunk in enumerate(cut.chunks)}
+        return cut.chunks
 
     def shape(self, name: str, func: Any, args: Any) -> tuple[Any, ...] | None:
-        """`piece.shape`, `piece.size()`, `piece.size(1)`; None for other calls."""
+        """`chunk.shape`, `chunk.size()`, `chunk.size(1)`; None for other calls."""
         if func != SHAPE and name != "size":
             return None
         cut, place = self._cuts.get(id(args[0]), (None, 0))
@@ -194,7 +194,7 @@ class LazyPieces:
         return found[args[1]] if name == "size" and len(args) > 1 else found
 
     def reshaped(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """`piece.reshape(-1, *rest)` or `piece.view(-1, *rest)`, where rest are its last sizes: a piece of the whole so
+        """`chunk.reshape(-1, *rest)` or `chunk.view(-1, *rest)`, where rest are its last sizes: a chunk of the whole so
         reshaped, if it was split along its first dimension. None for other calls.
         """
         if name not in ("reshape", "view") or kwargs or id(args[0]) not in self._cuts:
@@ -211,19 +211,19 @@ class LazyPieces:
         if tuple(rest) not in cut.reshaped:
             rows = lambda tensor: self._run(torch.Tensor.reshape, "reshape", (tensor, -1, *rest), {})  # noqa: E731
             whole = rows(cut.whole)
-            real = lambda: [rows(cut.part(place)) for place in range(len(cut.pieces))]  # noqa: E731
-            cut.reshaped[tuple(rest)] = made = _Cut(whole, 0, False, _stand_ins(len(cut.pieces)), real, cut.stack)
+            real = lambda: [rows(cut.part(place)) for place in range(len(cut.chunks))]  # noqa: E731
+            cut.reshaped[tuple(rest)] = made = _Cut(whole, 0, False, _stand_ins(len(cut.chunks)), real, cut.stack)
             self._known(made)
-        return cut.reshaped[tuple(rest)].pieces[place]
+        return cut.reshaped[tuple(rest)].chunks[place]
 
     def joined(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The tensor that was split, if the call puts all its pieces together where it was split."""
+        """The tensor that was split, if the call puts all its chunks together where it was split."""
         parts = kwargs.get("tensors", args[0] if args else None)
         if name not in JOINS or not isinstance(parts, (list, tuple)) or not parts or id(parts[0]) not in self._cuts:
             return None
         cut, _ = self._cuts[id(parts[0])]
         along = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-        whole, in_order = cut.whole, [id(one) for one in parts] == [id(piece) for piece in cut.pieces]
+        whole, in_order = cut.whole, [id(one) for one in parts] == [id(chunk) for chunk in cut.chunks]
         if not in_order or cut.parts or _asks_for_a_length(cut.stack, _codes()):
             return None
         if not cut.unbound:
@@ -239,7 +239,7 @@ class LazyPieces:
         return self._run(torch.Tensor.clone, "clone", (whole,), {"memory_format": torch.contiguous_format})
 
     def real(self, leaf: Any) -> Any:
-        """What a piece stands for; anything else as it is."""
+        """What a chunk stands for; anything else as it is."""
         if isinstance(leaf, LazyNumbers):
             return leaf.settled()
         if isinstance(leaf, _Shape):
@@ -276,7 +276,7 @@ def _codes() -> list[CodeType]:
 
 
 def _asks_for_a_length(cut: Sequence[CodeType], join: Sequence[CodeType]) -> bool:
-    """Whether a function through which the pieces may have gone has a call of `len`: those on either stack below, and
+    """Whether a function through which the chunks may have gone has a call of `len`: those on either stack below, and
     with, the innermost one on both.
     """
     shared = 0
@@ -297,7 +297,7 @@ def _measured(code: CodeType) -> frozenset[str]:
 
 
 def _collected(code: CodeType) -> frozenset[str]:
-    """The names of `*args` and `**kwargs`: they hold what a function was called with before there were pieces."""
+    """The names of `*args` and `**kwargs`: they hold what a function was called with before there were chunks."""
     named = code.co_argcount + code.co_kwonlyargcount
     count = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
     return frozenset(code.co_varnames[named : named + count])

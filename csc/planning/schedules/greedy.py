@@ -25,9 +25,9 @@ done, and then i + 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from csc.errors import InputError
 from csc.ir.schedule import Action
@@ -67,51 +67,105 @@ def run(work: WorkTables, rule: Rule, give_up: float = math.inf) -> tuple[list[l
     give_up: seconds. Where a rank cannot finish by then, even without a further pause, the run ends: the makespan is
     inf and the orders are not whole.
     """
-    count = work.microbatches
-    seconds, growth, feeds, needs = work.seconds, work.growth, work.feeds, work.needs
-    stages = work.pipeline.stages
-    priority, patience, fusing = rule.priority, rule.patience, rule.fused
-    lanes_of = work.lanes_of
-    rank_of = [work.placement[lane // 3] for lane in range(work.size)]
-    kinds = [lane % 3 for lane in range(work.size)]
-    size, moment = work.size, work.moment
-    both = [stage.has_b and stage.has_w for stage in stages]
-    left = [[n] * count for n in needs]
-    when = [[0.0] * count for _ in range(size)]
     inf = math.inf
-    # Of each lane's next action: when it can start, inf for not known or none left, and its priority.
-    ready = [inf if n else 0.0 for n in needs]
-    urgency = [row[0] for row in priority]
-    head = [0] * size
-    free = [0.0] * work.slots
-    bytes_ = [0.0] * work.ranks
-    caps = [inf if rule.memory is None else rule.memory[r] * (1 + 1e-9) for r in range(work.ranks)]
-    in_flight = [inf] * len(stages) if rule.in_flight is None else list(rule.in_flight)
-    held = [inf] * len(stages) if rule.held is None else list(rule.held)
-    limited = rule.memory is not None or rule.in_flight is not None or rule.held is not None
-    reserve = reserves(work) if rule.memory is not None else [None] * work.ranks
-    pending = [0.0] * work.ranks  # bytes that W's which are ready will give back
-    # The lane that ends a stage's hold on a microbatch, and the one that ends its flight; -1: nothing is held.
-    last = [3 * s + 2 if stage.has_w else 3 * s + 1 if stage.has_b else -1 for s, stage in enumerate(stages)]
-    back = [3 * s + 1 if stage.has_b else end for s, (stage, end) in enumerate(zip(stages, last))]
-    gate = [3 * s + (1 if stage.has_b else 0) if stage.has_w else -1 for s, stage in enumerate(stages)]  # makes W ready
+    seconds = work.seconds
+    state = _State.of(work, rule)
+    head, busy, heap = state.head, state.busy, state.heap
+    choose, start = _chooser(work, rule, state), _starter(work, rule, state)
     orders: list[list[int]] = [[] for _ in range(work.ranks)]
-    busy = [0.0] * work.ranks
     spare = [give_up] * work.ranks  # how long a rank may still pause, less what it has paused
     for lane in work.lanes:
-        spare[rank_of[lane]] -= sum(seconds[lane])
-    idle = [False] * work.ranks
-    done = 0
-    slack = 1e-9 * max(map(max, seconds))
-    heap = [(0.0, r) for r in range(work.ranks)]
-    makespan = 0.0
+        spare[work.placement[lane // 3]] -= work.totals[lane]
     while heap:
-        now, rank = heappop(heap)
+        now, rank = heap[0]
         if now < busy[rank]:
+            heappop(heap)
             continue  # a wake-up from before the rank found other work
+        entry, k, at = choose(rank, now)
+        if entry < 0:
+            if at < inf:
+                heapreplace(heap, (at, rank))
+            else:
+                heappop(heap)
+            continue
+        takes = seconds[entry][k]
+        end = (now if now > at else at) + takes
+        spare[rank] -= end - takes - busy[rank]
+        if spare[rank] < 0:
+            return orders, inf
+        busy[rank] = end
+        heapreplace(heap, (end, rank))
+        orders[rank].append(entry)
+        start(rank, entry, k, now, end)
+    if any(head[lane] < work.microbatches for lane in work.lanes):
+        raise InputError(
+            "the rule's limits leave ranks without anything that they may start",
+            "schedule",
+            "Allow every stage one microbatch in flight, every rank the bytes of one, and finite priorities",
+        )
+    return orders, max(busy)
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a run stands.
+
+    By lane: the position of its next action (head), its priority (urgency), when it can start (ready; inf for not known
+    or none left). By lane and position: when the last input so far arrives (when), how many have not been sent (left).
+    By rank: when it is free (busy), its bytes of activations, those that W's which are ready will give back (pending),
+    the most bytes (caps). heap: the moments to look at ranks.
+    """
+
+    head: list[int]
+    urgency: list[float]
+    ready: list[float]
+    when: list[list[float]]
+    left: list[list[int]]
+    busy: list[float]
+    bytes: list[float]
+    pending: list[float]
+    caps: list[float]
+    heap: list[tuple[float, int]]
+
+    @classmethod
+    def of(cls, work: WorkTables, rule: Rule) -> _State:
+        """Before the first action."""
+        count, ranks = work.microbatches, work.ranks
+        return cls(
+            head=[0] * work.size,
+            urgency=[row[0] for row in rule.priority],
+            ready=[math.inf if needed else 0.0 for needed in work.needs],
+            when=[[0.0] * count for _ in range(work.size)],
+            left=[[needed] * count for needed in work.needs],
+            busy=[0.0] * ranks,
+            bytes=[0.0] * ranks,
+            pending=[0.0] * ranks,
+            caps=[math.inf] * ranks if rule.memory is None else [most * (1 + 1e-9) for most in rule.memory],
+            heap=[(0.0, rank) for rank in range(ranks)],
+        )
+
+
+# `_chooser` and `_starter` make functions over local names. These run once for each action of every schedule that a
+# search tries, and to read attributes would be a tenth of what they take.
+
+
+def _chooser(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, float], tuple[int, int, float]]:
+    """choose(rank, now) -> (entry, position, when its inputs are there) of what the rank is to start; or (-1, 0, when
+    to look again), which is inf if no message that it waits for is on its way.
+    """
+    ready, urgency, head, bytes_, caps = state.ready, state.urgency, state.head, state.bytes, state.caps
+    lanes_of, size, seconds, growth, moment = work.lanes_of, work.size, work.seconds, work.growth, work.moment
+    patience, fusing, inf = rule.patience, rule.fused, math.inf
+    kinds = [lane % 3 for lane in range(size)]
+    both = [stage.has_b and stage.has_w for stage in work.pipeline.stages]
+    admits = _admitter(work, rule, state)
+    limited = rule.memory is not None or admits is not None
+    slack = 1e-9 * work.longest
+
+    def choose(rank: int, now: float) -> tuple[int, int, float]:
         reach = now + slack
         best, best_entry, best_priority = -1, -1, inf
-        later, later_at, later_priority = -1, inf, inf  # the best of what is known to become ready
+        later_at, later_priority = inf, inf  # the best of what is known to become ready
         wake = inf
         room = caps[rank] - bytes_[rank]
         for lane in lanes_of[rank]:
@@ -126,8 +180,7 @@ def run(work: WorkTables, rule: Rule, give_up: float = math.inf) -> tuple[list[l
                     continue
             elif p >= best_priority:
                 continue
-            kind = kinds[lane]
-            entry = lane
+            kind, entry = kinds[lane], lane
             if kind == 1:
                 k = head[lane]
                 fits = growth[lane][k] <= room
@@ -139,97 +192,107 @@ def run(work: WorkTables, rule: Rule, give_up: float = math.inf) -> tuple[list[l
                     continue
             elif kind == 0 and limited:
                 k = head[lane]
-                if growth[lane][k] > room:
+                if growth[lane][k] > room or (admits is not None and not admits(rank, lane, k)):
                     continue
-                stage = lane // 3
-                end = last[stage]
-                if end >= 0:
-                    if k - head[back[stage]] >= in_flight[stage] or k - head[end] >= held[stage]:
-                        continue
-                    guard = reserve[rank]
-                    if guard is not None and not _safe(guard, head, lane, k, bytes_[rank], pending[rank], caps[rank]):
-                        continue
             if at > reach:
-                later, later_at, later_priority = lane, at, p
+                later_at, later_priority = at, p
             else:
                 best, best_entry, best_priority = lane, entry, p
         if best < 0:
-            idle[rank] = True
-            if wake < inf:
-                heappush(heap, (wake, rank))
-            continue
-        lane, entry = best, best_entry
-        k = head[lane]
-        at = ready[lane]
-        end_time = (now if now > at else at) + seconds[entry][k]
-        if (
-            patience
-            and later >= 0
-            and later_priority < best_priority
-            and later_at - now <= patience * (end_time - later_at)
-        ):
-            idle[rank] = True
-            heappush(heap, (later_at, rank))
-            continue
-        spare[rank] -= end_time - seconds[entry][k] - busy[rank]
-        if spare[rank] < 0:
-            return orders, inf
-        idle[rank] = False
-        busy[rank] = end_time
-        orders[rank].append(entry)
-        bytes_[rank] += growth[entry][k]
-        done += 1
-        if entry == lane:
-            if kinds[lane] == 2:
-                pending[rank] += growth[lane][k]
-            elif lane == gate[lane // 3]:
-                pending[rank] -= growth[lane - lane % 3 + 2][k]
-        else:
-            done += 1
-        if end_time > makespan:
-            makespan = end_time
+            return -1, 0, wake
+        at, k = ready[best], head[best]
+        if later_priority < best_priority:
+            end_time = (now if now > at else at) + seconds[best_entry][k]
+            if later_at - now <= patience * (end_time - later_at):
+                return -1, 0, later_at
+        return best_entry, k, at
+
+    return choose
+
+
+def _admitter(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, int, int], bool] | None:
+    """admits(rank, lane, position): whether the counts, and the bytes that the rank must set aside, let this F start
+    now. None: always.
+    """
+    head, bytes_, pending, caps = state.head, state.bytes, state.pending, state.caps
+    stages = work.pipeline.stages
+    reserve = reserves(work) if rule.memory is not None else [None] * work.ranks
+    counted = rule.in_flight is not None or rule.held is not None
+    if not counted and not any(reserve):
+        return None
+    in_flight = rule.in_flight or [math.inf] * len(stages)
+    held = rule.held or [math.inf] * len(stages)
+    # The lane that ends a stage's hold on a microbatch, and the one that ends its flight; -1: nothing is held.
+    last = [3 * s + 2 if stage.has_w else 3 * s + 1 if stage.has_b else -1 for s, stage in enumerate(stages)]
+    back = [3 * s + 1 if stage.has_b else end for s, (stage, end) in enumerate(zip(stages, last))]
+
+    def admits(rank: int, lane: int, k: int) -> bool:
+        stage = lane // 3
+        end = last[stage]
+        if end < 0:
+            return True
+        if k - head[back[stage]] >= in_flight[stage] or k - head[end] >= held[stage]:
+            return False
+        guard = reserve[rank]
+        return guard is None or _safe(guard, head, lane, k, bytes_[rank] - pending[rank], caps[rank])
+
+    return admits
+
+
+def _starter(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, int, int, float, float], None]:
+    """start(rank, entry, position, now, end): run this from now to end, and tell the lanes that it feeds."""
+    ready, urgency, head, when, left = state.ready, state.urgency, state.head, state.when, state.left
+    bytes_, pending, busy, heap = state.bytes, state.pending, state.busy, state.heap
+    growth, owed, count, bounded = work.growth, work.owed, work.microbatches, rule.memory is not None
+    moves = [(lane,) if entry < work.size else (lane, lane + 1) for entry, lane in enumerate(work.lane_of)]
+    priority = rule.priority
+    told = [
+        [(fed, work.placement[fed // 3], when[fed], left[fed], slot, latency, wire) for fed, slot, latency, wire in row]
+        for row in work.feeds
+    ]
+    free = [0.0] * work.slots
+    inf = math.inf
+
+    def start(rank: int, entry: int, k: int, now: float, end: float) -> None:
+        if bounded:
+            bytes_[rank] += growth[entry][k]
+            pending[rank] += owed[entry][k]
         ahead = k + 1
-        for moved in (lane,) if entry == lane else (lane, lane + 1):
+        for moved in moves[entry]:
             head[moved] = ahead
-            ready[moved] = when[moved][ahead] if ahead < count and not left[moved][ahead] else inf
             if ahead < count:
+                ready[moved] = inf if left[moved][ahead] else when[moved][ahead]
                 urgency[moved] = priority[moved][ahead]
-        for fed, slot, latency, wire in feeds[entry]:
-            at = end_time
+            else:
+                ready[moved] = inf
+        for fed, home, arrival, waits, slot, latency, wire in told[entry]:
+            at = end
             if slot >= 0:
                 if free[slot] > at:
                     at = free[slot]
                 at += wire[k]
                 free[slot] = at
                 at += latency
-            row = when[fed]
-            if at > row[k]:
-                row[k] = at
-            waits = left[fed]
-            waits[k] -= 1
-            if not waits[k]:
+            if at > arrival[k]:
+                arrival[k] = at
+            else:
+                at = arrival[k]
+            if waits[k] == 1:
                 if head[fed] == k:
-                    ready[fed] = row[k]
-                if idle[rank_of[fed]]:
-                    heappush(heap, (row[k], rank_of[fed]))
-        heappush(heap, (end_time, rank))
-    if done < len(work.lanes) * count:
-        raise InputError(
-            "the rule's limits leave ranks without anything that they may start",
-            "schedule",
-            "Allow every stage one microbatch in flight, every rank the bytes of one, and finite priorities",
-        )
-    return orders, makespan
+                    ready[fed] = at
+                if busy[home] <= now:
+                    heappush(heap, (at, home))
+            waits[k] -= 1
+
+    return start
 
 
-def _safe(
-    reserve: Reserve, head: Sequence[int], lane: int, position: int, taken: float, pending: float, cap: float
-) -> bool:
+def _safe(reserve: Reserve, head: Sequence[int], lane: int, position: int, taken: float, cap: float) -> bool:
     """Whether the rank could still finish all its microbatches up to this one, in turn, if it started this F now.
 
-    taken: bytes alive on it; pending: those of them that the W's that are ready give back.
+    taken: bytes alive on it once the W's that are ready have run.
     """
-    hold = taken - pending + reserve.saved[lane // 3][position]
+    hold = taken + reserve.saved[lane // 3][position]
     if hold + reserve.most <= cap:
         return True
     stages = reserve.stages

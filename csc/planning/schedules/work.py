@@ -119,6 +119,16 @@ class WorkTables:
         return [min(row) for row in self.seconds]
 
     @cached_property
+    def longest(self) -> float:
+        """Seconds of the longest action."""
+        return max(map(max, self.seconds))
+
+    @cached_property
+    def totals(self) -> list[float]:
+        """[lane]: the seconds of all its actions."""
+        return [sum(row) for row in self.seconds[: self.size]]
+
+    @cached_property
     def growth(self) -> list[list[float]]:
         """[entry][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
 
@@ -135,6 +145,17 @@ class WorkTables:
             rows.append([-k for k in kept])
             both.append([-s for s in saved])
         return rows + both
+
+    @cached_property
+    def owed(self) -> list[list[float]]:
+        """[entry][position]: what W's that are ready will give back grows by so many bytes; negative if it shrinks."""
+        nothing = [0.0] * self.microbatches
+        rows = [nothing] * len(self.growth)
+        for s, stage in enumerate(self.pipeline.stages):
+            if stage.has_w:
+                rows[3 * s + 2] = self.growth[3 * s + 2]
+                rows[3 * s + (1 if stage.has_b else 0)] = [-gives for gives in self.growth[3 * s + 2]]
+        return rows
 
     @cached_property
     def moment(self) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Pieces of parameters that data-parallel ranks step, and optimizers that may step them."""
+"""Shards of parameters that data-parallel ranks step, and optimizers that may step them."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from hypothesis import given
 from csc.errors import InputError
 from csc.runtime import elementwise
 from csc.runtime.boxes import cut, overlap, part, put, whole_box
-from csc.runtime.pieces import piece_of, seen
+from csc.runtime.zero_shards import seen, shard_of
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
 @given(shape=SHAPES, ranks=st.integers(1, 6))
-def test_pieces_are_all_of_it_once(shape: list[int], ranks: int) -> None:
+def test_shards_are_all_of_it_once(shape: list[int], ranks: int) -> None:
     whole = torch.zeros(shape)
     sizes = []
     for index in range(ranks):
-        own = seen(whole, piece_of(shape, ranks, index))
+        own = seen(whole, shard_of(shape, ranks, index))
         assert own.dim() == whole.dim()
         own += 1
         sizes.append(own.numel())
     assert torch.equal(whole, torch.ones(shape))
-    assert max(sizes) - min(sizes) <= whole.numel() // shape[piece_of(shape, ranks, 0).dimension]
+    assert max(sizes) - min(sizes) <= whole.numel() // shape[shard_of(shape, ranks, 0).dimension]
 
 
 @given(shape=SHAPES, before=st.integers(1, 5), after=st.integers(1, 5))
-def test_what_was_written_in_pieces_is_read_in_others(shape: list[int], before: int, after: int) -> None:
+def test_what_was_written_in_shards_is_read_in_others(shape: list[int], before: int, after: int) -> None:
     """As the state of an optimizer is, from one mesh to another."""
     whole = torch.randn(shape)
-    written = [part(whole_box(shape), *piece_of(shape, before, index)) for index in range(before)]
+    written = [part(whole_box(shape), *shard_of(shape, before, index)) for index in range(before)]
     for index in range(after):
-        piece = piece_of(shape, after, index)
-        box = part(whole_box(shape), *piece)
-        found = torch.full_like(seen(whole, piece), torch.nan)
+        shard = shard_of(shape, after, index)
+        box = part(whole_box(shape), *shard)
+        found = torch.full_like(seen(whole, shard), torch.nan)
         for one in written:
             for here, there in overlap(box, one):
                 found[here] = cut(whole, one)[there]
-        assert torch.equal(found, seen(whole, piece))
+        assert torch.equal(found, seen(whole, shard))
 
 
-def test_a_piece_of_a_fused_box() -> None:
-    """Entries of a box with several stretches are those that the rank's piece has."""
+def test_a_shard_of_a_fused_box() -> None:
+    """Entries of a box with several stretches are those that the rank's shard has."""
     box = (((2, 4), (6, 9), (12, 13)), ((0, 3),))
     whole, again = torch.randn(14, 3), torch.zeros(14, 3)
     local = cut(whole, box)
     for index in range(4):
-        piece = piece_of(local.shape, 4, index)
-        inner = part(box, *piece)
-        assert torch.equal(cut(whole, inner), seen(local, piece))
-        put(again, inner, seen(local, piece))
+        shard = shard_of(local.shape, 4, index)
+        inner = part(box, *shard)
+        assert torch.equal(cut(whole, inner), seen(local, shard))
+        put(again, inner, seen(local, shard))
     assert torch.equal(cut(again, box), local)
 
 
@@ -113,7 +113,7 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("make", [Normed, Noisy, Blocks, Counting, torch.optim.Adafactor])
 def test_what_does_not(make: Any) -> None:
-    with pytest.raises(InputError, match=f"{make.__name__} steps a piece of a parameter in another way"):
+    with pytest.raises(InputError, match=f"{make.__name__} steps a shard of a parameter in another way"):
         elementwise.check(make, [{}], torch.device("cpu"))
 
 
@@ -129,5 +129,5 @@ def test_options_of_one_group_are_tried_too() -> None:
             (Normed if self.param_groups[0].get("normed") else torch.optim.SGD).step(self, closure)
 
     elementwise.check(Some, [{"weight_decay": 0.1}], torch.device("cpu"))
-    with pytest.raises(InputError, match="Some steps a piece"):
+    with pytest.raises(InputError, match="Some steps a shard"):
         elementwise.check(Some, [{"weight_decay": 0.1}, {"normed": True}], torch.device("cpu"))

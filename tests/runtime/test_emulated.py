@@ -1,4 +1,4 @@
-"""Paced ranks and recorded timelines: real processes, messages and order; waits of the modelled time."""
+"""Emulated ranks and recorded timelines: real processes, messages and order; waits of the modelled time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES
-from csc.runtime.emulated import expected, paced, paced_program, run
+from csc.runtime.emulated import emulated, emulated_program, expected, run
 from csc.runtime.program import load
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
@@ -47,11 +47,11 @@ def test_pipelines_survive_their_json() -> None:
 @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0)])
 def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...]) -> None:
     schedule = SCHEDULES["1f1b"](PIPELINE, placement, 3)
-    program = paced(PIPELINE, schedule)
+    program = emulated(PIPELINE, schedule)
     verify(schedule, PIPELINE.messages, PIPELINE.has_b, PIPELINE.has_w, 3)
     factor = 0.5
     (traces,) = run(program, InProcess(program.program), steps=1, factor=factor)
-    found = timeline(gathered(traces), program.program.manifest, "paced")
+    found = timeline(gathered(traces), program.program.manifest, "emulated")
     for rank, events in enumerate(found.ranks):
         assert tuple(event.action for event in events) == schedule.ranks[rank]
         for event in events:
@@ -65,7 +65,7 @@ def test_paced_ranks_do_every_action_in_order_and_wait(placement: tuple[int, ...
 
 def test_a_factor_stretches_waits_and_not_messages() -> None:
     slow = Pipeline((StageWork(0.001, 0.001, 0.001),) * 2, {("F", 0, 1): 0.0, ("B", 1, 0): 0.0}, Network(Link(0.5)))
-    program = paced(slow, SCHEDULES["1f1b"](slow, (0, 1), 1))
+    program = emulated(slow, SCHEDULES["1f1b"](slow, (0, 1), 1))
     assert expected(program) == pytest.approx(6 * 0.001 + 2 * 0.5)  # F F, then BW BW, and a message each way
     assert expected(program, 100) == pytest.approx(6 * 0.1 + 2 * 0.5)
 
@@ -84,9 +84,9 @@ def test_timelines_of_a_real_step(tmp_path: Path) -> None:
 
 def test_programs_without_a_plan_cannot_be_paced(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no figures of a pipeline"):
-        paced_program(load(handmade.write(tmp_path / "p")))
+        emulated_program(load(handmade.write(tmp_path / "p")))
     with pytest.raises(InputError, match="has 2 replicas"):
-        paced_program(load(handmade.write(tmp_path / "q", dp=2)))
+        emulated_program(load(handmade.write(tmp_path / "q", dp=2)))
 
 
 @pytest.mark.gloo
@@ -96,7 +96,7 @@ def test_paced_processes_take_at_least_the_simulated_time(tmp_path: Path) -> Non
     free = Pipeline(tuple(StageWork(0.01, 0.01, 0.005) for _ in range(3)), handmade_messages(table))
     table["plan"] = {"pipeline": to_json(free)}
     (directory / "program.json").write_text(json.dumps(handmade.sealed(table)))
-    command = ["-m", "csc.run", directory, "--paced", 1.0, "--steps", 2, "--json", "--timeline", tmp_path / "t.json"]
+    command = ["-m", "csc.run", directory, "--emulate", 1.0, "--steps", 2, "--json", "--timeline", tmp_path / "t.json"]
     done = torchrun(3, *command)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

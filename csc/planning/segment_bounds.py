@@ -1,13 +1,13 @@
-"""What any piece of a problem's units costs as a stage.
+"""What any segment of a problem's units costs as a stage.
 
 Terms: see csc.planning.branches for chains and ramps.
   frontier   for each chain how many of its units, from the first one on, are left to be put into stages
-  piece      the units between two frontiers: on chain c the positions low[c] up to high[c]
+  segment      the units between two frontiers: on chain c the positions low[c] up to high[c]
 
-    pieces(problem, branches)    -> Pieces     tables by which the bounds of many pieces are found at once
-    bounds(pieces, low, high)    -> seconds of each piece: see csc.planning.partition_bound for what they are and the
-    proof measures(pieces, low, high)  -> Measures   what they follow from: bounds_of(pieces, measures)
-    stage_bounds(pieces, stages) -> seconds of each stage         stages_between(pieces, frontiers) -> stages
+    segments(problem, branches)  -> ChainTables    tables by which the bounds of many segments are found at once
+    bounds(tables, low, high)    -> seconds of each segment: see csc.planning.partition_bound for the proof
+    measures(tables, low, high)  -> Measures       what they follow from: bounds_of(tables, measures)
+    stage_bounds(tables, stages) -> seconds of each stage
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from csc.planning.problem import Problem
 class Crossing:
     """Edges between one unit and units of other chains (or of its own chain past a missing link).
 
-    where: which of the four ramps of `Pieces.links` it belongs to. The unit at (chain, position) is the outer end and
-    takes `seconds` before or after a piece that holds an inner end but not it. count: inner ends before each place.
+    where: which of the four ramps of `Segments.links` it belongs to. The unit at (chain, position) is the outer end and
+    takes `seconds` before or after a segment that holds an inner end but not it. count: inner ends before each place.
     """
 
     where: int
@@ -62,7 +62,7 @@ class ChainTables:
     ramp: float
 
 
-def pieces(problem: Problem, found: Branches) -> ChainTables:
+def segments(problem: Problem, found: Branches) -> ChainTables:
     """The tables of a problem; their size is linear in the units times the crossings between chains."""
     units, chains = problem.units, found.chains
     lengths = np.array([len(chain) for chain in chains], dtype=np.int64)
@@ -182,13 +182,13 @@ def stage_bounds(tables: ChainTables, stages: Sequence[Sequence[int]]) -> list[f
 
 
 def totals(tables: ChainTables, low: Ints, high: Ints) -> Floats:
-    """F, B, W, state, saved and kept of the pieces between frontiers low and high, (pieces, chains): (pieces, 6)."""
+    """F, B, W, state, saved and kept between frontiers low and high, (segments, chains): (segments, 6)."""
     totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
     return totals
 
 
 def largest_fused(tables: ChainTables, low: Ints, high: Ints) -> Floats:
-    """Of each piece the largest `fused` of its units."""
+    """Of each segment the largest `fused` of its units."""
     length = high - low
     level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that is not longer
     at_low, at_high = tables.start + low, tables.start + high - 2**level
@@ -199,28 +199,28 @@ def largest_fused(tables: ChainTables, low: Ints, high: Ints) -> Floats:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of pieces: amounts (pieces, 6), their `totals`; ways (4, pieces), the paths to and from them."""
+    """Of segments: amounts (segments, 6), their `totals`; ways (4, segments), the paths to and from them."""
 
     amounts: Floats
     ways: Floats
 
 
 def measures(tables: ChainTables, low: Ints, high: Ints) -> Measures:
-    """The measures of the pieces between frontiers low and high, (pieces, chains)."""
+    """The measures of the segments between frontiers low and high, (segments, chains)."""
     return Measures(totals(tables, low, high), ways(tables, low, high))
 
 
 def bounds(tables: ChainTables, low: Ints, high: Ints) -> Floats:
-    """The least time of a step in which one rank runs this piece as its only stage, for each of many pieces.
+    """The least time of a step in which one rank runs this segment as its only stage, for each of many segments.
 
-    low, high: (pieces, chains), frontiers; every piece must be the difference of two frontiers that can occur. Never
-    larger for a part of a piece than for the piece: see csc.planning.partition_bound.
+    low, high: (segments, chains), frontiers; every segment must be the difference of two frontiers that can occur.
+    Never larger for a part of a segment than for the segment: see csc.planning.partition_bound.
     """
     return bounds_of(tables, measures(tables, low, high))
 
 
 def bounds_of(tables: ChainTables, measured: Measures) -> Floats:
-    """The bounds of pieces by their measures."""
+    """The bounds of segments by their measures."""
     forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
     before_f, into_b, after_b, out_of_f = measured.ways
     before_b = np.maximum(before_f + forward, into_b)
@@ -238,7 +238,7 @@ def bounds_of(tables: ChainTables, measured: Measures) -> Floats:
 
 
 def ways(tables: ChainTables, low: Ints, high: Ints) -> Floats:
-    """(4, pieces): seconds of the longest paths that enter F, enter B, leave B, leave F of each piece from outside."""
+    """(4, segments): seconds of the longest paths that enter F, enter B, leave B, leave F of each from outside."""
     at_low, at_high = tables.start + low, tables.start + high
     there = high > low
     ramp = np.empty((4, len(low)))

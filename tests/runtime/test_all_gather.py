@@ -35,9 +35,9 @@ def test_every_token_once_and_back(drawn: tuple[ContextSpec, list[Mask]], dim: i
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         plan = plans[rank]
-        share = wholes[rank // spec.ranks].index_select(dim, plan.tokens)
-        share.transpose(0, dim)[~plan.real] = float("nan")
-        return plan.gather(share, dim), plan.gather_backward(parts[rank], dim)
+        shard = wholes[rank // spec.ranks].index_select(dim, plan.tokens)
+        shard.transpose(0, dim)[~plan.real] = float("nan")
+        return plan.gather(shard, dim), plan.gather_backward(parts[rank], dim)
 
     for rank, (whole, gradient) in enumerate(on_ranks(transport, work)):
         assert torch.equal(whole, wholes[rank // spec.ranks]) and whole.is_contiguous()
@@ -78,10 +78,10 @@ def test_the_operators_meet_the_other_ranks_in_forward_and_backward() -> None:
     def work(rank: int) -> list[torch.Tensor]:
         plan = plans[rank]
         with torch.enable_grad():
-            shares = [x.index_select(2, plan.tokens).requires_grad_() for x in given]
-            out, _ = ATTENTION(*shares, plan.plan, 0, tokens, scale, 0.0)
+            shards = [x.index_select(2, plan.tokens).requires_grad_() for x in given]
+            out, _ = ATTENTION(*shards, plan.plan, 0, tokens, scale, 0.0)
             whole = GATHER(out, plan.plan, 2, tokens)
-            return [whole, *torch.autograd.grad((whole * weights[rank]).sum(), shares)]
+            return [whole, *torch.autograd.grad((whole * weights[rank]).sum(), shards)]
 
     q, k, v = (x.clone().requires_grad_() for x in given)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
