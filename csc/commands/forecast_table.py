@@ -14,12 +14,13 @@ from csc.simulation.look import bytes_text, seconds_text
 
 def show_forecast(found: Forecast) -> None:
     """A row for each rank."""
-    shares = table(
-        "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
-    )
+    device = ["device"] if found.devices else []
+    columns = ("rank", *device, "holds", "busy", "bubble", "peak memory", "of it activations")
+    shares = table(*columns, title=f"{found.schedule}, {found.layout}")
     for rank in found.as_dict()["ranks"]:
         shares.add_row(
-            str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
+            str(rank["rank"]), *(escape(rank[name]) for name in device), escape(rank["holds"]),
+            seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
             bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
         )  # fmt: skip
     console.print(shares)

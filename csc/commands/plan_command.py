@@ -48,6 +48,8 @@ def plan(
         print_json({**found.as_dict(), **advised.as_dict()})
         return
     console.print(f"{escape(found.schedule)}, {escape(found.layout)}", highlight=False)
+    for rank, (device, holds) in enumerate(zip(found.devices, found.holds)):
+        console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
     show_limits(found.limits)
     console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
     console.print(bound_text(found), highlight=False)

@@ -51,7 +51,7 @@ def simulate(
         print_json({**found.as_dict(), "memory": [row.as_dict() for row in held]})
         return
     show_forecast(found)
-    console.print(memory_table(held, found.memory))
+    console.print(memory_table(held, found.memory, found.devices))
     show_limits(found.limits)
     console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
     console.print(bound_text(found), highlight=False)

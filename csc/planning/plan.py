@@ -108,17 +108,17 @@ def plan(
         return _finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
-        found = searched(problem, ways, fixed, budget, effort)
+        found = searched(problem, ways, fixed, budget, effort, swaps=placement is None and fixed is None)
         return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
     return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
 
 
 def _named(problem: Problem, name: str) -> ScheduleChoice:
     """The schedule of this name."""
-    count, memory = problem.microbatches, problem.memory
+    count, memory = problem.microbatches, problem.limits
     return ScheduleChoice(
-        lambda stages, home: timed(name, pipeline(problem, stages), home, count, memory),
-        lambda stages, home: SCHEDULES[name](pipeline(problem, stages), home, count, memory),
+        lambda stages, home: timed(name, pipeline(problem, stages, home), home, count, memory),
+        lambda stages, home: SCHEDULES[name](pipeline(problem, stages, home), home, count, memory),
     )
 
 
@@ -126,8 +126,8 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
     """A whole schedule, checked against the stages."""
 
     def seconds(stages: Stages, home: Placement) -> float:
-        numbers = pipeline(problem, stages)
-        gathering = with_gathers(numbers, schedule, problem.memory)
+        numbers = pipeline(problem, stages, home)
+        gathering = with_gathers(numbers, schedule, problem.limits)
         _verified(numbers, gathering, problem.microbatches)
         _check_room(
             problem,
@@ -143,9 +143,10 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
 def _check_room(problem: Problem, peaks: Sequence[float], when: str, remedy: str) -> None:
     """InputError if a rank holds more at its peak than the limit."""
     for rank, peak in enumerate(peaks):
-        if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
+        limit = problem.limit_of(problem.kind_of[rank])
+        if limit is not None and peak > limit * (1 + 1e-9):
             raise InputError(
-                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(problem.memory)}",
+                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(limit)}",
                 "plan",
                 remedy,
             )
@@ -200,7 +201,7 @@ def _best(
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = (seconds, stages, home)
     if best is None:
-        if fixed is None and len(ways[0]) == problem.ranks:
+        if fixed is None and len(ways[0]) == problem.ranks and not problem.kinds:
             candidates(problem, limits[0], (1.0,), layouts=False)  # says what would fit
         assert error is not None  # there is at least one partition, or _partitions raised
         raise error
@@ -234,8 +235,8 @@ def _finished(
     problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
 ) -> PipelinePlan:
     """The plan, with what the simulator says about it. InputError if what gathers make whole has no room."""
-    numbers = pipeline(problem, stages)
-    schedule = with_gathers(numbers, schedule, problem.memory)
+    numbers = pipeline(problem, stages, home)
+    schedule = with_gathers(numbers, schedule, problem.limits)
     _verified(numbers, schedule, problem.microbatches)
     peaks = peak_memory(numbers, schedule)
     if any(numbers.divided):

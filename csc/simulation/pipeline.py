@@ -5,6 +5,7 @@ replica. A *rank* is a position on the pp axis.
 
     StageWork  times of F, B and W; bytes that a microbatch leaves alive between them; bytes that are always there
     Network    latency and bandwidth between two ranks, within a node and between nodes
+    Place      where a rank stands and what its own links are, where ranks are not all alike in a row
     Loads      features of each microbatch (tiles, tokens, ...), and what one of each takes on every stage
     Pipeline   stages, bytes by channel, network, and the loads of microbatches that differ
 
@@ -73,15 +74,34 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Of one rank. nodes: those that its devices stand on, one device for each index on the other axes of the mesh; two
+    ranks reach each other within nodes if all of their devices do, since the slowest pair holds up the others.
+    """
+
+    nodes: tuple[int, ...]
+    within: Link = Link()
+    between: Link = Link()
+
+
+@dataclass(frozen=True)
 class Network:
-    """Links between ranks: `within` a node of `ranks_per_node` consecutive ranks (None: one node), else `between`."""
+    """Links between ranks: `within` a node of `ranks_per_node` consecutive ranks (None: one node), else `between`.
+
+    places: of each rank, where that is not all there is to say; a message then takes the slower of both ends' links.
+    """
 
     within: Link = Link()
     between: Link = Link()
     ranks_per_node: int | None = None
+    places: tuple[Place, ...] = ()
 
     def link(self, source: int, destination: int) -> Link:
         """The link from one rank to another."""
+        if self.places:
+            a, b = self.places[source], self.places[destination]
+            one, other = (a.within, b.within) if a.nodes == b.nodes else (a.between, b.between)
+            return Link(max(one.latency, other.latency), min(one.bandwidth, other.bandwidth))
         size = self.ranks_per_node
         return self.within if size is None or source // size == destination // size else self.between
 

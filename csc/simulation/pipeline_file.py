@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, Place, StageWork
 
 _REMEDY = "Compile the program again"
 GATHERS = ("gathered", "gather")
@@ -19,17 +19,27 @@ GATHERS = ("gathered", "gather")
 
 def to_json(pipeline: Pipeline) -> dict[str, Any]:
     """The pipeline as dicts, lists and numbers. An unlimited bandwidth is null."""
-    network = pipeline.network
     return {
         "stages": [_row(stage) for stage in pipeline.stages],
         "messages": [[*channel, size] for channel, size in sorted(pipeline.messages.items())],
-        "network": {
-            "within": _link(network.within),
-            "between": _link(network.between),
-            "ranks_per_node": network.ranks_per_node,
-        },
+        "network": _network(pipeline.network),
         "loads": _loads(pipeline.loads) if pipeline.loads is not None else None,
     }
+
+
+def _network(network: Network) -> dict[str, Any]:
+    """Places only where there are any."""
+    found: dict[str, Any] = {
+        "within": _link(network.within),
+        "between": _link(network.between),
+        "ranks_per_node": network.ranks_per_node,
+    }
+    if network.places:
+        found["places"] = [
+            {"nodes": list(one.nodes), "within": _link(one.within), "between": _link(one.between)}
+            for one in network.places
+        ]
+    return found
 
 
 def _loads(loads: Loads) -> dict[str, Any]:
@@ -52,11 +62,10 @@ def _link(link: Link) -> dict[str, float | None]:
 def from_json(data: Any, where: str = "pipeline") -> Pipeline:
     """Read what `to_json` wrote. InputError, with the place, for anything else."""
     try:
-        network = data["network"]
         return Pipeline(
             stages=tuple(_stage(row) for row in data["stages"]),
             messages={(str(kind), int(a), int(b)): _size(size) for kind, a, b, size in data["messages"]},
-            network=Network(_read(network["within"]), _read(network["between"]), network["ranks_per_node"]),
+            network=_read_network(data["network"]),
             loads=_read_loads(data["loads"]) if data["loads"] is not None else None,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -82,6 +91,14 @@ def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) ->
         if field.name not in flags
     }
     return StageWork(**figures, **{name: bool(row[name]) for name in flags})
+
+
+def _read_network(row: dict[str, Any]) -> Network:
+    places = tuple(
+        Place(tuple(map(int, one["nodes"])), _read(one["within"]), _read(one["between"]))
+        for one in row.get("places", ())
+    )
+    return Network(_read(row["within"]), _read(row["between"]), row["ranks_per_node"], places)
 
 
 def _read(row: dict[str, Any]) -> Link:
