@@ -16,7 +16,7 @@ from dataclasses import replace
 from csc.planning.branches import Stages, branches
 from csc.planning.coarse import lumped
 from csc.planning.contiguous import contiguous
-from csc.planning.kind_bound import weights
+from csc.planning.kind_bound import spread, weights
 from csc.planning.kinds import least_cap, lots, on_ranks
 from csc.planning.pieces import pieces
 from csc.planning.problem import Problem
@@ -50,7 +50,7 @@ def _searched(problem: Problem) -> list[Order]:
     lumps = lumped(problem, max(1, min(FRONTIERS, CELLS // cells)))
     found = branches(lumps.problem)
     one = [1.0] * (problem.ranks + 1)
-    best = least_cap(lots(lumps.problem, found, one, FREE), 0.0, within=CLOSE)
+    best = least_cap(lots(lumps.problem, found, one, FREE), spread(problem), within=CLOSE)
     return [] if best is None else [on_ranks(lumps.problem, found, pieces(lumps.problem, found), best[1])[1]]
 
 
@@ -65,11 +65,12 @@ def partitions(
     tables = pieces(lumps.problem, found)
     order = [problem.kind_of[rank] for rank in reversed(home)]
     listed: list[Stages] = []
+    floor = spread(problem)
     for limit in limits:
         each = limit or (lambda depth: float(min(problem.microbatches, depth)))
         in_flight = None if problem.memory is None else [float(each(depth)) for depth in range(problem.ranks + 1)]
         for share in SHARES:
-            best = least_cap(lots(lumps.problem, found, in_flight, share), 0.0, order, within=CLOSE)
+            best = least_cap(lots(lumps.problem, found, in_flight, share), floor, order, within=CLOSE)
             if best is not None:
                 listed.append(lumps.stages(on_ranks(lumps.problem, found, tables, best[1])[0]))
         if listed or problem.memory is None:
