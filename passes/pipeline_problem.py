@@ -15,6 +15,7 @@ from dataclasses import replace
 from csc import devices
 from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
+from csc.analysis.working import working
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
@@ -36,12 +37,11 @@ def chosen_hardware(program: Program, options: Options) -> Hardware:
 
 
 def problem(program: Program, options: Options) -> Problem:
-    """Units are the regions in order. The memory limit is the options', else that of hardware chosen by name, without
-    what one region makes again while its B runs, as far as it is not in what B leaves for W.
-    """
+    """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
     own = profiles(program, options)
     ranks = math.prod(options.mesh.sizes(Group.DATA))
     costs = region_costs(program, own[0], zero=options.zero, ranks=ranks)
+    of_variant = {name: working(variant) for name, variant in program.variants.items()}
     units = tuple(
         Unit(
             name=cost.name,
@@ -55,15 +55,15 @@ def problem(program: Program, options: Options) -> Problem:
             kept=cost.kept,
             state=cost.state,
             gathered=cost.gathered,
+            working=of_variant[region.variant],
         )
-        for cost in costs
+        for cost, region in zip(costs, program.regions, strict=True)
     )
-    again = max(0, *(cost.again - max(0, cost.kept - cost.saved) for cost in costs))
     most = limits(program, options)
-    left = [None] * options.mesh.pp if most is None else [one - again for one in most]
+    left = [None] * options.mesh.pp if most is None else list(most)
     found = Problem(
         units, values(program), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
-        scale=None, gathering=gathering(own, options),
+        scale=None, gathering=gathering(own, options), waiting=True,
     )  # fmt: skip
     alike: dict[tuple[str, float | None], list[int]] = {}
     for rank in range(options.mesh.pp):
@@ -102,7 +102,7 @@ def limits(program: Program, options: Options) -> tuple[float, ...] | None:
     given = options.memory
     if given is not None:
         return tuple(map(float, given)) if isinstance(given, tuple) else (float(given),) * options.mesh.pp
-    return tuple(one.memory for one in profiles(program, options)) if options.hardware else None
+    return tuple(one.memory - one.reserved for one in profiles(program, options)) if options.hardware else None
 
 
 def limit(program: Program, options: Options) -> float | None:
@@ -113,7 +113,9 @@ def limit(program: Program, options: Options) -> float | None:
 
 def network(profile: Hardware) -> Network:
     """The links of a hardware profile, for ranks that stand in a row."""
-    return Network(_link(profile.within), _link(profile.between), profile.ranks_per_node)
+    return Network(
+        _link(profile.within), _link(profile.between), profile.ranks_per_node, answered=profile.answered
+    )  # fmt: skip
 
 
 def links(own: Sequence[Hardware], mesh: Mesh) -> Network:

@@ -45,13 +45,15 @@ class Case:
 class Numbers:
     """A configuration with a frozen set on hardware, for any number of ranks.
 
-    layers[u]: unit u is a layer. encoders: the encoders' share of the forward FLOPs. device: bytes of memory of a rank.
+    layers[u]: unit u is a layer. encoders: the encoders' share of the forward FLOPs. device: bytes of memory of a rank,
+    reserved: what of them its process takes for itself.
     """
 
     problem: Problem
     layers: tuple[bool, ...]
     encoders: float
     device: float
+    reserved: float
     notes: tuple[str, ...]
 
     @property
@@ -82,6 +84,7 @@ def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str],
             tuple(region.kind == "layer" for region in program(model, frozen).regions),
             share,
             hardware(device).memory,
+            hardware(device).reserved,
             model.notes,
         )
         for device in devices
@@ -90,6 +93,6 @@ def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str],
 
 
 def of_case(found: Numbers, case: Case) -> Problem:
-    """The problem of a case, without the state of its units."""
-    units = tuple(replace(unit, state=0.0) for unit in found.problem.units)
-    return replace(found.problem, units=units, ranks=case.ranks)
+    """The problem of a case, without what a rank holds besides activations."""
+    units = tuple(replace(unit, state=0.0, working=0.0) for unit in found.problem.units)
+    return replace(found.problem, units=units, ranks=case.ranks, waiting=False)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
 from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
+from benchmarks.pipeline.memory import Held
 from benchmarks.pipeline.paced import Measured
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.simulated import Pair, Planned, Row
@@ -30,6 +31,7 @@ AIMS = {
     "paced_error_max": "at most 0.05",
     "real_error": "at most 0.10",
     "plan_seconds_max": "under 10",
+    "peak_memory_error_max": "at most 0.05",
     "plan_seconds_64x256": "under 10",
     "worst_speedup_over_any_baseline_own_bytes": "at least 1",
     "speedup_over_best_rival_geomean": "1.10 frozen, 1.03 all trained",
@@ -62,6 +64,7 @@ def show(
     gradients: Sequence[dict[str, Any]],
     real: Real | None,
     large: float | None = None,
+    held: Sequence[Held] = (),
 ) -> None:
     """Print what was run."""
     if simulated:
@@ -74,7 +77,9 @@ def show(
         console.print(_gradients(gradients))
     if real is not None:
         console.print(_real(real))
-    console.print(_summary(simulated, paced, real, large))
+    if held:
+        console.print(_held(held))
+    console.print(_summary(simulated, paced, real, large, held))
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -178,10 +183,31 @@ def _real(real: Real) -> Table:
     return table
 
 
-def _summary(simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None, large: float | None) -> Table:
+def _held(held: Sequence[Held]) -> Table:
+    table = _table(
+        "Memory of two ranks at their fullest, MB: torch's allocator has tensors, the system the process",
+        ["run", "rank"],
+        ["predicted", "allocator", "error", "with the process' own", "system", "error"],
+    )
+    for one in held:
+        system, allocator = one.errors
+        table.add_row(
+            one.run, str(one.rank), f"{one.predicted / 1e6:.1f}", f"{one.allocator / 1e6:.1f}", f"{allocator:+.1%}",
+            f"{(one.predicted + one.reserved) / 1e6:.1f}", f"{one.system / 1e6:.1f}", f"{system:+.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _summary(
+    simulated: Sequence[Row],
+    paced: Sequence[Measured],
+    real: Real | None,
+    large: float | None,
+    held: Sequence[Held],
+) -> Table:
     table = _table("Summary", ["figure"], ["value"])
     table.add_column("aim")
-    for name, value in summary(simulated, paced, real, large).items():
+    for name, value in summary(simulated, paced, real, large, held).items():
         table.add_row(name, "not run" if value is None else f"{value:.4g}", AIMS.get(name, ""))
     table.add_section()
     for name, value in details(simulated, paced).items():

@@ -349,7 +349,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the last: a gradient may be a slice of a larger one, with gaps between rows."""
     if not tensor.numel():
         return 0
@@ -376,7 +376,7 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
     for node in nodes:
         base = _base(node)
         if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared", without):
-            blocks[base] = _extent(base.meta["val"])
+            blocks[base] = extent(base.meta["val"])
     return sum(blocks.values())
 
 

@@ -43,7 +43,8 @@ class Wire(NamedTuple):
 @dataclass(frozen=True)
 class Hardware:
     """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
-    every kernel takes besides its work; ranks_per_node: devices that the `within` wires join.
+    every kernel takes besides its work; ranks_per_node: devices that the `within` wires join; reserved: bytes of
+    `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Hardware:
     within: Wire
     between: Wire
     ranks_per_node: int
+    reserved: float = 0.0
+    answered: bool = False
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
@@ -130,6 +133,8 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         within=wires[0],
         between=wires[1],
         ranks_per_node=network.whole("ranks_per_node"),
+        reserved=top.number("reserved", 0.0, LARGEST_MEMORY, zero=True, default=0.0),
+        answered=network.switch("answered"),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
@@ -159,9 +164,17 @@ class _Table:
             raise self._wrong(name, f"is {value!r}", "write text in quotes")
         return value
 
-    def number(self, name: str, low: float, high: float, zero: bool = False) -> float:
+    def switch(self, name: str) -> bool:
+        value = self._get(name, False, "true or false")
+        if not isinstance(value, bool):
+            raise self._wrong(name, f"is {value!r}", "write true or false")
+        return value
+
+    def number(
+        self, name: str, low: float, high: float, zero: bool = False, default: float | None = None
+    ) -> float:  # fmt: skip
         """A finite number in (low, high], or in [low, high] if `zero`."""
-        value = self._get(name, None, "a number")
+        value = self._get(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._wrong(name, f"is {value!r}", "write a number")
         if not (low < value <= high or (zero and value == low)):
@@ -210,12 +223,14 @@ def toml_text(hardware: Hardware) -> str:
         f"matmul_efficiency = {hardware.matmul_efficiency!r}",
         f"bandwidth_efficiency = {hardware.bandwidth_efficiency!r}",
         f"launch = {hardware.launch!r}",
+        *([f"reserved = {hardware.reserved!r}"] if hardware.reserved else []),
         "",
         "[peak]",
         *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),
         "",
         "[network]",
         f"ranks_per_node = {hardware.ranks_per_node}",
+        *(["answered = true"] if hardware.answered else []),
     ]
     for name, wire in (("within", hardware.within), ("between", hardware.between)):
         lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]

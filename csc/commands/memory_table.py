@@ -13,7 +13,7 @@ from csc.commands.printing import table
 from csc.reports.memory import RankMemory
 from csc.simulation.look import bytes_text
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "recomputed", "messages")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
 
 
 def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Sequence[str] = ()) -> Table:

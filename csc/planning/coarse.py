@@ -89,6 +89,7 @@ def _together(units: Sequence[Unit]) -> Unit:
         kept=sum(unit.kept for unit in units if unit.has_w),
         state=sum(unit.state for unit in units),
         gathered=sum(unit.gathered for unit in units),
+        working=max(unit.working for unit in units),
     )
 
 

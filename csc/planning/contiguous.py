@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from csc.planning.branches import Stages, branches, numbered
 from csc.planning.partition_bound import check_ranks
-from csc.planning.pieces import ChainTables, bounds, largest_fused, pieces, totals, ways
+from csc.planning.pieces import ChainTables, bounds, largest_fused, largest_working, pieces, totals, ways
 from csc.planning.problem import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -77,7 +77,7 @@ def _needs(problem: Problem, tables: ChainTables) -> Floats:
     m, r = tables.work, tables.ramp
     largest = max(problem.scale or (1.0,))
     assert problem.memory is not None
-    space = problem.memory * SLACK - state
+    space = problem.memory * SLACK - state - largest * largest_working(tables, low, high)
     saved, kept = saved * largest, kept * largest
     moment = np.minimum(np.maximum(kept - saved, 0.0), largest * largest_fused(tables, low, high))
     turns = _turning(problem, first, end)

@@ -33,10 +33,12 @@ from csc.planning.schedules import SCHEDULES, timed
 from csc.planning.unit_moves import homes, moved, neighbours
 from csc.planning.ways import Placement, checked, one, partitions, placements
 from csc.simulation.memory import peak_memory
+from csc.simulation.messages import peaks as peaks_of_run
 from csc.simulation.pipeline import Pipeline
-from csc.simulation.simulate import makespan
+from csc.simulation.simulate import makespan, simulate
 
 MOVES = 60  # partitions tried around the best one under a named schedule
+MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
@@ -98,6 +100,37 @@ def plan(
     check_figures(problem)
     check_asked(chunks, effort, limit)
     budget = Budget(budget_of(problem, effort), limit, tell)
+    found = _planned(problem, schedule, chunks, stages, placement, effort, budget)
+    kept = problem
+    for margin in (*MARGINS, None):
+        over = _over(problem, found)
+        if over <= 0:
+            break
+        if margin is None or isinstance(schedule, Schedule):
+            _check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
+            break
+        kept = kept.less(over * margin)
+        budget = Budget(budget_of(problem, effort), limit, tell)
+        found = _planned(kept, schedule, chunks, stages, placement, effort, budget)
+    return found
+
+
+def _over(problem: Problem, found: PipelinePlan) -> float:
+    """Bytes by which the rank that exceeds its limit the most does."""
+    limits = (problem.limit_of(kind) for kind in problem.kind_of)
+    return max(0.0 if most is None else peak - most * (1 + 1e-9) for peak, most in zip(found.peak_memory, limits))
+
+
+def _planned(
+    problem: Problem,
+    schedule: str | Schedule,
+    chunks: int | None,
+    stages: Sequence[Sequence[int]] | None,
+    placement: Sequence[int] | None,
+    effort: float,
+    budget: Budget,
+) -> PipelinePlan:
+    """The plan, whose messages may not fit beside all else."""
     if stages is None:
         check_ranks(problem)
     fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
@@ -242,7 +275,11 @@ def _finished(
     if any(numbers.divided):
         remedy = 'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks'
         _check_room(problem, peaks, "with the stages that are whole at once", remedy)
-    seconds = makespan(numbers, schedule)
+    if problem.waiting and problem.memory is not None:
+        run = simulate(numbers, schedule)
+        seconds, peaks = run.makespan, peaks_of_run(numbers, schedule, run)
+    else:
+        seconds = makespan(numbers, schedule)
     scale = sum(problem.scale or (1.0,) * problem.microbatches)
     busy = [0.0] * problem.ranks
     for stage, rank in zip(numbers.stages, home):

@@ -32,7 +32,7 @@ class Unit:
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
     pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
-    of which ranks hold pieces, as they are whole.
+    of which ranks hold pieces, as they are whole. working: bytes that it takes while it runs, and nothing else counts.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Unit:
     kept: float = 0.0
     state: float = 0.0
     gathered: float = 0.0
+    working: float = 0.0
 
     @property
     def work(self) -> float:
@@ -85,6 +86,7 @@ class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
     state and activations; None: no limit. scale: for each microbatch what its
     seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the pieces of others.
+    waiting: messages that wait to be sent or taken have to fit into the memory, too.
 
     kinds: of the ranks; none if all are alike. With kinds, seconds of units are the least that any of them takes, for
     F, B and W apart, and `memory` is the largest, so that what holds for every plan on such ranks holds for these.
@@ -99,6 +101,7 @@ class Problem:
     scale: tuple[float, ...] | None = None
     gathering: Link = field(default_factory=Link)
     kinds: tuple[Kind, ...] = ()
+    waiting: bool = False
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -135,6 +138,12 @@ class Problem:
             )
             for kind in self.kinds
         )
+
+    def less(self, size: float) -> Problem:
+        """The problem with so many bytes less on each rank."""
+        assert self.memory is not None
+        kinds = tuple(replace(kind, memory=kind.memory and kind.memory - size) for kind in self.kinds)
+        return replace(self, memory=self.memory - size, kinds=kinds)
 
     def alike(self, kind: int) -> Problem:
         """The problem if all ranks were of this kind."""
@@ -226,6 +235,7 @@ def pipeline(
                 state=sum(unit.state for unit in units),
                 gathered=gathered,
                 gather=problem.gathering.seconds(gathered) if gathered else 0.0,
+                working=max((unit.working for unit in units), default=0.0) * max(problem.scale or (1.0,)),
             )
         )
     sizes = {

@@ -202,13 +202,12 @@ def _wider(compiled: CompiledModel, now: Now) -> Variation:
 def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
     """The plan as it is would do, too. With recompute="auto" less is run again, which takes a compilation."""
     name, program, options = "10 GB more memory", compiled.program, compiled.options
-    most, left = limits(program, options), now.problem.memory
-    assert most is not None and left is not None
+    most = limits(program, options)
+    assert most is not None
     if any(choice == AUTO for _, choice in options.recompute):
         more = [round(one + MORE_MEMORY) for one in most]
         return replace(_compiled(name, compiled, now, memory=more if len(set(more)) > 1 else more[0]), same=True)
-    kinds = tuple(replace(kind, memory=kind.memory and kind.memory + MORE_MEMORY) for kind in now.problem.kinds)
-    roomy = replace(now.problem, memory=left + MORE_MEMORY, kinds=kinds)
+    roomy = now.problem.less(-MORE_MEMORY)
     return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
 
 

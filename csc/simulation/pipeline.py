@@ -34,7 +34,8 @@ class StageWork:
     saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
     takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
     parameters, gradients and optimizer state, alive for the whole step. gathered: bytes from GATHER until FREE, of
-    parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none.
+    parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none. working:
+    bytes that its largest region takes while it runs; a rank has room for that of one of its stages at any time.
     """
 
     forward: float
@@ -48,6 +49,7 @@ class StageWork:
     state: float = 0.0
     gathered: float = 0.0
     gather: float = 0.0
+    working: float = 0.0
 
     def seconds(self, kind: str) -> float:
         """Time of "F", "B", "W" or "BW"."""
@@ -89,12 +91,14 @@ class Network:
     """Links between ranks: `within` a node of `ranks_per_node` consecutive ranks (None: one node), else `between`.
 
     places: of each rank, where that is not all there is to say; a message then takes the slower of both ends' links.
+    answered: a sender knows that a message came only by its answer (gloo), and keeps it until then.
     """
 
     within: Link = Link()
     between: Link = Link()
     ranks_per_node: int | None = None
     places: tuple[Place, ...] = ()
+    answered: bool = False
 
     def link(self, source: int, destination: int) -> Link:
         """The link from one rank to another."""

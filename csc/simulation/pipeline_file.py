@@ -14,7 +14,7 @@ from csc.errors import InputError
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, Place, StageWork
 
 _REMEDY = "Compile the program again"
-GATHERS = ("gathered", "gather")
+OPTIONAL = ("gathered", "gather", "working")
 
 
 def to_json(pipeline: Pipeline) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def to_json(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _network(network: Network) -> dict[str, Any]:
-    """Places only where there are any."""
+    """Places only where there are any, and answers only where they are waited for."""
     found: dict[str, Any] = {
         "within": _link(network.within),
         "between": _link(network.between),
@@ -39,6 +39,8 @@ def _network(network: Network) -> dict[str, Any]:
             {"nodes": list(one.nodes), "within": _link(one.within), "between": _link(one.between)}
             for one in network.places
         ]
+    if network.answered:
+        found["answered"] = True
     return found
 
 
@@ -51,8 +53,8 @@ def _loads(loads: Loads) -> dict[str, Any]:
 
 
 def _row(stage: StageWork) -> dict[str, Any]:
-    """Its figures; those of gathers where there are any."""
-    return {name: one for name, one in asdict(stage).items() if one or name not in GATHERS}
+    """Its figures; some only where there are any."""
+    return {name: one for name, one in asdict(stage).items() if one or name not in OPTIONAL}
 
 
 def _link(link: Link) -> dict[str, float | None]:
@@ -86,7 +88,7 @@ def _read_loads(data: dict[str, Any]) -> Loads:
 def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) -> StageWork:
     flags = ("has_b", "has_w")
     figures: dict[str, Any] = {
-        field.name: (number or _size)(row[field.name] if field.name not in GATHERS else row.get(field.name, 0.0))
+        field.name: (number or _size)(row[field.name] if field.name not in OPTIONAL else row.get(field.name, 0.0))
         for field in fields(StageWork)
         if field.name not in flags
     }
@@ -98,7 +100,9 @@ def _read_network(row: dict[str, Any]) -> Network:
         Place(tuple(map(int, one["nodes"])), _read(one["within"]), _read(one["between"]))
         for one in row.get("places", ())
     )
-    return Network(_read(row["within"]), _read(row["between"]), row["ranks_per_node"], places)
+    return Network(
+        _read(row["within"]), _read(row["between"]), row["ranks_per_node"], places, bool(row.get("answered"))
+    )
 
 
 def _read(row: dict[str, Any]) -> Link:

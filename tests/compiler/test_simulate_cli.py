@@ -20,7 +20,7 @@ def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
     found = json.loads(done.out)
     assert found["makespan"] >= found["bound"] > 0
     assert found["gap"] == pytest.approx(found["makespan"] / found["bound"] - 1)
-    assert found["costs"] == "model of a100" and found["memory_limit"] == 80e9
+    assert found["costs"] == "model of a100" and found["memory_limit"] == 78.5e9
     assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
     for row in found["ranks"]:
         assert row["busy"] + row["bubble"] == pytest.approx(found["makespan"])
