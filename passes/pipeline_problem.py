@@ -40,7 +40,7 @@ def problem(program: Program, options: Options) -> Problem:
     """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
     own = profiles(program, options)
     ranks = math.prod(options.mesh.sizes(Group.DATA))
-    costs = region_costs(program, own[0], zero=options.zero, ranks=ranks)
+    costs = region_costs(program, own[0], zero=options.zero, ranks=ranks, fuse=options.fuse)
     of_variant = {name: working(variant) for name, variant in program.variants.items()}
     units = tuple(
         Unit(
@@ -77,7 +77,7 @@ def problem(program: Program, options: Options) -> Problem:
             tuple(members),
             tuple(
                 (cost.forward, cost.backward_input, cost.backward_weight)
-                for cost in region_costs(program, own[members[0]], zero=options.zero, ranks=ranks)
+                for cost in region_costs(program, own[members[0]], zero=options.zero, ranks=ranks, fuse=options.fuse)
             ),
             memory,
         )

@@ -41,6 +41,9 @@ class Case:
         return f"{self.configuration}, {self.frozen}, {self.ranks} ranks, {self.hardware}"
 
 
+HEAVY_CASES = (Case("VLM-M", "encoder frozen", 6, "a40"), Case("VLM-M", "encoder frozen", 12, "a40"))
+
+
 @dataclass(frozen=True)
 class Numbers:
     """A configuration with a frozen set on hardware, for any number of ranks.
@@ -64,14 +67,15 @@ class Numbers:
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """All cases; quick: the small configurations on the first hardware."""
-    return [
+    """All cases; quick: the small configurations on the fewest ranks of the first hardware, and one that is heavy."""
+    found = [
         Case(configuration, frozen, ranks, device)
         for configuration in (QUICK if quick else CONFIGURATIONS)
         for frozen in FROZEN
-        for ranks in RANKS
+        for ranks in RANKS[: 1 if quick else None]
         for device in HARDWARE[: 1 if quick else None]
     ]
+    return [*found, *HEAVY_CASES] if quick else found
 
 
 def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str], Numbers]:

@@ -1,6 +1,6 @@
 """The figures of the whole benchmark, and everything as one JSON object.
 
-    summary(simulated, paced, real, large, held) -> {field: number or None}        None: that part was not run
+    summary(simulated, paced, real, large, held, published) -> {field: number or None}    None: that part was not run
     details(simulated, paced) -> {field: number or None}              what the fields above leave out
     document(...) -> dict                                             summary, details, rows, machine, date, versions
 
@@ -18,6 +18,7 @@ Means are geometric. In the summary
                                         regions work with, activations, messages that wait, the process' own
   speedup_over_best_rival               csc keeps to the activations of the rival itself
   peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
+  published_error                       of tokens per second that others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the unaware 1F1B, both measured
@@ -37,6 +38,8 @@ from benchmarks.pipeline.baselines import EQUAL as LAYERS
 from benchmarks.pipeline.baselines import NAMES, TEMPLATE, UNAWARE
 from benchmarks.pipeline.memory import Held, largest
 from benchmarks.pipeline.paced import EQUAL, Measured
+from benchmarks.pipeline.published import Row as Published
+from benchmarks.pipeline.published import error
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.rows_file import without_stages
 from benchmarks.pipeline.simulated import Row
@@ -53,6 +56,7 @@ def summary(
     real: Real | None,
     large: float | None = None,
     held: Sequence[Held] = (),
+    published: Sequence[Published] = (),
 ) -> Figures:
     """The fields that the benchmark is judged by. large: seconds of a plan, see benchmarks.pipeline.large."""
     frozen = [row for row in simulated if row.case.frozen != "all trainable"]
@@ -70,6 +74,7 @@ def summary(
             (speedup for row in simulated for speedup in row.own_bytes.values()), default=None
         ),
         "peak_memory_error_max": largest(held),
+        "published_error_geomean": error(published),
         "speedup_over_best_rival_geomean": geomean(best for row in simulated if (best := _over_best_rival(row))),
         "speedup_over_unaware_heavy_encoder_geomean": geomean(gains[row.case] for row in frozen if row.heavy),
         "speedup_over_unaware_geomean": geomean(gains.values()),
@@ -164,13 +169,14 @@ def document(
     notes: dict[str, Sequence[str]],
     large: float | None = None,
     held: Sequence[Held] = (),
+    published: Sequence[Published] = (),
 ) -> dict[str, Any]:
     """Everything as JSON would have it. paced: the link, the runs, and torch's gradients behind a frozen prefix; notes:
     of the configurations.
     """
     link, runs, gradients = paced
     return {
-        "summary": summary(simulated, runs, real, large, held),
+        "summary": summary(simulated, runs, real, large, held, published),
         "details": details(simulated, runs),
         "simulated": [without_stages(row) for row in simulated],
         "paced": [asdict(each) | {"error": each.error} for each in runs],
@@ -179,6 +185,7 @@ def document(
         "torch_gradients_behind_a_frozen_prefix": list(gradients),
         "real": asdict(real) | {"error": real.error} if real is not None else None,
         "memory": [asdict(one) | {"errors": one.errors} for one in held],
+        "published": [asdict(one) | {"error": one.error} for one in published],
         "notes": {name: list(lines) for name, lines in notes.items()},
         "machine": {"processor": platform.processor() or platform.machine(), "system": platform.platform()},
         "date": datetime.date.today().isoformat(),

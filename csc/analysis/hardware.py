@@ -45,6 +45,7 @@ class Hardware:
     """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
     every kernel takes besides its work; ranks_per_node: devices that the `within` wires join; reserved: bytes of
     `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
+    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls.
     """
 
     name: str
@@ -60,12 +61,13 @@ class Hardware:
     ranks_per_node: int
     reserved: float = 0.0
     answered: bool = False
+    attention: tuple[float, float] | None = None
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
-    def rate(self, dtype: str) -> float:
-        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype. One product of
-        complex numbers is four of their parts.
+    def rate(self, dtype: str, op: str = "") -> float:
+        """FLOP/s that matmuls of a dtype reach, or an operator that is none. InputError if the profile does not have
+        the dtype. One product of complex numbers is four of their parts.
         """
         if dtype in PARTS:
             return self.rate(PARTS[dtype]) / 4
@@ -73,6 +75,8 @@ class Hardware:
             raise InputError(
                 f"the profile has no peak rate for {dtype}", f"hardware {self.name}", f"add peak.{dtype}, in FLOP/s"
             )
+        if self.attention is not None and "attention" in op:
+            return self.peak[dtype] * self.attention["backward" in op]
         return self.peak[dtype] * self.matmul_efficiency
 
     @property
@@ -114,6 +118,7 @@ def hardware(name: str | Path) -> Hardware:
 
 def _hardware(top: _Table, stem: str) -> Hardware:
     peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
+    attention = top.table("attention", optional=True)
     wires = []
     for name in ("within", "between"):
         wire = network.table(name)
@@ -135,10 +140,13 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         ranks_per_node=network.whole("ranks_per_node"),
         reserved=top.number("reserved", 0.0, LARGEST_MEMORY, zero=True, default=0.0),
         answered=network.switch("answered"),
+        attention=(attention.number("forward", 0.0, 1.0), attention.number("backward", 0.0, 1.0))
+        if attention.content
+        else None,
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
-    for table in (top, peak, network, measured):
+    for table in (top, peak, network, measured, attention):
         table.done()
     return found
 
@@ -234,6 +242,9 @@ def toml_text(hardware: Hardware) -> str:
     ]
     for name, wire in (("within", hardware.within), ("between", hardware.between)):
         lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]
+    if hardware.attention:
+        forward, backward = hardware.attention
+        lines += ["", "[attention]", f"forward = {forward!r}", f"backward = {backward!r}"]
     if hardware.measured:
         lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
         lines.append(f"on = {_quoted(hardware.measured_on)}")
