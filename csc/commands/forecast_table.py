@@ -1,6 +1,6 @@
 """What a plan expects of its step: the ranks as a table, the makespan and its lower bound as sentences.
 
-show_forecast(forecast)        bound_text(forecast) -> str
+show_forecast(forecast)        bound_text(forecast), step_text(forecast) -> str
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ def show_forecast(found: Forecast) -> None:
             bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
         )  # fmt: skip
     console.print(shares)
+
+
+def step_text(found: Forecast) -> str:
+    """The makespan, what follows it, and where the seconds come from."""
+    most = max(found.ends, key=lambda end: end.seconds)
+    parts = [f"{seconds_text(most.reduce)} to add gradients"] if most.reduce else []
+    parts += [f"{seconds_text(most.optimizer)} for AdamW"] if most.optimizer else []
+    behind = f"; {seconds_text(found.step)} with {' and '.join(parts)}" if parts else ""
+    return f"makespan {seconds_text(found.plan.makespan)}{behind}; costs: {found.costs}"
 
 
 def bound_text(found: Forecast) -> str:

@@ -22,6 +22,7 @@ from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import PARTS
 from csc.passes.pipeline_problem import problem
+from csc.passes.step_end import StepEnd, step_ends
 from csc.planning.partition import balance
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
@@ -52,6 +53,13 @@ class Forecast:
     holds: tuple[str, ...]  # per rank, the regions of its stages
     memory: float | None
     devices: tuple[str, ...] = ()  # per rank, what it is and may hold, where ranks differ
+    ends: tuple[StepEnd, ...] = ()  # per rank, what follows its last action
+
+    @property
+    def step(self) -> float:
+        """Seconds until the last rank has added gradients and stepped the optimizer."""
+        last = (max((event.end for event in events), default=0.0) for events in self.plan.ranks)
+        return max((done + end.seconds for done, end in zip(last, self.ends)), default=self.plan.makespan)
 
     @property
     def gap(self) -> float:
@@ -69,6 +77,7 @@ class Forecast:
             "layout": self.layout,
             "costs": self.costs,
             "makespan": self.plan.makespan,
+            "step": self.step,
             "bound": self.bound,
             "bound_of": "several stages a rank" if self.shared else "one stage a rank",
             "gap": self.gap,
@@ -79,6 +88,8 @@ class Forecast:
                 {
                     "rank": rank,
                     "holds": held,
+                    "reduce": self.ends[rank].reduce,
+                    "optimizer": self.ends[rank].optimizer,
                     **({"device": self.devices[rank]} if self.devices else {}),
                     "busy": self.plan.busy[rank],
                     "bubble": self.plan.bubble[rank],
@@ -118,6 +129,7 @@ def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jit
         holds=tuple(_held(program, rank) for rank in range(options.mesh.pp)),
         memory=numbers.memory,
         devices=devices_of(numbers),
+        ends=tuple(step_ends(program, options)),
     )
 
 
