@@ -36,7 +36,7 @@ def compile(
     placement: Sequence[int] | None = None,
     schedule: str = "auto",
     chunks: int | None = None,
-    hardware: str | Path | None = None,
+    hardware: str | Path | Sequence[str | Path] | None = None,
     memory: int | str | None = None,
     microbatches: int = 1,
     loss_weight: str = "auto",
@@ -70,7 +70,9 @@ def compile(
             the path of a schedule file.
         chunks: Stages that each rank runs, for schedules that allow several.
         hardware: The profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
-        memory: What one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given.
+            A list has one for each pipeline rank, where they differ: `["h100", "h100", "a100", "a100"]`.
+        memory: What one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given. A list has one
+            for each pipeline rank.
         microbatches: How many a step divides each replica's share of the batch into.
         loss_weight: How microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
         precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they

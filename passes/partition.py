@@ -64,19 +64,29 @@ def partition(program: Program, options: Options) -> Program:
         for index, members in enumerate(decided.stages)
     )
     assert {stage.rank for stage in built} == set(range(options.mesh.pp))
-    profile = numbers.chosen_hardware(program, options)
+    profiles = numbers.profiles(program, options)
     record = Plan(
         schedule=decided.schedule,
-        costs=basis(program, profile),
+        costs=_basis(program, profiles),
         layout=decided.layout,
         pipeline=to_json(decided.pipeline),
         makespan=decided.makespan,
         bound=decided.bound,
         shared_bound=decided.shared_bound,
         peak_memory=tuple(decided.peak_memory),
-        peak_flops=_peak(program, profile),
+        peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
     )
     return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)
+
+
+def _basis(program: Program, profiles: Sequence[Hardware]) -> str:
+    """Where the seconds of each pipeline rank come from."""
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(profiles):
+        ranks.setdefault(basis(program, one), []).append(rank)
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return "; ".join(f"{text} on ranks {', '.join(map(str, own))}" for text, own in ranks.items())
 
 
 def _peak(program: Program, profile: Hardware) -> float:

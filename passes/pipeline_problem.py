@@ -1,34 +1,47 @@
 """The planning problem of a Program: its regions and values as numbers. The passes `partition` and `schedule` ask it.
 
 problem(program, options) -> Problem             needs pass `split`
-chosen_hardware(program, options) -> Hardware    the profile that turns work into seconds
+profiles(program, options) -> (Hardware, ...)    the profile of each pipeline rank, which turns work into seconds
+chosen_hardware(program, options) -> Hardware    that of the slowest
+limits(program, options) -> (bytes, ...) | None  what each pipeline rank may hold
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from csc import devices
 from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
+from csc.analysis.working import working
 from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
-from csc.planning.problem import Problem, Unit, Value
-from csc.simulation.pipeline import Link, Network
+from csc.planning.problem import Kind, Problem, Unit, Value, unequal
+from csc.simulation.pipeline import Link, Network, Place
+
+
+def profiles(program: Program, options: Options) -> tuple[Hardware, ...]:
+    """By pipeline rank what the options name, else one for the device that the program was captured on."""
+    named = options.hardware or devices.profile(program.device)
+    each = named if isinstance(named, tuple) else (named,) * options.mesh.pp
+    known = {name: hardware(name) for name in each}
+    return tuple(known[name] for name in each)
 
 
 def chosen_hardware(program: Program, options: Options) -> Hardware:
-    """The profile that the options name, else one for the device that the program was captured on."""
-    return hardware(options.hardware or devices.profile(program.device))
+    """The profile of the pipeline ranks; of several the slowest, for which the others wait."""
+    return min(profiles(program, options), key=lambda one: one.peak["bfloat16"] * one.matmul_efficiency)
 
 
 def problem(program: Program, options: Options) -> Problem:
-    """Units are the regions in order. The memory limit is the options', else that of hardware chosen by name, without
-    what one region makes again while its B runs, as far as it is not in what B leaves for W.
-    """
-    profile = chosen_hardware(program, options)
+    """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
+    own = profiles(program, options)
     ranks = math.prod(options.mesh.sizes(Group.DATA))
-    costs = region_costs(program, profile, zero=options.zero, ranks=ranks)
+    costs = region_costs(program, own[0], zero=options.zero, ranks=ranks, fuse=options.fuse)
+    of_variant = {name: working(variant) for name, variant in program.variants.items()}
     units = tuple(
         Unit(
             name=cost.name,
@@ -42,36 +55,87 @@ def problem(program: Program, options: Options) -> Problem:
             kept=cost.kept,
             state=cost.state,
             gathered=cost.gathered,
+            working=of_variant[region.variant],
         )
-        for cost in costs
+        for cost, region in zip(costs, program.regions, strict=True)
     )
-    memory = limit(program, options)
-    if memory is not None:
-        memory -= max(0, *(cost.again - max(0, cost.kept - cost.saved) for cost in costs))
-    return Problem(
-        units, values(program), options.mesh.pp, options.microbatches, memory, network(profile), scale=None,
-        gathering=gathering(profile, options),
+    most = limits(program, options)
+    left = [None] * options.mesh.pp if most is None else list(most)
+    found = Problem(
+        units, values(program), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
+        scale=None, gathering=gathering(own, options), waiting=True,
     )  # fmt: skip
+    alike: dict[tuple[str, float | None], list[int]] = {}
+    for rank in range(options.mesh.pp):
+        named = options.hardware[rank] if isinstance(options.hardware, tuple) else ""
+        alike.setdefault((named, left[rank]), []).append(rank)
+    if len(alike) == 1:
+        return found
+    kinds = [
+        Kind(
+            own[members[0]].name,
+            tuple(members),
+            tuple(
+                (cost.forward, cost.backward_input, cost.backward_weight)
+                for cost in region_costs(program, own[members[0]], zero=options.zero, ranks=ranks, fuse=options.fuse)
+            ),
+            memory,
+        )
+        for (_, memory), members in alike.items()
+    ]
+    return unequal(found, kinds)
 
 
-def gathering(profile: Hardware, options: Options) -> Link:
+def gathering(own: Sequence[Hardware], options: Options) -> Link:
     """How data-parallel ranks get each other's shards: all but its own come to each, over the slowest of its links."""
     ranks = options.mesh.group(Group.DATA, 0)
-    wire = profile.within if ranks[-1] < profile.ranks_per_node else profile.between
     others = len(ranks) - 1
-    return Link(wire.latency * others, wire.bandwidth * len(ranks) / others) if others else Link()
+    if not others:
+        return Link()
+    wires = [one.within if ranks[-1] < one.ranks_per_node else one.between for one in own]
+    latency, bandwidth = max(wire.latency for wire in wires), min(wire.bandwidth for wire in wires)
+    return Link(latency * others, bandwidth * len(ranks) / others)
+
+
+def limits(program: Program, options: Options) -> tuple[float, ...] | None:
+    """What each pipeline rank may hold, in bytes; None: nobody says."""
+    given = options.memory
+    if given is not None:
+        return tuple(map(float, given)) if isinstance(given, tuple) else (float(given),) * options.mesh.pp
+    return tuple(one.memory - one.reserved for one in profiles(program, options)) if options.hardware else None
 
 
 def limit(program: Program, options: Options) -> float | None:
-    """What one rank may hold, in bytes; None: nobody says."""
-    if options.memory is not None:
-        return float(options.memory)
-    return chosen_hardware(program, options).memory if options.hardware else None
+    """What the rank may hold that may hold the most; None: nobody says."""
+    found = limits(program, options)
+    return None if found is None else max(found)
 
 
 def network(profile: Hardware) -> Network:
-    """The links of a hardware profile."""
-    return Network(_link(profile.within), _link(profile.between), profile.ranks_per_node)
+    """The links of a hardware profile, for ranks that stand in a row."""
+    return Network(
+        _link(profile.within), _link(profile.between), profile.ranks_per_node, answered=profile.answered
+    )  # fmt: skip
+
+
+def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
+    """The links between pipeline ranks. A rank of the pipeline is a device for each index on the other axes of the
+    mesh; devices fill nodes in the order of their global ranks, and a node has devices of one profile.
+    """
+    node, free, before = -1, 0, None
+    nodes: list[list[int]] = [[] for _ in range(mesh.pp)]
+    for device in range(mesh.size):
+        position = mesh.coordinates(device).pp
+        if not free or own[position] is not before:
+            node, free, before = node + 1, own[position].ranks_per_node, own[position]
+        free -= 1
+        nodes[position].append(node)
+    found = network(own[0])
+    in_a_row = all(one == [rank // own[0].ranks_per_node] for rank, one in enumerate(nodes))
+    if in_a_row and all(one == own[0] for one in own):
+        return found
+    places = (Place(tuple(one), _link(p.within), _link(p.between)) for one, p in zip(nodes, own))
+    return replace(found, places=tuple(places))
 
 
 def _link(wire: Wire) -> Link:

@@ -31,8 +31,9 @@ from csc.passes.pipeline_problem import chosen_hardware, limit, problem
 from csc.passes.split import divided, is_cheap, parts_of
 from torch import fx
 
-from csc.analysis.costs import Kernels, call_of, dense_bytes, held_bytes, seconds
+from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
 from csc.analysis.hardware import Hardware
+from csc.analysis.kernels import Kernels
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique

@@ -20,6 +20,8 @@ from benchmarks.mllm.models import ENCODERS
 from benchmarks.mllm.trace import program
 from csc.analysis.costs import RegionTimes, region_costs, value_bytes
 from csc.analysis.hardware import Hardware
+from csc.analysis.working import working
+from csc.ir.program import Variant
 from csc.planning.problem import Problem, Unit
 
 
@@ -35,16 +37,16 @@ def problem(
     whole = program(configuration, frozen)
     sizes = value_bytes(whole)
     units = tuple(
-        checkpointed(cost, sum(sizes[value][0] for value in region.activations))
+        checkpointed(cost, sum(sizes[value][0] for value in region.activations), whole.variants[region.variant])
         for cost, region in zip(region_costs(whole, hardware), whole.regions, strict=True)
     )
-    return Problem(units, values(whole), ranks, microbatches, memory, network(hardware))
+    return Problem(units, values(whole), ranks, microbatches, memory, network(hardware), waiting=True)
 
 
-def checkpointed(cost: RegionTimes, inputs: int) -> Unit:
-    """A region that keeps its inputs alone and whose B starts with F."""
+def checkpointed(cost: RegionTimes, inputs: int, variant: Variant) -> Unit:
+    """A region that keeps its inputs alone and whose B starts with F; what F saves is there while B runs."""
     figures = {name: value for name, value in asdict(cost).items() if name != "again"}
-    unit = Unit(**figures)
+    unit = Unit(**figures, working=working(variant, inputs if cost.has_b else None))
     return replace(unit, backward_input=cost.backward_input + cost.forward, saved=inputs) if cost.has_b else unit
 
 

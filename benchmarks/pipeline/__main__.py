@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("simulated", "paced", "real")
+PARTS = ("simulated", "paced", "real", "memory", "published")
 WIDTH = 160
 TOLD = 10  # lines of progress without a terminal
 
@@ -44,20 +44,41 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    show(console, found["simulated"], link, runs, gradients, found["real"], found["large"])
+    show(
+        console,
+        found["simulated"],
+        link,
+        runs,
+        gradients,
+        found["real"],
+        found["large"],
+        found["held"],
+        found["published"],
+    )
 
 
 def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """The parts, as the arguments of `document`. Measured parts come first: nothing else runs beside them."""
     from benchmarks.mllm.configurations import CONFIGURATIONS
-    from benchmarks.pipeline import large, paced, real, rows_file, simulated
+    from benchmarks.pipeline import large, memory, paced, published, real, rows_file, simulated
     from benchmarks.pipeline.cases import cases, numbers
     from benchmarks.pipeline.torch_schedules import TORCH
 
     quick = arguments.quick
-    found: dict[str, Any] = {"simulated": [], "paced": (None, [], []), "real": None, "large": None}
+    found: dict[str, Any] = {
+        "simulated": [],
+        "paced": (None, [], []),
+        "real": None,
+        "large": None,
+        "held": [],
+        "published": [],
+    }
     if "real" in parts:
         found["real"] = real.measure(runs=1 if quick else 3, steps=4, budget=5 if quick else 20, progress=progress)
+    if "memory" in parts:
+        found["held"] = memory.measure(2 if quick else len(memory.RUNS), progress)
+    if "published" in parts:
+        found["published"] = published.measure()
     if "paced" in parts:
         chosen = paced.QUICK if quick else paced.CASES
         known = {case: numbers(case.configuration, [case.hardware])[case.hardware, case.frozen] for case in chosen}

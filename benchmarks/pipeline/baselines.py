@@ -46,6 +46,9 @@ RIVALS = (
 )
 
 
+NAMES = tuple(name for name, *_ in RIVALS)
+
+
 @dataclass(frozen=True)
 class Baseline:
     """One of them on one case. seconds: makespan, None if it cannot express the case, for which note says why.
@@ -153,6 +156,12 @@ def _rival(title: str, name: str, home: Sequence[int], whole: Problem, split: st
     numbers = pipeline(whole, stages)
     schedule = SCHEDULES[name](numbers, home, whole.microbatches)
     return Baseline(title, makespan(numbers, schedule), max(peak_memory(numbers, schedule)), stages, (), split)
+
+
+def schedule_of(title: str, numbers: Pipeline, ranks: int, microbatches: int) -> Schedule:
+    """The rival of this title."""
+    _, name, chunks = next(rival for rival in RIVALS if rival[0] == title)
+    return SCHEDULES[name](numbers, placed(name, ranks, chunks), microbatches)
 
 
 def _splits(whole: Problem, stages: int) -> Iterator[tuple[str, Split]]:

@@ -41,17 +41,22 @@ class Case:
         return f"{self.configuration}, {self.frozen}, {self.ranks} ranks, {self.hardware}"
 
 
+HEAVY_CASES = (Case("VLM-M", "encoder frozen", 6, "a40"), Case("VLM-M", "encoder frozen", 12, "a40"))
+
+
 @dataclass(frozen=True)
 class Numbers:
     """A configuration with a frozen set on hardware, for any number of ranks.
 
-    layers[u]: unit u is a layer. encoders: the encoders' share of the forward FLOPs. device: bytes of memory of a rank.
+    layers[u]: unit u is a layer. encoders: the encoders' share of the forward FLOPs. device: bytes of memory of a rank,
+    reserved: what of them its process takes for itself.
     """
 
     problem: Problem
     layers: tuple[bool, ...]
     encoders: float
     device: float
+    reserved: float
     notes: tuple[str, ...]
 
     @property
@@ -62,14 +67,15 @@ class Numbers:
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """All cases; quick: the small configurations on the first hardware."""
-    return [
+    """All cases; quick: the small configurations on the fewest ranks of the first hardware, and one that is heavy."""
+    found = [
         Case(configuration, frozen, ranks, device)
         for configuration in (QUICK if quick else CONFIGURATIONS)
         for frozen in FROZEN
-        for ranks in RANKS
+        for ranks in RANKS[: 1 if quick else None]
         for device in HARDWARE[: 1 if quick else None]
     ]
+    return [*found, *HEAVY_CASES] if quick else found
 
 
 def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str], Numbers]:
@@ -82,6 +88,7 @@ def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str],
             tuple(region.kind == "layer" for region in program(model, frozen).regions),
             share,
             hardware(device).memory,
+            hardware(device).reserved,
             model.notes,
         )
         for device in devices
@@ -90,6 +97,6 @@ def numbers(configuration: str, devices: Sequence[str]) -> dict[tuple[str, str],
 
 
 def of_case(found: Numbers, case: Case) -> Problem:
-    """The problem of a case, without the state of its units."""
-    units = tuple(replace(unit, state=0.0) for unit in found.problem.units)
-    return replace(found.problem, units=units, ranks=case.ranks)
+    """The problem of a case, without what a rank holds besides activations."""
+    units = tuple(replace(unit, state=0.0, working=0.0) for unit in found.problem.units)
+    return replace(found.problem, units=units, ranks=case.ranks, waiting=False)

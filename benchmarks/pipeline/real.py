@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def measure(runs: int, steps: int, budget: float, progress: Callable[[str, int, 
         folder = Path(name)
         progress("profiling", 0, runs + 1)
         tables = [folder / f"core{core}.toml" for core in range(2)]
-        _all([[sys.executable, "-m", "benchmarks.pipeline.real_model", str(t), str(budget)] for t in tables])
+        together([[sys.executable, "-m", "benchmarks.pipeline.real_model", str(t), str(budget)] for t in tables])
         model = compiled(hardware=tables[0])
         program = model.write(folder / "program")
         expected = read(program)
@@ -70,7 +70,7 @@ def measure(runs: int, steps: int, budget: float, progress: Callable[[str, int, 
         for number in range(runs):
             progress("computing", number + 1, runs + 1)
             table = folder / f"measured{number}.json"
-            _all([_torchrun("-m", "csc.run", str(program), "--steps", str(steps), "--timeline", str(table))])
+            together([torchrun("-m", "csc.run", str(program), "--steps", str(steps), "--timeline", str(table))])
             found.append(read(table))
         progress("computing", runs + 1, runs + 1)
         seconds = [_makespan(each) for each in found]
@@ -86,13 +86,14 @@ def measure(runs: int, steps: int, budget: float, progress: Callable[[str, int, 
         )
 
 
-def _torchrun(*command: str) -> list[str]:
+def torchrun(*command: str) -> list[str]:
+    """A command for two ranks."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
 
 
-def _all(commands: Sequence[list[str]]) -> None:
-    """Run commands beside each other. CscError with what one said if it fails."""
-    environment = {**os.environ, **ENVIRONMENT}
+def together(commands: Sequence[list[str]], own: Mapping[str, str] = ENVIRONMENT) -> None:
+    """Run commands beside each other, with `own` in the environment. CscError with what one said if it fails."""
+    environment = {**os.environ, **own}
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for command in commands

@@ -8,6 +8,7 @@ python -m benchmarks.pipeline.real_model PROFILE.toml SECONDS        measures it
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def compiled(**options: Any) -> Any:
-    """The model with its vision tower frozen, for two pipeline ranks."""
+def compiled(meta: bool = False, **options: Any) -> Any:
+    """The model with its vision tower frozen, for two pipeline ranks. meta: without weights, which are loaded."""
+    with csc.meta_init() if meta else nullcontext():
+        model = build()
     return csc.compile(
-        build(),
+        model,
         mesh=csc.Mesh(pp=2),
         example=batch(),
         freeze=["vision_tower"],

@@ -13,10 +13,12 @@ from rich.table import Table
 
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
 from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
+from benchmarks.pipeline.memory import Held
 from benchmarks.pipeline.paced import Measured
+from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.simulated import Pair, Planned, Row
-from benchmarks.pipeline.summary import details, over_torch, summary
+from benchmarks.pipeline.summary import Figures, details, over_torch, summary
 from benchmarks.pipeline.torch_schedules import TORCH
 from csc.simulation.pipeline import Link
 
@@ -30,13 +32,15 @@ AIMS = {
     "paced_error_max": "at most 0.05",
     "real_error": "at most 0.10",
     "plan_seconds_max": "under 10",
+    "peak_memory_error_max": "at most 0.05",
+    "published_error_geomean": "at most 0.15",
     "plan_seconds_64x256": "under 10",
     "worst_speedup_over_any_baseline_own_bytes": "at least 1",
     "speedup_over_best_rival_geomean": "1.10 frozen, 1.03 all trained",
 }
 NOTES = (
     "Cases: frozen are nothing (all), the encoders (enc), all but the projectors (proj); ranks; hardware; +: "
-    "heavy, frozen encoders hold a third or more of the forward FLOPs.",
+    "heavy, frozen encoders hold a third or more of the forward FLOPs; n too large: rivals that do not fit the device.",
     "GiB: activations, the most that a rank keeps for B and W, on the fullest rank. Equal: no more than the "
     "unaware split (b) under 1F1B; double: twice that. State: with parameters, gradients and AdamW's moments, of "
     "the device's memory.",
@@ -62,6 +66,8 @@ def show(
     gradients: Sequence[dict[str, Any]],
     real: Real | None,
     large: float | None = None,
+    held: Sequence[Held] = (),
+    published: Sequence[Published] = (),
 ) -> None:
     """Print what was run."""
     if simulated:
@@ -74,7 +80,11 @@ def show(
         console.print(_gradients(gradients))
     if real is not None:
         console.print(_real(real))
-    console.print(_summary(simulated, paced, real, large))
+    if held:
+        console.print(_held(held))
+    if published:
+        console.print(_published(published))
+    console.print(_summary(summary(simulated, paced, real, large, held, published), details(simulated, paced)))
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -98,6 +108,7 @@ def _simulated(rows: Sequence[Row]) -> Table:
         before = (case.configuration, case.frozen)
         equal, double = row.plans["equal"], row.plans["double"]
         heavy = " +" if row.heavy else ""
+        heavy += f" {len(row.not_fitting)} too large" if row.not_fitting else ""
         table.add_row(
             f"{case.configuration} {SHORT[case.frozen]} {case.ranks} {case.hardware}{heavy}",
             f"{row.bound:.3g}",
@@ -178,13 +189,35 @@ def _real(real: Real) -> Table:
     return table
 
 
-def _summary(simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None, large: float | None) -> Table:
+def _held(held: Sequence[Held]) -> Table:
+    table = _table(
+        "Memory of two ranks at their fullest, MB: torch's allocator has tensors, the system the process",
+        ["run", "rank"],
+        ["predicted", "allocator", "error", "with the process' own", "system", "error"],
+    )
+    for one in held:
+        system, allocator = one.errors
+        table.add_row(
+            one.run, str(one.rank), f"{one.predicted / 1e6:.1f}", f"{one.allocator / 1e6:.1f}", f"{allocator:+.1%}",
+            f"{(one.predicted + one.reserved) / 1e6:.1f}", f"{one.system / 1e6:.1f}", f"{system:+.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _published(rows: Sequence[Published]) -> Table:
+    table = _table("Tokens per second of a GPU", ["settings"], ["published", "predicted", "error"])
+    for row in rows:
+        table.add_row(row.name, f"{row.published:,.0f}", f"{row.predicted:,.0f}", f"{row.error:+.1%}")
+    return table
+
+
+def _summary(figures: Figures, more: Figures) -> Table:
     table = _table("Summary", ["figure"], ["value"])
     table.add_column("aim")
-    for name, value in summary(simulated, paced, real, large).items():
+    for name, value in figures.items():
         table.add_row(name, "not run" if value is None else f"{value:.4g}", AIMS.get(name, ""))
     table.add_section()
-    for name, value in details(simulated, paced).items():
+    for name, value in more.items():
         if value is not None:
             table.add_row(name, f"{value:.4g}", "")
     return table

@@ -50,4 +50,12 @@ def _row(stored: dict[str, Any]) -> Row:
         for each in stored["pairs"]
     )
     plans = {name: Planned(**each) for name, each in stored["plans"].items()}
-    return Row(**{**stored, "case": Case(**stored["case"]), "plans": plans, "pairs": tuple(pairs)})
+    return Row(
+        **{
+            **stored,
+            "case": Case(**stored["case"]),
+            "plans": plans,
+            "pairs": tuple(pairs),
+            "not_fitting": tuple(stored["not_fitting"]),
+        }
+    )

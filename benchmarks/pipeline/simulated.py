@@ -6,6 +6,8 @@ Terms
   double       the same with twice as much
   one stage    a plan with one stage on each rank; without it, csc gives a rank several where that is faster
   pair         a baseline and the fastest plan found whose activations are no more than the baseline's own
+  own bytes    all that the fullest rank of a rival holds: state, what regions work with, activations, messages that
+               wait, what the process takes for itself
 
     evaluate(case, numbers) -> Row                            seconds of work: plans are searched for
     run(cases, processes, progress, known, keep) -> [Row]
@@ -24,13 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from benchmarks.pipeline.baselines import UNAWARE, Baseline, baselines
+from benchmarks.pipeline.baselines import NAMES, UNAWARE, Baseline, baselines, schedule_of
 from benchmarks.pipeline.cases import HARDWARE, Case, Numbers, numbers, of_case
 from csc.errors import InputError
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.simulation.memory import peak_memory
+from csc.simulation.messages import peaks
+from csc.simulation.simulate import simulate
 
 LIMITS = {"equal": (1, None), "double": (2, None), "equal, one stage": (1, 1), "double, one stage": (2, 1)}
 SAME = 1 + 1e-9  # floats that differ by less are equal
@@ -69,7 +73,8 @@ class Pair:
 class Row:
     """Everything about one case. bound, shared_bound: seconds, for one stage on each rank and for all plans; device:
     bytes of its memory. plans: by the names of LIMITS. plan_seconds: of the slowest plan, those for pairs included, in
-    processor time: a plan is made by one thread, and others may run beside it.
+    processor time: a plan is made by one thread, and others may run beside it. own_bytes: of each rival that fits the
+    device, its seconds over those of csc in as many bytes; 0: csc finds no plan. not_fitting: the others.
     """
 
     case: Case
@@ -81,6 +86,8 @@ class Row:
     plans: dict[str, Planned]
     pairs: tuple[Pair, ...]
     plan_seconds: float
+    own_bytes: dict[str, float]
+    not_fitting: tuple[str, ...]
 
     def pair(self, name: str) -> Pair:
         """The pair with the baseline of that name."""
@@ -114,7 +121,34 @@ def evaluate(case: Case, found: Numbers) -> Row:
     made = list(plans.values())
     pairs = _pairs(others, made, planned)
     longest = max(each.plan_seconds for each in made)
-    return Row(case, found.heavy, found.encoders, single, shared, found.device, plans, pairs, longest)
+    own, outside = _own_bytes(stated, others, found.device - found.reserved)
+    return Row(
+        case, found.heavy, found.encoders, single, shared, found.device, plans, pairs, longest, own, outside
+    )  # fmt: skip
+
+
+def _own_bytes(stated: Problem, others: Sequence[Baseline], device: float) -> tuple[dict[str, float], tuple[str, ...]]:
+    """csc against every rival in the rival's own bytes. A plan for one serves those that take more bytes and time."""
+    rivals = []
+    for other in others:
+        if other.name in NAMES and other.seconds:
+            numbers = pipeline(stated, other.stages)
+            schedule = schedule_of(other.name, numbers, stated.ranks, stated.microbatches)
+            held = max(peaks(numbers, schedule, simulate(numbers, schedule)))
+            rivals.append((held, other))
+    outside = tuple(other.name for held, other in rivals if held > device)
+    made: list[tuple[float, float]] = []  # bytes, seconds
+    found: dict[str, float] = {}
+    for held, other in sorted(((held, other) for held, other in rivals if held <= device), key=lambda each: each[0]):
+        assert other.seconds is not None
+        best = min((seconds for size, seconds in made if size <= held * SAME), default=float("inf"))
+        if best > other.seconds:
+            with suppress(InputError):
+                planned = plan(replace(stated, memory=held))
+                made.append((max(planned.peak_memory), planned.makespan))
+                best = min(best, planned.makespan)
+        found[other.name] = other.seconds / best
+    return found, outside
 
 
 def _with_state(stated: Problem, made: PipelinePlan) -> float:

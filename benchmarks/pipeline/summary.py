@@ -1,6 +1,6 @@
 """The figures of the whole benchmark, and everything as one JSON object.
 
-    summary(simulated, paced, real, large) -> {field: number or None}        None: that part was not run
+    summary(simulated, paced, real, large, held, published) -> {field: number or None}    None: that part was not run
     details(simulated, paced) -> {field: number or None}              what the fields above leave out
     document(...) -> dict                                             summary, details, rows, machine, date, versions
 
@@ -12,8 +12,13 @@ Means are geometric. In the summary
   worst_speedup_over_any_baseline       of pairs: csc keeps to the activations of the very baseline. Baselines whose
                                         gradients are wrong are no baselines; pairs in which csc does not fit are
                                         counted in the details
-  .. own_bytes, speedup_over_best_rival  of the rivals (benchmarks.pipeline.baselines): fused B and W, every number of
-                                        chunks, on three splits; csc keeps to the peak of the rival itself
+  .. own_bytes                          over each rival (benchmarks.pipeline.baselines: fused B and W, every number of
+                                        chunks, on three splits) that fits the device, in that rival's own bytes on its
+                                        fullest rank, everything counted: parameters, gradients, optimizer state, what
+                                        regions work with, activations, messages that wait, the process' own
+  speedup_over_best_rival               csc keeps to the activations of the rival itself
+  peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
+  published_error                       of tokens per second that others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the unaware 1F1B, both measured
@@ -30,8 +35,11 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
-from benchmarks.pipeline.baselines import RIVALS, TEMPLATE, UNAWARE
+from benchmarks.pipeline.baselines import NAMES, TEMPLATE, UNAWARE
+from benchmarks.pipeline.memory import Held, largest
 from benchmarks.pipeline.paced import EQUAL, Measured
+from benchmarks.pipeline.published import Row as Published
+from benchmarks.pipeline.published import error
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.rows_file import without_stages
 from benchmarks.pipeline.simulated import Row
@@ -40,11 +48,15 @@ from csc.simulation.pipeline import Link
 
 Figures = dict[str, float | None]
 PACKAGES = ("torch", "transformers", "numpy")
-NAMES = tuple(name for name, *_ in RIVALS)
 
 
 def summary(
-    simulated: Sequence[Row], paced: Sequence[Measured], real: Real | None, large: float | None = None
+    simulated: Sequence[Row],
+    paced: Sequence[Measured],
+    real: Real | None,
+    large: float | None = None,
+    held: Sequence[Held] = (),
+    published: Sequence[Published] = (),
 ) -> Figures:
     """The fields that the benchmark is judged by. large: seconds of a plan, see benchmarks.pipeline.large."""
     frozen = [row for row in simulated if row.case.frozen != "all trainable"]
@@ -59,8 +71,10 @@ def summary(
         ),
         "worst_speedup_over_any_baseline": min((pair.speedup or 0.0 for pair in pairs), default=None),
         "worst_speedup_over_any_baseline_own_bytes": min(
-            (pair.speedup or 0.0 for pair in pairs if pair.baseline.name in NAMES), default=None
+            (speedup for row in simulated for speedup in row.own_bytes.values()), default=None
         ),
+        "peak_memory_error_max": largest(held),
+        "published_error_geomean": error(published),
         "speedup_over_best_rival_geomean": geomean(best for row in simulated if (best := _over_best_rival(row))),
         "speedup_over_unaware_heavy_encoder_geomean": geomean(gains[row.case] for row in frozen if row.heavy),
         "speedup_over_unaware_geomean": geomean(gains.values()),
@@ -154,13 +168,15 @@ def document(
     real: Real | None,
     notes: dict[str, Sequence[str]],
     large: float | None = None,
+    held: Sequence[Held] = (),
+    published: Sequence[Published] = (),
 ) -> dict[str, Any]:
     """Everything as JSON would have it. paced: the link, the runs, and torch's gradients behind a frozen prefix; notes:
     of the configurations.
     """
     link, runs, gradients = paced
     return {
-        "summary": summary(simulated, runs, real, large),
+        "summary": summary(simulated, runs, real, large, held, published),
         "details": details(simulated, runs),
         "simulated": [without_stages(row) for row in simulated],
         "paced": [asdict(each) | {"error": each.error} for each in runs],
@@ -168,6 +184,8 @@ def document(
         "loopback": asdict(link) if link is not None else None,
         "torch_gradients_behind_a_frozen_prefix": list(gradients),
         "real": asdict(real) | {"error": real.error} if real is not None else None,
+        "memory": [asdict(one) | {"errors": one.errors} for one in held],
+        "published": [asdict(one) | {"error": one.error} for one in published],
         "notes": {name: list(lines) for name, lines in notes.items()},
         "machine": {"processor": platform.processor() or platform.machine(), "system": platform.platform()},
         "date": datetime.date.today().isoformat(),

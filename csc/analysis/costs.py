@@ -25,7 +25,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,45 +33,15 @@ from torch import fx
 
 from csc.analysis import head_costs
 from csc.analysis.flops import call_flops
+from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
+from csc.analysis.kernels import Call, Kernels
+from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
 from csc.ir.program import Program, Variant
 
 # Calls that read as many elements of their first argument as they write, whatever its size.
 LOOKUPS = frozenset({"aten::embedding", "aten::index", "aten::index_select", "aten::gather"})
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kernel. dtype: of the operands, which decides the peak rate."""
-
-    op: str
-    dtype: str
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of F, B or W, in order."""
-
-    calls: tuple[Call, ...] = ()
-
-    @cached_property
-    def flops(self) -> int:
-        return sum(call.flops for call in self.calls)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes read and written."""
-        return sum(call.bytes for call in self.calls)
-
-    @property
-    def kernels(self) -> int:
-        return len(self.calls)
-
-    def __add__(self, other: Kernels) -> Kernels:
-        return Kernels(self.calls + other.calls)
 
 
 @dataclass(frozen=True)
@@ -160,21 +130,28 @@ def region_costs(
     master: bool = False,
     zero: int = 0,
     ranks: int = 1,
+    fuse: bool = False,
 ) -> list[RegionTimes]:
     """Seconds and bytes of every region, in the order of `program.regions`.
 
     measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`. zero, ranks:
-    see `RegionCost.state_of`; with zero=3 `gathered` is what they make whole where the region computes.
+    see `RegionCost.state_of`; with zero=3 `gathered` is what they make whole where the region computes. fuse: seconds
+    are those of functions that Inductor compiled.
     """
     known = hardware.measured if measured is None else measured
     stored = stored_dtypes(program)
-    of_variant = {}
-    for name, variant in program.variants.items():
-        cost = variant_cost(variant, master, stored[name])
-        of_variant[name] = (cost, _seconds(variant, cost, hardware, known))
+    of_variant = {name: variant_cost(variant, master, stored[name]) for name, variant in program.variants.items()}
+    seen = shares(program)
+    timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
     found = []
     for region in program.regions:
-        cost, times = of_variant[region.variant]
+        variant, cost = program.variants[region.variant], of_variant[region.variant]
+        key = (region.variant, tuple(region.shared))
+        if key not in timed:
+            visible = named(region, program.templates[variant.template].shared, seen)
+            works = _fused(variant) if fuse else (cost.forward, cost.backward_input, cost.backward_weight)
+            timed[key] = known.get(variant_key(variant)) or _seconds(works, hardware, visible)
+        times = timed[key]
         found.append(
             RegionTimes(
                 region.name,
@@ -215,26 +192,28 @@ def variant_key(variant: Variant) -> str:
     return g.digest(*(g.canonical(part) if part is not None else None for part in parts))[:16]
 
 
-def _seconds(variant: Variant, cost: RegionCost, hardware: Hardware, measured: Mapping[str, Seconds]) -> Seconds:
-    found = measured.get(variant_key(variant)) if measured else None
-    return (
-        found
-        if found is not None
-        else (
-            seconds(cost.forward, hardware),
-            seconds(cost.backward_input, hardware),
-            seconds(cost.backward_weight, hardware),
-        )
-    )
+def _seconds(works: Sequence[Kernels], hardware: Hardware, visible: Mapping[str, float]) -> Seconds:
+    forward, backward, weight = (seconds(work, hardware, visible) for work in works)
+    return forward, backward, weight
 
 
-def seconds(work: Kernels, hardware: Hardware) -> float:
+def _fused(variant: Variant) -> list[Kernels]:
+    """F, B and W as they run with `fuse=True`."""
+    graphs = (variant.forward, variant.backward_input, variant.backward_weight)
+    return [Kernels() if graph is None else fused(graph, list(_calls(graph))) for graph in graphs]
+
+
+def seconds(work: Kernels, hardware: Hardware, visible: Mapping[str, float] = MappingProxyType({})) -> float:
     """Roofline (Williams, Waterman, Patterson 2009) call by call, and the launch of each:
-    sum of max(flops / reached rate, bytes / reached bandwidth) + launch.
+    sum of max(flops / reached rate, bytes / reached bandwidth) + launch. visible: by table, the share of its tiles that
+    attention computes; 1 where it is not known.
     """
     total = 0.0
     for call in work.calls:
-        compute = call.flops / hardware.rate(call.dtype) if call.flops else 0.0
+        compute = 0.0
+        if call.flops:
+            done = call.flops * visible.get(call.mask, 1.0)
+            compute = done / hardware.rate(call.dtype, call.op)
         total += max(compute, call.bytes / hardware.reached_bandwidth) + hardware.launch
     return total
 
@@ -302,14 +281,14 @@ def parameter_bytes(
 
 def work_of(graph: fx.Graph | None) -> Kernels:
     """The kernels of one run of the graph; none for None."""
-    return Kernels(tuple(_calls(graph))) if graph is not None else Kernels()
+    return Kernels(tuple(call for _, call in _calls(graph))) if graph is not None else Kernels()
 
 
-def _calls(graph: fx.Graph) -> Iterator[Call]:
+def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Call]]:
     for node in g.calls(graph):
         call = call_of(node)
         if call is not None:
-            yield call
+            yield node, call
 
 
 def call_of(node: fx.Node) -> Call | None:
@@ -329,7 +308,7 @@ def call_of(node: fx.Node) -> Call | None:
     if name == head_costs.NAME:
         moved += head_costs.traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
-    return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved)
+    return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved, mask_of(node))
 
 
 def _tensors(val: Any) -> Iterator[torch.Tensor]:
@@ -349,7 +328,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the last: a gradient may be a slice of a larger one, with gaps between rows."""
     if not tensor.numel():
         return 0
@@ -376,7 +355,7 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
     for node in nodes:
         base = _base(node)
         if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared", without):
-            blocks[base] = _extent(base.meta["val"])
+            blocks[base] = extent(base.meta["val"])
     return sum(blocks.values())
 
 

@@ -43,7 +43,9 @@ class Wire(NamedTuple):
 @dataclass(frozen=True)
 class Hardware:
     """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
-    every kernel takes besides its work; ranks_per_node: devices that the `within` wires join.
+    every kernel takes besides its work; ranks_per_node: devices that the `within` wires join; reserved: bytes of
+    `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
+    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls.
     """
 
     name: str
@@ -57,12 +59,15 @@ class Hardware:
     within: Wire
     between: Wire
     ranks_per_node: int
+    reserved: float = 0.0
+    answered: bool = False
+    attention: tuple[float, float] | None = None
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
-    def rate(self, dtype: str) -> float:
-        """FLOP/s that matmuls of a dtype reach. InputError if the profile does not have the dtype. One product of
-        complex numbers is four of their parts.
+    def rate(self, dtype: str, op: str = "") -> float:
+        """FLOP/s that matmuls of a dtype reach, or an operator that is none. InputError if the profile does not have
+        the dtype. One product of complex numbers is four of their parts.
         """
         if dtype in PARTS:
             return self.rate(PARTS[dtype]) / 4
@@ -70,6 +75,8 @@ class Hardware:
             raise InputError(
                 f"the profile has no peak rate for {dtype}", f"hardware {self.name}", f"add peak.{dtype}, in FLOP/s"
             )
+        if self.attention is not None and "attention" in op:
+            return self.peak[dtype] * self.attention["backward" in op]
         return self.peak[dtype] * self.matmul_efficiency
 
     @property
@@ -111,6 +118,7 @@ def hardware(name: str | Path) -> Hardware:
 
 def _hardware(top: _Table, stem: str) -> Hardware:
     peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
+    attention = top.table("attention", optional=True)
     wires = []
     for name in ("within", "between"):
         wire = network.table(name)
@@ -130,10 +138,15 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         within=wires[0],
         between=wires[1],
         ranks_per_node=network.whole("ranks_per_node"),
+        reserved=top.number("reserved", 0.0, LARGEST_MEMORY, zero=True, default=0.0),
+        answered=network.switch("answered"),
+        attention=(attention.number("forward", 0.0, 1.0), attention.number("backward", 0.0, 1.0))
+        if attention.content
+        else None,
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
-    for table in (top, peak, network, measured):
+    for table in (top, peak, network, measured, attention):
         table.done()
     return found
 
@@ -159,9 +172,17 @@ class _Table:
             raise self._wrong(name, f"is {value!r}", "write text in quotes")
         return value
 
-    def number(self, name: str, low: float, high: float, zero: bool = False) -> float:
+    def switch(self, name: str) -> bool:
+        value = self._get(name, False, "true or false")
+        if not isinstance(value, bool):
+            raise self._wrong(name, f"is {value!r}", "write true or false")
+        return value
+
+    def number(
+        self, name: str, low: float, high: float, zero: bool = False, default: float | None = None
+    ) -> float:  # fmt: skip
         """A finite number in (low, high], or in [low, high] if `zero`."""
-        value = self._get(name, None, "a number")
+        value = self._get(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._wrong(name, f"is {value!r}", "write a number")
         if not (low < value <= high or (zero and value == low)):
@@ -210,15 +231,20 @@ def toml_text(hardware: Hardware) -> str:
         f"matmul_efficiency = {hardware.matmul_efficiency!r}",
         f"bandwidth_efficiency = {hardware.bandwidth_efficiency!r}",
         f"launch = {hardware.launch!r}",
+        *([f"reserved = {hardware.reserved!r}"] if hardware.reserved else []),
         "",
         "[peak]",
         *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),
         "",
         "[network]",
         f"ranks_per_node = {hardware.ranks_per_node}",
+        *(["answered = true"] if hardware.answered else []),
     ]
     for name, wire in (("within", hardware.within), ("between", hardware.between)):
         lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]
+    if hardware.attention:
+        forward, backward = hardware.attention
+        lines += ["", "[attention]", f"forward = {forward!r}", f"backward = {backward!r}"]
     if hardware.measured:
         lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
         lines.append(f"on = {_quoted(hardware.measured_on)}")

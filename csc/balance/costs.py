@@ -26,7 +26,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Program
 from csc.planning.assign.layout import Floats, Layout
-from csc.planning.problem import Problem, pipeline
+from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import Rates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Pipeline
@@ -86,19 +86,22 @@ def of_problems(program: Program, problems: Sequence[Problem], counted: Floats) 
     last one tells how far the others are off.
     """
     assert program.schedule is not None
-    rates, error = _rates(problems, counted)
     place = {region.name: index for index, region in enumerate(program.regions)}
     stages = [[place[name] for name in stage.regions] for stage in program.stages]
+    placement = tuple(stage.rank for stage in program.stages)
+    limits = problems[-1].limits
+    problems = [placed(one, stages, placement) for one in problems]  # each unit as it is on its own rank
+    rates, error = _rates(problems, counted)
     whole = replace(mean(rates, problems[-1], counted[-1].tolist()), scale=None)
     found = pipeline(whole, stages)
     found = replace(found, loads=loads(rates, whole, stages, []))
-    placement = tuple(stage.rank for stage in program.stages)
     room = None
-    if whole.memory is not None:
+    if limits is not None:
         state = [0.0] * (1 + max(placement))
         for stage, rank in zip(found.stages, placement):
             state[rank] += stage.state
-        room = tuple(whole.memory - held for held in state)
+        each = limits if isinstance(limits, tuple) else (limits,) * len(state)
+        room = tuple(limit - held for limit, held in zip(each, state))
     return Costs(found, placement, tuple(map(tuple, orders_of(program.schedule))), room, error)
 
 

@@ -66,7 +66,9 @@ def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> 
 
 
 def _option(name: str, value: Any) -> str:
-    """Of an option that names a file what is in it."""
+    """Of an option that names a file, or several, what is in it."""
+    if name == "hardware" and isinstance(value, tuple):
+        return repr([_option(name, one) for one in value])
     if name in ("schedule", "hardware") and isinstance(value, str):
         path = Path(value)
         if path.suffix in (".txt", ".toml") and path.is_file():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from csc.commands.options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.errors import InputError
 
 
 @on_target
@@ -30,7 +31,8 @@ def cost(
     from csc.reports.costs import report
 
     with opening as compiled:
-        chosen = hardware(compiled.options.hardware) if compiled.options.hardware else None
+        name = _one(compiled)
+        chosen = None if name is None else hardware(name)
         found = report(compiled, chosen, master, symbolic)
     if json_output:
         print_json(found.as_dict())
@@ -39,6 +41,14 @@ def cost(
         console.print(table)
     for symbol, size in found.sizes.items():
         console.print(f"{symbol} = {size}: {escape(found.meanings[symbol])}", highlight=False)
+
+
+def _one(compiled: Any) -> str | None:
+    """The profile of the device that is looked at; InputError for one of each pipeline rank."""
+    named = compiled.options.hardware
+    if isinstance(named, tuple):
+        raise InputError(f"there is a profile for each rank: {', '.join(named)}", "hardware", "name one of them")
+    return named
 
 
 @on_target
@@ -54,7 +64,7 @@ def profile(
     from csc.reports.profiling import profile as measured
 
     with opening as compiled:
-        found = measured(compiled, compiled.options.hardware, budget, output)
+        found = measured(compiled, _one(compiled), budget, output)
     if json_output:
         print_json(found.as_dict())
         return

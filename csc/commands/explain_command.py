@@ -20,13 +20,15 @@ def explain(
 ) -> None:
     """Components and regions: parameters, gradient needs, work of F, B and W, what was pruned and why; memory."""
     from csc.analysis.explain import explain as rows_of
-    from csc.passes.pipeline_problem import limit
+    from csc.passes.pipeline_problem import limit, problem
+    from csc.reports.forecast import devices_of
     from csc.reports.memory import memory_forecast
 
     with opening as compiled:
         program, options = compiled.program, compiled.options
         components, regions = rows_of(program)
         memory, most = memory_forecast(program, options), limit(program, options)
+        devices = devices_of(problem(program, options)) if memory else ()
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
@@ -35,7 +37,7 @@ def explain(
     for title, rows_ in (("components", components), ("regions", regions)):
         console.print(explain_table(title, rows_))
     if memory:
-        console.print(memory_table(memory, most))
+        console.print(memory_table(memory, most, devices))
     for note in program.notes:
         console.print(escape(note))
 

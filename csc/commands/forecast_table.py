@@ -1,6 +1,6 @@
 """What a plan expects of its step: the ranks as a table, the makespan and its lower bound as sentences.
 
-show_forecast(forecast)        bound_text(forecast) -> str
+show_forecast(forecast)        bound_text(forecast), step_text(forecast) -> str
 """
 
 from __future__ import annotations
@@ -14,15 +14,25 @@ from csc.simulation.look import bytes_text, seconds_text
 
 def show_forecast(found: Forecast) -> None:
     """A row for each rank."""
-    shares = table(
-        "rank", "holds", "busy", "bubble", "peak memory", "of it activations", title=f"{found.schedule}, {found.layout}"
-    )
+    device = ["device"] if found.devices else []
+    columns = ("rank", *device, "holds", "busy", "bubble", "peak memory", "of it activations")
+    shares = table(*columns, title=f"{found.schedule}, {found.layout}")
     for rank in found.as_dict()["ranks"]:
         shares.add_row(
-            str(rank["rank"]), escape(rank["holds"]), seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
+            str(rank["rank"]), *(escape(rank[name]) for name in device), escape(rank["holds"]),
+            seconds_text(rank["busy"]), f"{rank['bubble_share']:.1%}",
             bytes_text(rank["peak_memory"]), bytes_text(rank["peak_activations"]),
         )  # fmt: skip
     console.print(shares)
+
+
+def step_text(found: Forecast) -> str:
+    """The makespan, what follows it, and where the seconds come from."""
+    most = max(found.ends, key=lambda end: end.seconds)
+    parts = [f"{seconds_text(most.reduce)} to add gradients"] if most.reduce else []
+    parts += [f"{seconds_text(most.optimizer)} for AdamW"] if most.optimizer else []
+    behind = f"; {seconds_text(found.step)} with {' and '.join(parts)}" if parts else ""
+    return f"makespan {seconds_text(found.plan.makespan)}{behind}; costs: {found.costs}"
 
 
 def bound_text(found: Forecast) -> str:

@@ -13,12 +13,16 @@ from csc.commands.printing import table
 from csc.reports.memory import RankMemory
 from csc.simulation.look import bytes_text
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "recomputed", "messages")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
 
 
-def memory_table(rows: Sequence[RankMemory], limit: float | None) -> Table:
-    """A row for each pipeline rank; equal neighbours share one. limit: bytes that a rank may hold."""
+def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Sequence[str] = ()) -> Table:
+    """A row for each pipeline rank; equal neighbours share one. limit: bytes that a rank may hold; devices: what each
+    rank is and may hold, where they differ.
+    """
     above = "" if limit is None else f", limit {bytes_text(limit)}"
+    if devices:
+        above = f", limits: {'; '.join(dict.fromkeys(devices))}"
     made = table("rank", *KINDS, "all", title=f"memory of a rank at its fullest, as planned{above}")
     position = 0
     while position < len(rows):

@@ -51,9 +51,15 @@ def _options(
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="stages that each rank runs")] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="profile to plan for: a40, a100, h100, h200, cpu, or a file")
+        str | None,
+        typer.Option(
+            help="profile to plan for: a40, a100, h100, h200, cpu, or a file; with commas one for each pipeline rank"
+        ),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="what one rank may hold, for example 40GB")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="what one rank may hold, for example 40GB; with commas one for each pipeline rank"),
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step")] = None,
     recompute: Annotated[
         list[str] | None,

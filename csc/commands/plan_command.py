@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from csc.commands.forecast_table import bound_text
+from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.limits_table import show_limits
 from csc.commands.options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
@@ -48,8 +48,10 @@ def plan(
         print_json({**found.as_dict(), **advised.as_dict()})
         return
     console.print(f"{escape(found.schedule)}, {escape(found.layout)}", highlight=False)
+    for rank, (device, holds) in enumerate(zip(found.devices, found.holds)):
+        console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
     show_limits(found.limits)
-    console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
+    console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)
     _show(advised, found.memory, limit)
 

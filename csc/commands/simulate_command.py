@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from csc.commands.forecast_table import bound_text, show_forecast
+from csc.commands.forecast_table import bound_text, show_forecast, step_text
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.options import Opening, RanksOption, on_target, over
@@ -51,9 +51,9 @@ def simulate(
         print_json({**found.as_dict(), "memory": [row.as_dict() for row in held]})
         return
     show_forecast(found)
-    console.print(memory_table(held, found.memory))
+    console.print(memory_table(held, found.memory, found.devices))
     show_limits(found.limits)
-    console.print(f"makespan {seconds_text(found.plan.makespan)}; costs: {escape(found.costs)}", highlight=False)
+    console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)
     if found.baseline is not None:
         console.print(

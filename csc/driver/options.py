@@ -3,7 +3,8 @@
     changed(options, **changes) -> Options        InputError for a name or value that cannot be
 
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
-of names; memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over
+of names; hardware and memory one for all pipeline ranks, or a list with one for each, or that as a text with commas;
+memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over
 regions to choices or lists of values (see csc.passes.recompute); context a mapping from components to numbers of ranks.
 """
 
@@ -49,7 +50,30 @@ def changed(options: Options, **changes: Any) -> Options:
             f"the mesh asks for cp={found.mesh.cp} and tp={found.mesh.tp}", "mesh",
             "this version divides either tokens or layers: leave one of them at 1",
         )  # fmt: skip
+    _check_ranks(found)
     return found
+
+
+def _check_ranks(options: Options) -> None:
+    """InputError where something is said of each pipeline rank, and there are more or fewer."""
+    for name in ("hardware", "memory"):
+        given = getattr(options, name)
+        if isinstance(given, tuple) and len(given) != options.mesh.pp:
+            raise InputError(
+                f"{name} is given for {len(given)} pipeline ranks, and the mesh has pp={options.mesh.pp}", name,
+                "give one for each pipeline rank, or one for all",
+            )  # fmt: skip
+
+
+def _each(option: str, given: Any, read: Callable[[str, Any], Any]) -> Any:
+    """What holds for all pipeline ranks, or a tuple with an entry for each."""
+    if isinstance(given, str) and "," in given:
+        given = [one.strip() for one in given.split(",")]
+    if not isinstance(given, (list, tuple)):
+        return read(option, given)
+    if not given or "" in given:
+        raise InputError(f"{option} is {given!r}", "compile", "give one for each pipeline rank")
+    return tuple(read(option, one) for one in given)
 
 
 def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
@@ -150,8 +174,8 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "placement": _placement,
     "schedule": lambda _, name: str(name),
     "chunks": _positive,
-    "hardware": lambda _, name: str(name),
-    "memory": _bytes,
+    "hardware": lambda option, given: _each(option, given, lambda _, name: str(name)),
+    "memory": lambda option, given: _each(option, given, _bytes),
     "microbatches": _positive,
     "loss_weight": _loss_weight,
     "precision": _precision,

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 
 from csc.runtime.program import LoadedProgram
 from csc.simulation.look import bytes_text
-from csc.simulation.memory import peak_memory
+from csc.simulation.messages import peaks as peaks_of_run
 from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.simulate import simulate
 
 
 def planned_memory(program: LoadedProgram, ranks: tuple[int, ...]) -> float | None:
-    """State and activations of these ranks, each at its fullest, as the plan accounts for them."""
+    """All that these ranks hold, each at its fullest, as the plan accounts for it."""
     figures = program.manifest.plan.get("pipeline")
     if not figures:
         return None
-    peaks = peak_memory(read_pipeline(figures), program.schedule)
+    pipeline = read_pipeline(figures)
+    peaks = peaks_of_run(pipeline, program.schedule, simulate(pipeline, program.schedule))
     return sum(peaks[program.manifest.mesh.coordinates(rank).pp] for rank in ranks)
 
 

@@ -249,8 +249,9 @@ class Options:
     placement: the pipeline rank of each stage; None: as the schedule wants it.
     schedule: a name of csc.planning.schedules, the path of a schedule file, or a schedule as it is.
     chunks: stages a rank runs; None: as many as the schedule wants.
-    hardware: a profile's name or file, whose rates turn work into seconds; None: the one of the capture's device.
-    memory: bytes that one rank may hold; None: what the hardware has.
+    hardware: a profile's name or file, whose rates turn work into seconds, or one for each pipeline rank; None: the one
+    of the capture's device.
+    memory: bytes that one rank may hold, or for each pipeline rank; None: what the hardware has.
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
     keep_fp32: modules that compute in float32 with precision="bf16".
     loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as large as they are.
@@ -271,8 +272,8 @@ class Options:
     placement: tuple[int, ...] | None = None
     schedule: str | Schedule = "auto"
     chunks: int | None = None
-    hardware: str | None = None
-    memory: int | None = None
+    hardware: str | tuple[str, ...] | None = None
+    memory: int | tuple[int, ...] | None = None
     microbatches: int = 1
     loss_weight: str = "auto"
     precision: str = "model"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from csc.planning.branches import Branches, Stages, branches
-from csc.planning.problem import Problem, Unit, Value
+from csc.planning.problem import Kind, Problem, Unit, Value
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ def lumped(problem: Problem, most: int) -> Lumped:
         members[number[first]].append(unit)
     units = tuple(_together([problem.units[u] for u in lump]) for lump in members)
     values = tuple(kept for value in problem.values if (kept := _between(value, [number[h] for h in home])) is not None)
-    return Lumped(replace(problem, units=units, values=values), tuple(map(tuple, members)))
+    kinds = tuple(replace(kind, seconds=_taken(kind, members)) for kind in problem.kinds)
+    return Lumped(replace(problem, units=units, values=values, kinds=kinds), tuple(map(tuple, members)))
+
+
+def _taken(kind: Kind, members: Sequence[Sequence[int]]) -> tuple[tuple[float, float, float], ...]:
+    """What lumps take on a rank of this kind."""
+    return tuple(tuple(sum(kind.seconds[u][i] for u in lump) for i in range(3)) for lump in members)  # type: ignore[misc]
 
 
 def _runs(problem: Problem, found: Branches, chain: Sequence[int]) -> list[list[int]]:
@@ -83,6 +89,7 @@ def _together(units: Sequence[Unit]) -> Unit:
         kept=sum(unit.kept for unit in units if unit.has_w),
         state=sum(unit.state for unit in units),
         gathered=sum(unit.gathered for unit in units),
+        working=max(unit.working for unit in units),
     )
 
 

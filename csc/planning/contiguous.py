@@ -4,7 +4,7 @@ Terms: see csc.planning.branches. *Early* is the work that a rank can do before 
 *late* is what it can do after its last B: W's whose kept bytes fit. The larger memory is, the more of the ways there
 and back is filled with them.
 
-    contiguous(problem) -> stages, or None      one stage on a rank; needs problem.memory
+    contiguous(problem, home) -> stages, or None      one stage on a rank; needs problem.memory
 
 For a stage with summed times F, B, W, and with the longest paths of csc.planning.partition_bound: f up to its F, b up
 to its B, y after its B; m and r as there:
@@ -18,20 +18,23 @@ which have no early work, should have less to do than those say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from csc.planning.branches import Stages, branches, numbered
 from csc.planning.partition_bound import check_ranks
 from csc.planning.problem import Problem
-from csc.planning.segment_bounds import ChainTables, bounds, largest_fused, segments, totals, ways
+from csc.planning.segment_bounds import ChainTables, bounds, largest_fused, largest_working, segments, totals, ways
 
 Floats = npt.NDArray[np.float64]
 SLACK = 1 + 1e-9
 
 
-def contiguous(problem: Problem) -> Stages | None:
-    """Of all cuts of the units in their order the one whose largest `need` is least. None if nothing fits.
+def contiguous(problem: Problem, home: Sequence[int] | None = None) -> Stages | None:
+    """Of all cuts of the units in their order the one whose largest `need` is least. None if nothing fits. home: the
+    rank of each stage, in order, where ranks differ.
 
     Time and memory are quadratic in the units.
     """
@@ -39,11 +42,13 @@ def contiguous(problem: Problem) -> Stages | None:
     assert problem.memory is not None
     found = branches(problem)
     count = len(problem.units)
-    costs = _needs(problem, segments(problem, found))
+    alike = [problem.alike(kind) for kind in range(max(1, len(problem.kinds)))]
+    every = [_needs(one, segments(one, found)) for one in alike]
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     starts = []
-    for _ in range(problem.ranks):
+    for stage in range(problem.ranks):
+        costs = every[problem.kind_of[stage if home is None else home[stage]]]
         through = np.maximum(best[:, None], costs)  # [first unit, end]
         starts.append(through.argmin(axis=0))
         best = through.min(axis=0)
@@ -72,7 +77,7 @@ def _needs(problem: Problem, tables: ChainTables) -> Floats:
     m, r = tables.work, tables.ramp
     largest = max(problem.scale or (1.0,))
     assert problem.memory is not None
-    space = problem.memory * SLACK - state
+    space = problem.memory * SLACK - state - largest * largest_working(tables, low, high)
     saved, kept = saved * largest, kept * largest
     moment = np.minimum(np.maximum(kept - saved, 0.0), largest * largest_fused(tables, low, high))
     turns = _turning(problem, first, end)

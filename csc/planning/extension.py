@@ -40,6 +40,8 @@ class Extension:
     room: Room | None = None
     parts: Ints | None = None
     targets: tuple[Target, ...] = ()
+    # What later stages could be at best, where they may stand on other ranks; None: the same as this one.
+    after: Extension | None = None
     # Whatever else segments have to be, by their ends and measures; never lost by taking units away.
     check: Callable[[Ints, Ints, Measures], Bools] | None = None
 
@@ -173,7 +175,7 @@ def _reach(
     end = _least_that_fits(fits, low[:, last], largest)
     low[:, last] = end
     there = np.flatnonzero(end <= largest)
-    there = there[_enough(step, low[there], left)]
+    there = there[_enough(step.after or step, low[there], left)]
     low, parents = low[there], rows[there]
     if step.room is None:
         return low, parents, labels[parents]

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from numbers import Integral, Real
 
 from csc.errors import InputError
-from csc.planning.problem import Problem
+from csc.planning.problem import SECONDS, Problem
 
-SECONDS = ("forward", "backward_input", "backward_weight")
-BYTES = ("saved", "kept", "state")
+BYTES = ("saved", "kept", "state", "working")
 
 
 def check_figures(problem: Problem) -> None:
@@ -25,9 +24,9 @@ def check_figures(problem: Problem) -> None:
     memory = problem.memory
     if memory is not None and not _number(memory):
         raise InputError(
-            f"the memory is {memory!r}, and has to be one number of bytes, the same for all ranks",
+            f"the memory is {memory!r}, and has to be one number of bytes",
             "memory",
-            "Give the bytes of the rank that has the least",
+            "Give ranks that differ as kinds, each with its own",
         )
     if memory is not None and not math.isfinite(memory):
         raise InputError(f"a rank cannot work with {memory} bytes of memory", "memory", "Give a number, or no limit")
@@ -36,6 +35,7 @@ def check_figures(problem: Problem) -> None:
     _check_whole("microbatches", problem.microbatches, "Ask for at least 1")
     if per_node is not None:
         _check_whole("ranks on a node", per_node, "Give at least 1, or None where all are on one")
+    _check_kinds(problem)
     for what, number in _figures(problem):
         if not _number(number) or not 0 <= number < math.inf:
             raise InputError(
@@ -51,6 +51,22 @@ def check_figures(problem: Problem) -> None:
         )
     if problem.scale is not None and not sum(problem.scale):
         raise InputError("no microbatch has a size above 0", "planning", "Give the step something to do")
+
+
+def _check_kinds(problem: Problem) -> None:
+    """Every rank is of one kind, and each kind has its seconds of every unit."""
+    listed = sorted(rank for kind in problem.kinds for rank in kind.ranks)
+    if problem.kinds and listed != list(range(problem.ranks)):
+        raise InputError(
+            f"the kinds name the ranks {listed}, and there are {problem.ranks}", "planning", "Name each rank once"
+        )
+    for kind in problem.kinds:
+        if len(kind.seconds) != len(problem.units):
+            raise InputError(
+                f"{kind.name} has the seconds of {len(kind.seconds)} units of {len(problem.units)}",
+                "planning",
+                "Give those of every unit",
+            )
 
 
 def check_asked(chunks: int | None, effort: float, limit: float | None) -> None:
@@ -84,10 +100,15 @@ def _figures(problem: Problem) -> Iterator[tuple[str, float]]:
         yield f"the size of the gradient of a value of {maker}", value.gradient_size
     for number, factor in enumerate(problem.scale or ()):
         yield f"the size of microbatch {number}", factor
-    for name in ("within", "between"):
-        link = getattr(problem.network, name)
-        yield f"the latency {name} nodes", link.latency
-        yield f"the seconds for a byte {name} nodes", _for_a_byte(link.bandwidth)
+    for kind in problem.kinds:
+        for unit, seconds in zip(problem.units, kind.seconds):
+            for name, each in zip(SECONDS, seconds):
+                yield f"the {name.replace('_', ' ')} time of {unit.name} on {kind.name}", each
+    for end in (problem.network, *problem.network.places):
+        for name in ("within", "between"):
+            link = getattr(end, name)
+            yield f"the latency {name} nodes", link.latency
+            yield f"the seconds for a byte {name} nodes", _for_a_byte(link.bandwidth)
 
 
 def _for_a_byte(bandwidth: float) -> float:

@@ -30,11 +30,13 @@ from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
+Limits = Sequence[float] | float | None
+
 STAGES = 8  # of a rank, if nobody says: two of them, whole, are a quarter of its parameters
 
 
-def with_gathers(work: Pipeline, schedule: Schedule, memory: float | None = None) -> Schedule:
-    """GATHER and FREE around the uses of every divided stage. memory: bytes that a rank may hold. If it is given,
+def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> Schedule:
+    """GATHER and FREE around the uses of every divided stage. memory: bytes that a rank may hold, or each. If given,
     stages are kept as far as there is room and the step gets shorter by it, those first whose gathers take longest for
     their bytes; else none is.
     """
@@ -52,10 +54,15 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: float | None = None
             break
         tried = _gathering(schedule, work.divided, kept | {stage})
         faster = makespan(work, tried)
-        if faster < seconds * (1 - 1e-9) and max(peak_memory(work, tried)) <= memory:
+        if faster < seconds * (1 - 1e-9) and _fit(peak_memory(work, tried), memory):
             kept.add(stage)
             best, seconds = tried, faster
     return best
+
+
+def _fit(peaks: Sequence[float], memory: Sequence[float] | float) -> bool:
+    limits = [memory] * len(peaks) if isinstance(memory, (int, float)) else memory
+    return all(peak <= limit for peak, limit in zip(peaks, limits))
 
 
 def _gathering(schedule: Schedule, divided: Sequence[bool], kept: Collection[int]) -> Schedule:

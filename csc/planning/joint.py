@@ -21,6 +21,7 @@ from csc.planning.budget import Budget
 from csc.planning.partition import candidates
 from csc.planning.partition_bound import Bound, lower_bound
 from csc.planning.problem import Problem, pipeline
+from csc.planning.rank_moves import swapped
 from csc.planning.schedules.auto import auto, searched_orders
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import spared
@@ -37,6 +38,7 @@ AUTO = 500  # actions that the search of orders simulates for each action of the
 # best with one stage on a rank, if others are as fast; and of that a closer look, moves of units, changes of the order.
 FIRST, DEEP, HALF = 0.3, 0.25, 0.5
 CLOSER, MOVED, CHANGED = 0.3, 0.3, 0.4
+SWAPPED = 0.2  # the same where ranks differ
 
 
 @dataclass(frozen=True)
@@ -56,24 +58,32 @@ def budget_of(problem: Problem, effort: float) -> float:
 
 
 def searched(
-    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, budget: Budget, effort: float = 1.0
+    problem: Problem,
+    ways: Sequence[Placement],
+    fixed: Stages | None,
+    budget: Budget,
+    effort: float = 1.0,
+    swaps: bool = False,
 ) -> Found:
-    """The best plan found. fixed: the stages, if they are given. InputError if the memory is too small for any."""
+    """The best plan found. fixed: the stages, if they are given. swaps: ranks may change places. InputError if the
+    memory is too small for any.
+    """
     bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
     enough = bound.seconds * (1 + 1e-6) if bound else 0.0
     trials = _screened(problem, ways, fixed, bound, budget)
     single = [trial for trial in trials if len(trial.placement) == problem.ranks]
     several = [trial for trial in trials if len(trial.placement) != problem.ranks]
     if not trials:  # auto says why
-        auto(pipeline(problem, fixed or candidates(problem, one)[0]), ways[0], problem.microbatches, problem.memory)
+        stages = fixed or (partitions(problem, ways[0], [one]) if problem.kinds else candidates(problem, one))[0]
+        auto(pipeline(problem, stages, ways[0]), ways[0], problem.microbatches, problem.limits)
     part = budget.part(HALF if several else 1.0)
-    best_single = _refined(problem, single, enough, fixed is None, part, effort)
+    best_single = _refined(problem, single, enough, fixed is None, swaps, part, effort)
     limit = SHARED * best_single.seconds if best_single else math.inf
     close = [trial for trial in several if trial.seconds < SEARCH_GAINS * limit]
-    best_several = _refined(problem, close, 0.0, fixed is None, budget, effort)
+    best_several = _refined(problem, close, 0.0, fixed is None, swaps, budget, effort)
     best = best_several if best_several is not None and best_several.seconds < limit else best_single
     assert best is not None
-    schedule = finish("auto", best.work, spared(best.work, best.orders), problem.memory)
+    schedule = finish("auto", best.work, spared(best.work, best.orders), problem.limits)
     return Found(best.seconds, best.stages, best.placement, schedule, bound)
 
 
@@ -113,7 +123,7 @@ def _tried(
     if fixed:
         return [fixed]
     found = partitions(problem, home, [None, one], known)
-    if len(home) == problem.ranks and bound:
+    if len(home) == problem.ranks and bound and not problem.kinds:
         found = [bound.stages, *found]
     return list(dict.fromkeys(found))
 
@@ -123,7 +133,13 @@ def _styles(home: Placement, ranks: int) -> Sequence[Style]:
 
 
 def _refined(
-    problem: Problem, trials: Sequence[Trial], enough: float, climbing: bool, budget: Budget, effort: float
+    problem: Problem,
+    trials: Sequence[Trial],
+    enough: float,
+    climbing: bool,
+    swaps: bool,
+    budget: Budget,
+    effort: float,
 ) -> Trial | None:
     """What the full search makes of the best of these trials."""
     ranked = sorted(trials, key=lambda trial: trial.seconds)
@@ -136,6 +152,8 @@ def _refined(
             break
         other = screen(problem, trial.stages, trial.placement, GREEDY, trial.seconds, closer)
         best = min(best, trial, other or trial, key=lambda each: each.seconds)
+    if swaps and best.seconds > enough:
+        best = swapped(problem, best, budget.part(SWAPPED))
     if climbing and best.seconds > enough:
         best = climb(problem, best, budget.part(MOVED), effort)
     budget.tell("changing the order", best.seconds)
@@ -143,7 +161,7 @@ def _refined(
     size = len(best.work.lanes) * problem.microbatches
     allowed = int(min(AUTO * effort * size, budget.left))
     if best.seconds > enough and allowed > LEAST * size and not budget.late:
-        other_orders = searched_orders(best.work, problem.memory, allowed)
+        other_orders = searched_orders(best.work, problem.limits, allowed)
         budget.spend(allowed)
         if other_orders.seconds < best.seconds:
             best = Trial(

@@ -7,7 +7,8 @@ share a rank with little of what is trained.
 
     paired(problem, placement) -> [Stages], the best first; [] if not every rank has one of each,
                                            or there are fewer units than stages
-    filled(work, loads) -> the ends of stages that even out the loads which are there
+    filled(works, loads) -> the ends of stages that even out the loads which are there
+    works_of(problem, home) -> the work of the units on each of these ranks
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from csc.planning.branches import Stages
 from csc.planning.problem import Problem
@@ -45,34 +47,47 @@ def paired(problem: Problem, placement: Sequence[int]) -> list[Stages]:
 
 def _balanced(problem: Problem, placement: Sequence[int]) -> Iterator[tuple[float, Stages]]:
     """(largest load, partition) for every cut: the first stages even, then the second ones beside them."""
-    work = [unit.work for unit in problem.units]
-    ranks = problem.ranks
-    for cut in range(ranks, len(work) - ranks + 1):
+    count, ranks = len(problem.units), problem.ranks
+    works = works_of(problem, placement)
+    for cut in range(ranks, count - ranks + 1):
         loads = [0.0] * ranks
         ends: list[int] = []
-        for part, (a, b) in enumerate(((0, cut), (cut, len(work)))):
+        for part, (a, b) in enumerate(((0, cut), (cut, count))):
             homes = placement[part * ranks : (part + 1) * ranks]
-            ends += [a + end for end in filled(work[a:b], [loads[rank] for rank in homes])]
-            for rank, start, end in zip(homes, [a, *ends[-ranks:]], ends[-ranks:]):
+            own = works[part * ranks : (part + 1) * ranks]
+            ends += filled(own, [loads[rank] for rank in homes], a, b)
+            for rank, work, start, end in zip(homes, own, [a, *ends[-ranks:]], ends[-ranks:]):
                 loads[rank] += sum(work[start:end])
         yield max(loads), tuple(tuple(range(a, b)) for a, b in zip([0, *ends], ends))
 
 
-def filled(work: Sequence[float], loads: Sequence[float]) -> list[int]:
+def works_of(problem: Problem, home: Sequence[int]) -> list[list[float]]:
+    """Seconds of all units, F, B and W, on each of these ranks; one list for ranks that are alike."""
+    of_kind = [[unit.work for unit in units] for units in problem.units_on]
+    return [of_kind[problem.kind_of[rank]] for rank in home]
+
+
+def filled(
+    works: Sequence[Sequence[float]], loads: Sequence[float], first: int = 0, last: int | None = None
+) -> list[int]:
     """The end of each of as many non-empty stages as there are loads, in which the largest load with the stage's work
-    added is least. There are as many units of work as stages, or more. Of equals, those whose early stages
-    are the longest.
+    added is least. works: of each stage what the units take on its rank, of which those from `first` up to `last` are
+    divided: as many as stages, or more. Of equals, those whose early stages are the longest.
     """
-    count = len(work)
-    before = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=np.float64))])
-    spans = np.where(np.tri(count + 1, dtype=bool), np.inf, before - before[:, None])  # [start, end]
+    last = len(works[0]) if last is None else last
+    count = last - first
+    spans: dict[int, npt.NDArray[np.float64]] = {}  # [start, end]
+    for work in works:
+        if id(work) not in spans:
+            before = np.concatenate([[0.0], np.cumsum(np.asarray(work[first:last], dtype=np.float64))])
+            spans[id(work)] = np.where(np.tri(count + 1, dtype=bool), np.inf, before - before[:, None])
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)  # [end]: the least of the largest loads so far
     starts = []
-    for load in loads:
-        each = np.maximum(best[:, None], load + spans)
+    for load, work in zip(loads, works):
+        each = np.maximum(best[:, None], load + spans[id(work)])
         starts.append(count - each[::-1].argmin(axis=0))
         best = each.min(axis=0)
     ends = [count]
     for row in reversed(starts[1:]):
         ends.append(int(row[ends[-1]]))
-    return ends[::-1]
+    return [first + end for end in reversed(ends)]

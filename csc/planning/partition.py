@@ -228,7 +228,7 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
         return _no_such_layout(problem)
     units = problem.units
     floor = max(u.state for u in units)
-    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.kept) for u in units)
+    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.kept + u.working) for u in units)
 
     def find(memory: float) -> Stages | None:
         frontiers = feasible(tables, problem.ranks, math.inf, _room(problem, in_flight, memory), counts)
@@ -245,12 +245,13 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
     fullest = max(members, key=lambda unit: unit.fused)
     apart = kept - saved <= fullest.fused  # then B of all units may run before W of any
     space: dict[str, float] = {}
+    largest = max(members, key=lambda unit: unit.working)
     for unit in members:
         here = unit.saved if unit.has_b else 0.0
         moment = (unit.kept if unit.has_w else 0.0) - here if apart and kept > saved else 0.0
         if not apart and unit is fullest:
             moment = unit.fused
-        activations = whole.scale * (count * here + moment)
+        activations = whole.scale * (count * here + moment + (unit.working if unit is largest else 0.0))
         for what, size in (("state", unit.state), ("activations", activations)):
             name = f"{what} of {unit.component}"
             space[name] = space.get(name, 0.0) + size

@@ -1,7 +1,8 @@
 """Lower bounds of the makespan of one step: what no partition and no order of work can beat.
 
 Terms: see csc.planning.branches. The proofs are in docs/planning-bound.md. Messages take no time here and memory is
-left out, so the bounds hold for every network and every memory limit.
+left out, so the bounds hold for every network and every memory limit. Where ranks are of several kinds, see
+csc.planning.kind_bound.
 
     stage_bound(problem, units)        seconds: a rank that runs these units as one stage
     lower_bound(problem)               -> Bound: over every partition into one stage on each rank
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csc.errors import InputError
+from csc.planning import kind_bound
 from csc.planning.branches import branches, numbered, ramps
 from csc.planning.extension import EXACT
 from csc.planning.frontiers import least
@@ -28,6 +30,7 @@ from csc.planning.problem import Problem
 from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, stages_between
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
+ALONE = "one microbatch's way there and back"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ def lower_bound(problem: Problem) -> Bound:
     units.
     """
     check_ranks(problem)
+    if problem.kinds:
+        seconds, stages = kind_bound.lower_bound(problem)
+        term = "the work of the ranks, each at its speed, and the ways to it and back"
+        return Bound(seconds, stages, ALONE if seconds <= round_trip(problem) * (1 + 1e-9) else term)
     tables = segments(problem, branches(problem))
     floor = floor_of(problem, tables)
     within = EXACT if problem.ranks * len(problem.units) <= EXACTLY else NEARLY
@@ -101,7 +108,7 @@ def lower_bound(problem: Problem) -> Bound:
     worst = max(range(len(stages)), key=lambda s: costs[s])
     term = f"the work of stage {worst} and the ways to it and back"
     if costs[worst] < round_trip(problem) * (1 - 1e-9):
-        term = "one microbatch's way there and back"
+        term = ALONE
     return Bound(seconds, stages, term)
 
 
@@ -124,12 +131,15 @@ def shared_lower_bound(problem: Problem) -> Bound:
         behind.append(0.0 if unit.has_w else after_b if unit.has_b else after_f)
     behind.sort()
     n = problem.ranks
-    work = sum(unit.work for unit in problem.units) * tables.work
-    spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n
+    if problem.kinds:
+        spread = kind_bound.spread(problem, [a + b for a, b in zip(ahead[:n], behind[:n])])
+    else:
+        work = sum(unit.work for unit in problem.units) * tables.work
+        spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n
     largest = sorted((unit.work for unit in problem.units), reverse=True)
     crowded = max(sum(largest[k * n - k : k * n + 1]) for k in range((len(largest) - 1) // n + 1)) * tables.work
     terms = {
-        "one microbatch's way there and back": round_trip(problem),
+        ALONE: round_trip(problem),
         "the work of one unit and the ways to it and back": max(
             stage_bounds(tables, [[u] for u in range(len(problem.units))])
         ),

@@ -33,10 +33,12 @@ from csc.planning.schedules import SCHEDULES, timed
 from csc.planning.unit_moves import homes, moved, neighbours
 from csc.planning.ways import Placement, checked, one, partitions, placements
 from csc.simulation.memory import peak_memory
+from csc.simulation.messages import peaks as peaks_of_run
 from csc.simulation.pipeline import Pipeline
-from csc.simulation.simulate import makespan
+from csc.simulation.simulate import makespan, simulate
 
 MOVES = 60  # partitions tried around the best one under a named schedule
+MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
@@ -98,6 +100,37 @@ def plan(
     check_figures(problem)
     check_asked(chunks, effort, limit)
     budget = Budget(budget_of(problem, effort), limit, tell)
+    found = _planned(problem, schedule, chunks, stages, placement, effort, budget)
+    kept = problem
+    for margin in (*MARGINS, None):
+        over = _over(problem, found)
+        if over <= 0:
+            break
+        if margin is None or isinstance(schedule, Schedule):
+            _check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
+            break
+        kept = kept.less(over * margin)
+        budget = Budget(budget_of(problem, effort), limit, tell)
+        found = _planned(kept, schedule, chunks, stages, placement, effort, budget)
+    return found
+
+
+def _over(problem: Problem, found: PipelinePlan) -> float:
+    """Bytes by which the rank that exceeds its limit the most does."""
+    limits = (problem.limit_of(kind) for kind in problem.kind_of)
+    return max(0.0 if most is None else peak - most * (1 + 1e-9) for peak, most in zip(found.peak_memory, limits))
+
+
+def _planned(
+    problem: Problem,
+    schedule: str | Schedule,
+    chunks: int | None,
+    stages: Sequence[Sequence[int]] | None,
+    placement: Sequence[int] | None,
+    effort: float,
+    budget: Budget,
+) -> PipelinePlan:
+    """The plan, whose messages may not fit beside all else."""
     if stages is None:
         check_ranks(problem)
     fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
@@ -108,17 +141,17 @@ def plan(
         return _finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
-        found = searched(problem, ways, fixed, budget, effort)
+        found = searched(problem, ways, fixed, budget, effort, swaps=placement is None and fixed is None)
         return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
     return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
 
 
 def _named(problem: Problem, name: str) -> ScheduleChoice:
     """The schedule of this name."""
-    count, memory = problem.microbatches, problem.memory
+    count, memory = problem.microbatches, problem.limits
     return ScheduleChoice(
-        lambda stages, home: timed(name, pipeline(problem, stages), home, count, memory),
-        lambda stages, home: SCHEDULES[name](pipeline(problem, stages), home, count, memory),
+        lambda stages, home: timed(name, pipeline(problem, stages, home), home, count, memory),
+        lambda stages, home: SCHEDULES[name](pipeline(problem, stages, home), home, count, memory),
     )
 
 
@@ -126,8 +159,8 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
     """A whole schedule, checked against the stages."""
 
     def seconds(stages: Stages, home: Placement) -> float:
-        numbers = pipeline(problem, stages)
-        gathering = with_gathers(numbers, schedule, problem.memory)
+        numbers = pipeline(problem, stages, home)
+        gathering = with_gathers(numbers, schedule, problem.limits)
         _verified(numbers, gathering, problem.microbatches)
         _check_room(
             problem,
@@ -143,9 +176,10 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
 def _check_room(problem: Problem, peaks: Sequence[float], when: str, remedy: str) -> None:
     """InputError if a rank holds more at its peak than the limit."""
     for rank, peak in enumerate(peaks):
-        if problem.memory is not None and peak > problem.memory * (1 + 1e-9):
+        limit = problem.limit_of(problem.kind_of[rank])
+        if limit is not None and peak > limit * (1 + 1e-9):
             raise InputError(
-                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(problem.memory)}",
+                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(limit)}",
                 "plan",
                 remedy,
             )
@@ -200,7 +234,7 @@ def _best(
             if best is None or seconds < best[0] * (1 - 1e-9):
                 best = (seconds, stages, home)
     if best is None:
-        if fixed is None and len(ways[0]) == problem.ranks:
+        if fixed is None and len(ways[0]) == problem.ranks and not problem.kinds:
             candidates(problem, limits[0], (1.0,), layouts=False)  # says what would fit
         assert error is not None  # there is at least one partition, or _partitions raised
         raise error
@@ -234,14 +268,18 @@ def _finished(
     problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
 ) -> PipelinePlan:
     """The plan, with what the simulator says about it. InputError if what gathers make whole has no room."""
-    numbers = pipeline(problem, stages)
-    schedule = with_gathers(numbers, schedule, problem.memory)
+    numbers = pipeline(problem, stages, home)
+    schedule = with_gathers(numbers, schedule, problem.limits)
     _verified(numbers, schedule, problem.microbatches)
     peaks = peak_memory(numbers, schedule)
     if any(numbers.divided):
         remedy = 'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks'
         _check_room(problem, peaks, "with the stages that are whole at once", remedy)
-    seconds = makespan(numbers, schedule)
+    if problem.waiting and problem.memory is not None:
+        run = simulate(numbers, schedule)
+        seconds, peaks = run.makespan, peaks_of_run(numbers, schedule, run)
+    else:
+        seconds = makespan(numbers, schedule)
     scale = sum(problem.scale or (1.0,) * problem.microbatches)
     busy = [0.0] * problem.ranks
     for stage, rank in zip(numbers.stages, home):

@@ -6,19 +6,24 @@ Terms
            goes to the maker (so gradients are summed in the order of autograd)
   stages   for each stage the units it runs; a partition is valid if every value, and every gradient on its visits,
            goes from lower to higher stage numbers forward and back again
+  kind     ranks that are alike; where there are several, a unit takes other seconds on each
 
     Problem(units, values, ranks, microbatches, memory, network, scale)
+    unequal(problem, kinds)       -> Problem whose ranks are of these kinds
     channels(values, home)        -> {channel: values that it carries}
-    pipeline(problem, stages)     -> Pipeline for the simulator
+    pipeline(problem, stages, placement)     -> Pipeline for the simulator
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from csc.ir.schedule import Message
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
+
+SECONDS = ("forward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Unit:
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
     pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
-    of which ranks hold shards, as they are whole.
+    of which ranks hold shards, as they are whole. working: bytes that it takes while it runs, and nothing else counts.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Unit:
     kept: float = 0.0
     state: float = 0.0
     gathered: float = 0.0
+    working: float = 0.0
 
     @property
     def work(self) -> float:
@@ -64,10 +70,26 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Ranks that are alike, by their numbers. seconds[u]: of F, B and W of unit u on one of them. memory: bytes of one,
+    for state and activations; None: no limit.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    seconds: tuple[tuple[float, float, float], ...]
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
     state and activations; None: no limit. scale: for each microbatch what its
     seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the shards of others.
+    waiting: messages that wait to be sent or taken have to fit into the memory, too.
+
+    kinds: of the ranks; none if all are alike. With kinds, seconds of units are the least that any of them takes, for
+    F, B and W apart, and `memory` is the largest, so that what holds for every plan on such ranks holds for these.
     """
 
     units: tuple[Unit, ...]
@@ -78,6 +100,77 @@ class Problem:
     network: Network = field(default_factory=Network)
     scale: tuple[float, ...] | None = None
     gathering: Link = field(default_factory=Link)
+    kinds: tuple[Kind, ...] = ()
+    waiting: bool = False
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """[rank]: the position of its kind; 0 where all are alike."""
+        found = [0] * self.ranks
+        for number, kind in enumerate(self.kinds):
+            for rank in kind.ranks:
+                found[rank] = number
+        return tuple(found)
+
+    @property
+    def limits(self) -> float | tuple[float, ...] | None:
+        """Bytes of each rank, or the one number of all; none above `memory`."""
+        if self.memory is None or not self.kinds:
+            return self.memory
+        return tuple(self.limit_of(kind) or 0.0 for kind in self.kind_of)
+
+    def limit_of(self, kind: int) -> float | None:
+        """Bytes of a rank of this kind."""
+        if self.memory is None or not self.kinds:
+            return self.memory
+        own = self.kinds[kind].memory
+        return self.memory if own is None else min(self.memory, own)
+
+    @cached_property
+    def units_on(self) -> tuple[tuple[Unit, ...], ...]:
+        """[kind]: the units as they are there."""
+        if not self.kinds:
+            return (self.units,)
+        return tuple(
+            tuple(
+                replace(unit, forward=forward, backward_input=backward, backward_weight=weight)
+                for unit, (forward, backward, weight) in zip(self.units, kind.seconds)
+            )
+            for kind in self.kinds
+        )
+
+    def less(self, size: float) -> Problem:
+        """The problem with so many bytes less on each rank."""
+        assert self.memory is not None
+        kinds = tuple(replace(kind, memory=kind.memory and kind.memory - size) for kind in self.kinds)
+        return replace(self, memory=self.memory - size, kinds=kinds)
+
+    def alike(self, kind: int) -> Problem:
+        """The problem if all ranks were of this kind."""
+        return replace(self, units=self.units_on[kind], memory=self.limit_of(kind), kinds=())
+
+
+def unequal(problem: Problem, kinds: Sequence[Kind]) -> Problem:
+    """The problem on ranks of these kinds, all of which have a limit or none; with one kind it is of that alone."""
+    listed = tuple(kinds)
+    units = []
+    for u, unit in enumerate(problem.units):
+        forward, backward, weight = (min(kind.seconds[u][i] for kind in listed) for i in range(3))
+        units.append(replace(unit, forward=forward, backward_input=backward, backward_weight=weight))
+    memory = None if listed[0].memory is None else max(kind.memory or 0.0 for kind in listed)
+    return replace(problem, units=tuple(units), memory=memory, kinds=listed if len(listed) > 1 else ())
+
+
+def placed(problem: Problem, stages: Sequence[Sequence[int]], placement: Sequence[int]) -> Problem:
+    """The problem with every unit as it is on the rank of its stage, all ranks alike otherwise."""
+    if not problem.kinds:
+        return problem
+    units = list(problem.units)
+    for members, rank in zip(stages, placement):
+        own = problem.units_on[problem.kind_of[rank]]
+        for u in members:
+            units[u] = own[u]
+    return replace(problem, units=tuple(units), kinds=())
 
 
 def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list[int]]:
@@ -110,8 +203,15 @@ def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list
     return dict(sorted(found.items()))
 
 
-def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
-    """The pipeline of these stages: costs summed over their units, bytes over the values of each message."""
+def pipeline(
+    problem: Problem, stages: Sequence[Sequence[int]], placement: Sequence[int] | None = None
+) -> Pipeline:  # fmt: skip
+    """The pipeline of these stages: costs summed over their units, bytes over the values of each message. placement:
+    the rank of each, on which it is priced; needed where there are kinds.
+    """
+    if problem.kinds:
+        assert placement is not None
+        problem = placed(problem, stages, placement)
     home = [0] * len(problem.units)
     built = []
     for index, members in enumerate(stages):
@@ -135,6 +235,7 @@ def pipeline(problem: Problem, stages: Sequence[Sequence[int]]) -> Pipeline:
                 state=sum(unit.state for unit in units),
                 gathered=gathered,
                 gather=problem.gathering.seconds(gathered) if gathered else 0.0,
+                working=max((unit.working for unit in units), default=0.0) * max(problem.scale or (1.0,)),
             )
         )
     sizes = {

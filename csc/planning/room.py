@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from csc.planning.branches import Floats, Ints
-from csc.planning.segment_bounds import ChainTables, largest_fused
+from csc.planning.segment_bounds import ChainTables, largest_fused, largest_working
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
 
@@ -29,9 +29,9 @@ class Room:
     """memory: bytes of a rank. in_flight[d]: microbatches that a stage of depth d holds, d from 0 (unused), at least 1
     and never falling. scale: of the largest microbatch.
 
-    A stage holds its state, what its microbatches in flight saved, and for a moment what B of one of them keeps for W:
-    of all its units, or, with B and W fused, of one unit at a time, whichever is less:
-    state + scale * (in flight * saved + min(max(0, kept - saved), largest `fused` of a unit)).
+    A stage holds its state, what its microbatches in flight saved, what its largest unit works with, and for a moment
+    what B of one of them keeps for W: of all its units, or, with B and W fused, of one unit at a time, if that is less:
+    state + scale * (in flight * saved + working + min(max(0, kept - saved), largest `fused` of a unit)).
     """
 
     memory: float
@@ -44,7 +44,7 @@ def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: R
     _, _, _, state, saved, kept = amounts.T
     count = np.array(room.in_flight)[depth]
     moment = np.minimum(np.maximum(kept - saved, 0.0), largest_fused(tables, low, high))
-    need: Floats = state + room.scale * (count * saved + moment)
+    need: Floats = state + room.scale * (count * saved + moment + largest_working(tables, low, high))
     return need
 
 

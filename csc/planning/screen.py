@@ -92,7 +92,7 @@ class Trial:
 
     def schedule(self, problem: Problem) -> Schedule:
         """The orders with their messages."""
-        return finish("auto", self.work, spared(self.work, self.orders), problem.memory)
+        return finish("auto", self.work, spared(self.work, self.orders), problem.limits)
 
 
 def screen(
@@ -108,9 +108,9 @@ def screen(
     spent.
     """
     budget = budget or Budget()
-    work = WorkTables.of(pipeline(problem, stages), placement, problem.microbatches)
+    work = WorkTables.of(pipeline(problem, stages, placement), placement, problem.microbatches)
     try:
-        allowed = room(work, problem.memory)
+        allowed = room(work, problem.limits)
     except InputError:
         return None
     best = None
@@ -209,7 +209,7 @@ def polish(problem: Problem, trial: Trial, enough: float, budget: Budget, effort
     """Local search on the order (csc.planning.schedules.search), until the makespan is `enough`. Nothing for steps of
     which only a few could be tried.
     """
-    allowed = room(trial.work, problem.memory)
+    allowed = room(trial.work, problem.limits)
     size = len(trial.work.lanes) * problem.microbatches
     trials = 0 if budget.late else int(min(POLISH * effort, budget.left / POLISH_COST) / size)
     if trials < LEAST:

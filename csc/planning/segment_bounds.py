@@ -41,8 +41,8 @@ class Crossing:
 class ChainTables:
     """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
 
-    sums: running sums of F, B, W, state, saved and kept. fused[j]: the largest `fused` of the 2**j units from each
-    place on. links: seconds over the neighbour on the chain, by place:
+    sums: running sums of F, B, W, state, saved and kept. fused[j], working[j]: the largest `fused` and `working` of the
+    2**j units from each place on. links: seconds over the neighbour on the chain, by place:
     until F can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high
     end).
     need[place, d]: units of chain d that come before the units ahead of this place. work, ramp: what the work and the
@@ -54,6 +54,7 @@ class ChainTables:
     start: Ints
     sums: Floats
     fused: Floats
+    working: Floats
     links: Floats
     crossings: tuple[Crossing, ...]
     need: Ints
@@ -102,6 +103,7 @@ def segments(problem: Problem, found: Branches) -> ChainTables:
         start=start,
         sums=sums,
         fused=_largest(found, [unit.fused for unit in units], start, places),
+        working=_largest(found, [unit.working for unit in units], start, places),
         links=links,
         crossings=crossings,
         need=need,
@@ -189,10 +191,19 @@ def totals(tables: ChainTables, low: Ints, high: Ints) -> Floats:
 
 def largest_fused(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """Of each segment the largest `fused` of its units."""
+    return _largest_of(tables.fused, tables, low, high)
+
+
+def largest_working(tables: ChainTables, low: Ints, high: Ints) -> Floats:
+    """Of each segment the largest `working` of its units."""
+    return _largest_of(tables.working, tables, low, high)
+
+
+def _largest_of(sizes: Floats, tables: ChainTables, low: Ints, high: Ints) -> Floats:
     length = high - low
     level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that is not longer
     at_low, at_high = tables.start + low, tables.start + high - 2**level
-    both = np.maximum(tables.fused[level, at_low], tables.fused[level, np.maximum(at_high, 0)])
+    both = np.maximum(sizes[level, at_low], sizes[level, np.maximum(at_high, 0)])
     found: Floats = np.where(length > 0, both, 0.0).max(axis=1)
     return found
 

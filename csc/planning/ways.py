@@ -17,9 +17,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from csc.errors import InputError
+from csc.planning import unequal
 from csc.planning.branches import Stages
 from csc.planning.contiguous import contiguous
-from csc.planning.paired import filled, paired
+from csc.planning.paired import filled, paired, works_of
 from csc.planning.partition import MIDDLE, InFlight, balance, candidates
 from csc.planning.problem import Problem, Unit
 from csc.planning.schedules import placement as placed
@@ -70,6 +71,9 @@ def placements(
         ways += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
     if schedule == "auto" and chunks is None and ranks > 1:
         ways += [placed("interleaved-1f1b", ranks, n) for n in CHUNKS if units >= n * ranks]
+    if problem.kinds and stages is None:
+        turns = unequal.orders(problem)
+        ways = [[turn[rank] for rank in way] for way in ways for turn in turns[: 1 if len(way) > 2 * ranks else None]]
     return list(dict.fromkeys(tuple(way) for way in ways))
 
 
@@ -86,14 +90,22 @@ def partitions(
     """
     known = {} if found_before is None else found_before
     size = len(home) * len(problem.units)
-    if len(home) == problem.ranks:
+    if problem.kinds and len(home) == problem.ranks:
+        found = [*(unequal.partitions(problem, home, limits) if size <= SEARCHED else ()), *_even(problem, home)]
+    elif problem.kinds:
+        found = [
+            *spread(problem, home),
+            *(paired(problem, home) if size <= 2 * THOROUGH else ()),
+            *_even(problem, home),
+        ]
+    elif len(home) == problem.ranks:
         found = _single(problem, limits, size)
     elif len(home) == 2 * problem.ranks and size <= 2 * THOROUGH:
         if len(home) not in known:
             known[len(home)] = _searched(problem, len(home))
-        found = [*known[len(home)], *_even(problem, len(home)), *paired(problem, home)]
+        found = [*known[len(home)], *_even(problem, home), *paired(problem, home)]
     else:
-        found = [*(spread(problem, home) or _searched(problem, len(home))), *_even(problem, len(home))]
+        found = [*(spread(problem, home) or _searched(problem, len(home))), *_even(problem, home)]
     return list(dict.fromkeys(found))
 
 
@@ -106,7 +118,7 @@ def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> l
         limited = problem if problem.memory is not None else replace(problem, memory=float("inf"))
         cuts = [stages] if (stages := contiguous(limited)) is not None else []
     if size > SEARCHED:
-        return cuts + _even(problem, problem.ranks)
+        return cuts + _even(problem, range(problem.ranks))
     for limit in limits:
         whole = thorough and not found
         try:
@@ -120,7 +132,7 @@ def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> l
         with suppress(InputError):
             found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
     found += cuts
-    return found if thorough else found + _even(problem, problem.ranks)
+    return found if thorough else found + _even(problem, range(problem.ranks))
 
 
 def _searched(problem: Problem, count: int) -> list[Stages]:
@@ -146,17 +158,17 @@ def spread(problem: Problem, home: Sequence[int]) -> list[Stages]:
     chunks = len(home) // ranks
     if len(home) != chunks * ranks or list(home) != list(home[:ranks]) * chunks or len(home) > len(units):
         return []
-    work = [unit.work for unit in units]
+    works = works_of(problem, home[:ranks])
     found: list[Stages] = []
-    for measure in (work, [unit.forward for unit in units], [1.0] * len(units)):
+    for measure in ([unit.work for unit in units], [unit.forward for unit in units], [1.0] * len(units)):
         starts = _roomy(balance([round(1e9 * each) for each in measure], chunks), ranks, len(units))
         parts = list(pairwise([*starts, len(units)]))
         for turned in (False, True):
             loads = [0.0] * ranks
             ends: dict[int, list[int]] = {}
             for a, b in reversed(parts) if turned else parts:
-                ends[a] = [a + end for end in filled(work[a:b], [loads[rank] for rank in home[:ranks]])]
-                for rank, start, end in zip(home, [a, *ends[a]], ends[a]):
+                ends[a] = filled(works, [loads[rank] for rank in home[:ranks]], a, b)
+                for rank, work, start, end in zip(home, works, [a, *ends[a]], ends[a]):
                     loads[rank] += sum(work[start:end])
             bounds = [0, *(end for a in sorted(ends) for end in ends[a])]
             found.append(tuple(tuple(range(a, b)) for a, b in pairwise(bounds)))
@@ -171,10 +183,14 @@ def _roomy(starts: Sequence[int], ranks: int, count: int) -> list[int]:
     return [min(start, count - (len(moved) - i) * ranks) for i, start in enumerate(moved)]
 
 
-def _even(problem: Problem, count: int) -> list[Stages]:
-    """The units in their order in so many stages, of which the longest is as short as it can be: blind to what is
-    frozen, and by all work.
+def _even(problem: Problem, home: Sequence[int]) -> list[Stages]:
+    """The units in their order in stages on these ranks, of which the longest is as short as it can be: blind to what
+    is frozen, and by all work.
     """
+    if problem.kinds:
+        ends = filled(works_of(problem, home), [0.0] * len(home))
+        return [tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends]))]
+    count = len(home)
     measures: tuple[Callable[[Unit], float], ...] = (lambda unit: unit.forward, lambda unit: unit.work)
     found = []
     for seconds in measures:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from csc.analysis.explain import explain
 from csc.driver.compiled import CompiledModel
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
-from csc.passes.pipeline_problem import limit, problem
+from csc.passes.pipeline_problem import limits, problem
 from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE
 from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
@@ -50,7 +50,7 @@ class Now:
     placement: tuple[int, ...]
     whole: Schedule
     makespan: float
-    peak_memory: float
+    peak_memory: tuple[float, ...]
     idle: float
     schedule: str
     schedule_given: bool
@@ -131,7 +131,7 @@ def now_of(program: Program, options: Options) -> Now:
         placement=tuple(stage.rank for stage in program.stages),
         whole=program.schedule,
         makespan=program.plan.makespan,
-        peak_memory=max(program.plan.peak_memory),
+        peak_memory=tuple(program.plan.peak_memory),
         idle=1 - work / numbers.ranks / program.plan.makespan if program.plan.makespan else 0.0,
         schedule="auto" if written else str(options.schedule),
         schedule_given=written,
@@ -180,9 +180,8 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
         )  # fmt: skip
     twice = replace(numbers, microbatches=2 * numbers.microbatches)
     found.append(Variation(f"{twice.microbatches} microbatches", lambda: twice, schedule, **now.kept))
-    if not now.stages_given and 2 * numbers.ranks <= len(numbers.units):
-        wider = replace(numbers, ranks=2 * numbers.ranks)
-        found.append(Variation(f"{wider.ranks} pipeline ranks", lambda: wider, schedule, **now.kept))
+    if not now.stages_given and not numbers.kinds and 2 * numbers.ranks <= len(numbers.units):
+        found.append(_wider(compiled, now))
     if numbers.memory is not None:
         found.append(_with_more_memory(compiled, now))
     instant = replace(numbers, network=Network())
@@ -192,14 +191,23 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
     return [*found, *_recomputations(compiled, now), *_freezings(compiled, now)]
 
 
+def _wider(compiled: CompiledModel, now: Now) -> Variation:
+    """Twice the ranks, wherever they stand then."""
+    mesh = replace(compiled.options.mesh, pp=2 * now.problem.ranks)
+    options = replace(compiled.options, mesh=mesh)
+    wider = replace(now.problem, ranks=mesh.pp, network=problem(compiled.program, options).network)
+    return Variation(f"{mesh.pp} pipeline ranks", lambda: wider, now.schedule, **now.kept)
+
+
 def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
     """The plan as it is would do, too. With recompute="auto" less is run again, which takes a compilation."""
     name, program, options = "10 GB more memory", compiled.program, compiled.options
-    most, left = limit(program, options), now.problem.memory
-    assert most is not None and left is not None
+    most = limits(program, options)
+    assert most is not None
     if any(choice == AUTO for _, choice in options.recompute):
-        return replace(_compiled(name, compiled, now, memory=round(most + MORE_MEMORY)), same=True)
-    roomy = replace(now.problem, memory=left + MORE_MEMORY)
+        more = [round(one + MORE_MEMORY) for one in most]
+        return replace(_compiled(name, compiled, now, memory=more if len(set(more)) > 1 else more[0]), same=True)
+    roomy = now.problem.less(-MORE_MEMORY)
     return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
 
 
@@ -237,7 +245,6 @@ def _compiled(name: str, compiled: CompiledModel, now: Now, **options: Any) -> V
 
 
 def _itself(now: Now) -> Row:
-    memory = now.problem.memory
     return Row(
         name=f"{now.whole.name}, this plan",
         stages=_stages(now.stages_given),
@@ -245,8 +252,8 @@ def _itself(now: Now) -> Row:
         makespan=now.makespan,
         speedup=1.0,
         idle=now.idle,
-        peak_memory=now.peak_memory,
-        fits=memory is None or now.peak_memory <= memory * (1 + 1e-9),
+        peak_memory=max(now.peak_memory),
+        fits=_fits(now.problem, now.peak_memory),
     )
 
 
@@ -261,7 +268,6 @@ def _row(outcome: Outcome, now: Now) -> Row:
     if variation.same and found.makespan > now.makespan:
         return replace(_itself(now), name=name, fits=True)
     ranks = len(found.peak_memory)
-    memory, peak = now.problem.memory, max(found.peak_memory)
     each, before = found.makespan / outcome.microbatches, now.makespan / now.problem.microbatches
     return Row(
         name=name,
@@ -270,10 +276,16 @@ def _row(outcome: Outcome, now: Now) -> Row:
         makespan=found.makespan,
         speedup=before / each if each else 1.0,
         idle=sum(found.bubble) / ranks,
-        peak_memory=peak,
-        fits=variation.name != EQUAL or memory is None or peak <= memory * (1 + 1e-9),
+        peak_memory=max(found.peak_memory),
+        fits=variation.name != EQUAL or _fits(now.problem, found.peak_memory),
         cut=outcome.cut,
     )
+
+
+def _fits(numbers: Problem, peaks: Sequence[float]) -> bool:
+    """Whether every rank keeps to what it may hold."""
+    limits = (numbers.limit_of(kind) for kind in numbers.kind_of)
+    return all(limit is None or peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits))
 
 
 def _stages(given: bool) -> str:

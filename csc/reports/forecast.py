@@ -22,11 +22,14 @@ from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.ir.schedule import PARTS
 from csc.passes.pipeline_problem import problem
+from csc.passes.step_end import StepEnd, step_ends
 from csc.planning.partition import balance
 from csc.planning.plan import plan
+from csc.planning.problem import Problem
 from csc.reports.limits import Limits, limits
 from csc.runtime.program import load
 from csc.simulation.jitter import Jitter
+from csc.simulation.look import bytes_text
 from csc.simulation.pipeline_file import from_json as read_pipeline
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline, from_json
@@ -49,6 +52,14 @@ class Forecast:
     baseline: Timeline | None
     holds: tuple[str, ...]  # per rank, the regions of its stages
     memory: float | None
+    devices: tuple[str, ...] = ()  # per rank, what it is and may hold, where ranks differ
+    ends: tuple[StepEnd, ...] = ()  # per rank, what follows its last action
+
+    @property
+    def step(self) -> float:
+        """Seconds until the last rank has added gradients and stepped the optimizer."""
+        last = (max((event.end for event in events), default=0.0) for events in self.plan.ranks)
+        return max((done + end.seconds for done, end in zip(last, self.ends)), default=self.plan.makespan)
 
     @property
     def gap(self) -> float:
@@ -66,6 +77,7 @@ class Forecast:
             "layout": self.layout,
             "costs": self.costs,
             "makespan": self.plan.makespan,
+            "step": self.step,
             "bound": self.bound,
             "bound_of": "several stages a rank" if self.shared else "one stage a rank",
             "gap": self.gap,
@@ -76,6 +88,9 @@ class Forecast:
                 {
                     "rank": rank,
                     "holds": held,
+                    "reduce": self.ends[rank].reduce,
+                    "optimizer": self.ends[rank].optimizer,
+                    **({"device": self.devices[rank]} if self.devices else {}),
                     "busy": self.plan.busy[rank],
                     "bubble": self.plan.bubble[rank],
                     "bubble_share": self.plan.bubble_share[rank],
@@ -113,7 +128,16 @@ def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jit
         baseline=_baseline(program, options, baseline, jitter) if baseline is not None else None,
         holds=tuple(_held(program, rank) for rank in range(options.mesh.pp)),
         memory=numbers.memory,
+        devices=devices_of(numbers),
+        ends=tuple(step_ends(program, options)),
     )
+
+
+def devices_of(numbers: Problem) -> tuple[str, ...]:
+    """By rank its device and what it may hold; nothing where all are alike."""
+    kinds = numbers.kinds
+    limits = ["" if kind.memory is None else f", {bytes_text(kind.memory)}" for kind in kinds]
+    return tuple(f"{kinds[kind].name}{limits[kind]}" for kind in numbers.kind_of) if kinds else ()
 
 
 def _baseline(program: Program, options: Options, schedule: str, jitter: Jitter | None) -> Timeline:

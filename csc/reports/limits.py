@@ -62,7 +62,8 @@ def limits(
     """Of a run that the simulator made of the schedule. several: a rank runs several stages, for which another bound
     holds.
     """
-    memory = None if problem.memory is None else (problem.memory,) * problem.ranks
+    limits = problem.limits
+    memory = (limits,) * problem.ranks if isinstance(limits, (int, float)) else limits
     return Limits(
         term=(shared_lower_bound if several else lower_bound)(problem).term,
         makespan=timeline.makespan,

@@ -16,15 +16,17 @@ from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.simulation.memory import peak_memory, states
+from csc.simulation.messages import peaks as peaks_of_run
 from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.simulate import simulate
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """parameters, gradients, optimizer: there for the whole step; the optimizer's are AdamW's two moments.
     activations: the most that microbatches in flight keep for their backward, with what is gathered meanwhile (zero=3).
-    recomputed: what the backward of one
-    region makes again while it runs. messages: one message of each channel that ends here.
+    working: what one region takes while it runs, what it computes again included. messages: the most that wait here for
+    their turn, or to be sent, at once.
     """
 
     rank: int
@@ -32,7 +34,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    recomputed: int
+    working: int
     messages: int
 
     @property
@@ -51,6 +53,7 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
     pipeline = read_pipeline(program.plan.pipeline)
     schedule = program.schedule
     peaks, held = peak_memory(pipeline, schedule), states(pipeline, schedule)
+    waiting = [most - peak for most, peak in zip(peaks_of_run(pipeline, schedule, simulate(pipeline, schedule)), peaks)]
     stored = stored_dtypes(program)
     costs = {name: variant_cost(v, False, stored[name]) for name, v in program.variants.items()}
     ranks = math.prod(options.mesh.sizes(Group.DATA))
@@ -61,7 +64,6 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
         own = [costs[variant[name]] for stage in stages for name in stage.regions]
         parameters, gradients, optimizer = (sum(size) for size in zip(*(one.held(options.zero, ranks) for one in own)))
         here = {stage.index for stage in stages}
-        received = [size for (_, source, to), size in pipeline.messages.items() if to in here and source not in here]
         found.append(
             RankMemory(
                 rank,
@@ -69,8 +71,8 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=round(peaks[rank] - held[rank]),
-                recomputed=max(one.again for one in own),
-                messages=round(sum(received)),
+                working=round(max(pipeline.stages[stage].working for stage in here)),
+                messages=round(waiting[rank]),
             )
         )
     return found

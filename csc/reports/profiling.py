@@ -27,8 +27,9 @@ import torch
 from torch import fx, nn
 
 from csc import devices
-from csc.analysis.costs import Kernels, seconds, variant_cost, variant_key
+from csc.analysis.costs import seconds, variant_cost, variant_key
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
+from csc.analysis.kernels import Kernels
 from csc.capture.batch import device_of, placed, split_batch
 from csc.capture.trace.meta_init import with_weights
 from csc.driver.compiled import CompiledModel

@@ -38,11 +38,13 @@ def _changes(stage: StageWork) -> tuple[Change, ...]:
 
 
 def states(pipeline: Pipeline, schedule: Schedule) -> list[float]:
-    """Per rank, the state of its stages."""
+    """Per rank, what is there for the whole step: the state of its stages, and room for what one of them works with."""
     total = [0.0] * len(schedule.ranks)
+    working = [0.0] * len(schedule.ranks)
     for stage, rank in schedule.placement.items():
         total[rank] += pipeline.stages[stage].state
-    return total
+        working[rank] = max(working[rank], pipeline.stages[stage].working)
+    return [state + most for state, most in zip(total, working)]
 
 
 def peak_memory(pipeline: Pipeline, schedule: Schedule) -> list[float]:

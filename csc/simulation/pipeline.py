@@ -5,6 +5,7 @@ replica. A *rank* is a position on the pp axis.
 
     StageWork  times of F, B and W; bytes that a microbatch leaves alive between them; bytes that are always there
     Network    latency and bandwidth between two ranks, within a node and between nodes
+    Place      where a rank stands and what its own links are, where ranks are not all alike in a row
     Loads      features of each microbatch (tiles, tokens, ...), and what one of each takes on every stage
     Pipeline   stages, bytes by channel, network, and the loads of microbatches that differ
 
@@ -33,7 +34,8 @@ class StageWork:
     saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
     takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
     parameters, gradients and optimizer state, alive for the whole step. gathered: bytes from GATHER until FREE, of
-    parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none.
+    parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none. working:
+    bytes that its largest region takes while it runs; a rank has room for that of one of its stages at any time.
     """
 
     forward: float
@@ -47,6 +49,7 @@ class StageWork:
     state: float = 0.0
     gathered: float = 0.0
     gather: float = 0.0
+    working: float = 0.0
 
     def seconds(self, kind: str) -> float:
         """Time of "F", "B", "W" or "BW"."""
@@ -73,15 +76,36 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Of one rank. nodes: those that its devices stand on, one device for each index on the other axes of the mesh; two
+    ranks reach each other within nodes if all of their devices do, since the slowest pair holds up the others.
+    """
+
+    nodes: tuple[int, ...]
+    within: Link = Link()
+    between: Link = Link()
+
+
+@dataclass(frozen=True)
 class Network:
-    """Links between ranks: `within` a node of `ranks_per_node` consecutive ranks (None: one node), else `between`."""
+    """Links between ranks: `within` a node of `ranks_per_node` consecutive ranks (None: one node), else `between`.
+
+    places: of each rank, where that is not all there is to say; a message then takes the slower of both ends' links.
+    answered: a sender knows that a message came only by its answer (gloo), and keeps it until then.
+    """
 
     within: Link = Link()
     between: Link = Link()
     ranks_per_node: int | None = None
+    places: tuple[Place, ...] = ()
+    answered: bool = False
 
     def link(self, source: int, destination: int) -> Link:
         """The link from one rank to another."""
+        if self.places:
+            a, b = self.places[source], self.places[destination]
+            one, other = (a.within, b.within) if a.nodes == b.nodes else (a.between, b.between)
+            return Link(max(one.latency, other.latency), min(one.bandwidth, other.bandwidth))
         size = self.ranks_per_node
         return self.within if size is None or source // size == destination // size else self.between
 

@@ -11,25 +11,37 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, Place, StageWork
 
 _REMEDY = "Compile the program again"
-GATHERS = ("gathered", "gather")
+OPTIONAL = ("gathered", "gather", "working")
 
 
 def to_json(pipeline: Pipeline) -> dict[str, Any]:
     """The pipeline as dicts, lists and numbers. An unlimited bandwidth is null."""
-    network = pipeline.network
     return {
         "stages": [_row(stage) for stage in pipeline.stages],
         "messages": [[*channel, size] for channel, size in sorted(pipeline.messages.items())],
-        "network": {
-            "within": _link(network.within),
-            "between": _link(network.between),
-            "ranks_per_node": network.ranks_per_node,
-        },
+        "network": _network(pipeline.network),
         "loads": _loads(pipeline.loads) if pipeline.loads is not None else None,
     }
+
+
+def _network(network: Network) -> dict[str, Any]:
+    """Places only where there are any, and answers only where they are waited for."""
+    found: dict[str, Any] = {
+        "within": _link(network.within),
+        "between": _link(network.between),
+        "ranks_per_node": network.ranks_per_node,
+    }
+    if network.places:
+        found["places"] = [
+            {"nodes": list(one.nodes), "within": _link(one.within), "between": _link(one.between)}
+            for one in network.places
+        ]
+    if network.answered:
+        found["answered"] = True
+    return found
 
 
 def _loads(loads: Loads) -> dict[str, Any]:
@@ -41,8 +53,8 @@ def _loads(loads: Loads) -> dict[str, Any]:
 
 
 def _row(stage: StageWork) -> dict[str, Any]:
-    """Its figures; those of gathers where there are any."""
-    return {name: one for name, one in asdict(stage).items() if one or name not in GATHERS}
+    """Its figures; some only where there are any."""
+    return {name: one for name, one in asdict(stage).items() if one or name not in OPTIONAL}
 
 
 def _link(link: Link) -> dict[str, float | None]:
@@ -52,11 +64,10 @@ def _link(link: Link) -> dict[str, float | None]:
 def from_json(data: Any, where: str = "pipeline") -> Pipeline:
     """Read what `to_json` wrote. InputError, with the place, for anything else."""
     try:
-        network = data["network"]
         return Pipeline(
             stages=tuple(_stage(row) for row in data["stages"]),
             messages={(str(kind), int(a), int(b)): _size(size) for kind, a, b, size in data["messages"]},
-            network=Network(_read(network["within"]), _read(network["between"]), network["ranks_per_node"]),
+            network=_read_network(data["network"]),
             loads=_read_loads(data["loads"]) if data["loads"] is not None else None,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -77,11 +88,21 @@ def _read_loads(data: dict[str, Any]) -> Loads:
 def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) -> StageWork:
     flags = ("has_b", "has_w")
     figures: dict[str, Any] = {
-        field.name: (number or _size)(row[field.name] if field.name not in GATHERS else row.get(field.name, 0.0))
+        field.name: (number or _size)(row[field.name] if field.name not in OPTIONAL else row.get(field.name, 0.0))
         for field in fields(StageWork)
         if field.name not in flags
     }
     return StageWork(**figures, **{name: bool(row[name]) for name in flags})
+
+
+def _read_network(row: dict[str, Any]) -> Network:
+    places = tuple(
+        Place(tuple(map(int, one["nodes"])), _read(one["within"]), _read(one["between"]))
+        for one in row.get("places", ())
+    )
+    return Network(
+        _read(row["within"]), _read(row["between"]), row["ranks_per_node"], places, bool(row.get("answered"))
+    )
 
 
 def _read(row: dict[str, Any]) -> Link:

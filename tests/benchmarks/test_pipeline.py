@@ -31,7 +31,7 @@ from benchmarks.pipeline.baselines import (
 from benchmarks.pipeline.cases import Case, Numbers, cases, of_case
 from benchmarks.pipeline.paced import DOUBLE, Measured, stretched, work
 from benchmarks.pipeline.paced import EQUAL as CSC
-from benchmarks.pipeline.real import Real, _all, _makespan, _work
+from benchmarks.pipeline.real import Real, _makespan, _work, together
 from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate, run
 from benchmarks.pipeline.summary import document, geomean, over_torch, summary
 from benchmarks.pipeline.torch_gradients import FROZEN
@@ -52,6 +52,8 @@ FIELDS = (
     "makespan_over_bound_equal_memory_geomean",
     "worst_speedup_over_any_baseline",
     "worst_speedup_over_any_baseline_own_bytes",
+    "peak_memory_error_max",
+    "published_error_geomean",
     "speedup_over_best_rival_geomean",
     "speedup_over_unaware_heavy_encoder_geomean",
     "speedup_over_unaware_geomean",
@@ -222,13 +224,13 @@ def test_torchs_memory_counts_what_w_needs_of_one_unit() -> None:
 
 def test_the_cases() -> None:
     assert len(cases()) == 9 * 3 * 3 * 2 and len(set(cases())) == len(cases())
-    assert {case.configuration for case in cases(quick=True)} == {"VLM-S", "ALM-S", "VALM-S"}
+    assert {case.configuration for case in cases(quick=True)} == {"VLM-S", "ALM-S", "VALM-S", "VLM-M"}
     assert {case.hardware for case in cases(quick=True)} == {"a40"}
 
 
 def numbers_of(frozen: bool) -> Numbers:
     whole, layers = model(3, 2, 4, frozen)
-    return Numbers(replace(whole, network=Network(Link(1e-6, 1e6))), layers, 0.4, 1e4, ("a note",))
+    return Numbers(replace(whole, network=Network(Link(1e-6, 1e6))), layers, 0.4, 1e4, 0.0, ("a note",))
 
 
 def test_a_case_without_state() -> None:
@@ -472,4 +474,4 @@ def test_a_command_that_fails_says_why() -> None:
     import sys
 
     with pytest.raises(CscError, match="it failed: ValueError: no"):
-        _all([[sys.executable, "-c", "raise ValueError('no')"]])
+        together([[sys.executable, "-c", "raise ValueError('no')"]])

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.analysis.costs import Call, Kernels, basis, region_costs, seconds, variant_key
+from csc.analysis.costs import basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
+from csc.analysis.kernels import Call, Kernels
 from csc.commands import main as cli
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError

@@ -20,7 +20,7 @@ def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
     found = json.loads(done.out)
     assert found["makespan"] >= found["bound"] > 0
     assert found["gap"] == pytest.approx(found["makespan"] / found["bound"] - 1)
-    assert found["costs"] == "model of a100" and found["memory_limit"] == 80e9
+    assert found["costs"] == "model of a100" and found["memory_limit"] == 78.5e9
     assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
     for row in found["ranks"]:
         assert row["busy"] + row["bubble"] == pytest.approx(found["makespan"])
@@ -64,3 +64,19 @@ def test_a_file_that_is_no_timeline(run: Run, tmp_path: Path) -> None:  # noqa: 
     (tmp_path / "bad.json").write_text("{")
     done = run("timeline", tmp_path / "bad.json")
     assert done.code == 2 and "this is no timeline" in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_ranks_that_differ(run: Run) -> None:  # noqa: F811
+    """Each is priced on its own device; memory is that of each; the tables say which is which."""
+    shared = ("simulate", TARGET, "--baseline", "none", "--memory", "20GB,10GB,10GB")
+    found = json.loads(run(*shared, "--json", "--hardware", "h100,a100,a40").out)
+    devices = [row["device"] for row in found["ranks"]]
+    assert [one.partition(",")[0] for one in devices] == ["h100", "a100", "a40"]
+    assert found["costs"] == "model of h100 on ranks 0; model of a100 on ranks 1; model of a40 on ranks 2"
+    assert found["makespan"] >= found["bound"] > 0
+    alike = json.loads(run(*shared[:-2], "--json", "--hardware", "h100,h100,h100").out)
+    assert "device" not in alike["ranks"][0] and alike["makespan"] < found["makespan"]
+    assert alike == json.loads(run(*shared[:-2], "--json", "--hardware", "h100").out)
+    refused = run(*shared, "--hardware", "h100,a100")
+    assert refused.code != 0 and "2 pipeline ranks, and the mesh has pp=3" in refused.err

@@ -161,13 +161,13 @@ def paths(problem: Problem) -> tuple[dict[Op, float], dict[Op, float]]:
     return ends, starts
 
 
-def bound_of(problem: Problem, units: Sequence[int]) -> float:
-    """The bound of a stage as csc.planning.partition_bound states it."""
+def bound_of(problem: Problem, units: Sequence[int], priced: Problem | None = None) -> float:
+    """The bound of a stage as csc.planning.partition_bound states it. priced: whose seconds its own work takes."""
     inside = set(units)
     ends, starts = paths(problem)
     scale = problem.scale or (1.0,) * problem.microbatches
     m, r = sum(scale), min(scale)
-    f, b, w = (sum(seconds_of(problem, (kind, u)) for u in inside) for kind in "FBW")
+    f, b, w = (sum(seconds_of(priced or problem, (kind, u)) for u in inside) for kind in "FBW")
     edges = [(x, y) for x, y in edges_of(problem) if x[0] == y[0]]
     entering = [(x, y) for x, y in edges if y[1] in inside and x[1] not in inside]
     leaving = [(x, y) for x, y in edges if x[1] in inside and y[1] not in inside]

@@ -34,7 +34,7 @@ def largest(work: list[float], loads: list[float], ends: list[int]) -> float:
 @given(st.lists(TIMES, min_size=1, max_size=8), st.lists(TIMES, min_size=1, max_size=4))
 def test_the_largest_load_is_the_least_there_is(work: list[float], loads: list[float]) -> None:
     loads = loads[: len(work)]
-    ends = filled(work, loads)
+    ends = filled([work] * len(loads), loads)
     assert ends in splits(len(work), len(loads))
     least = min(largest(work, loads, ends) for ends in splits(len(work), len(loads)))
     assert largest(work, loads, ends) == pytest.approx(least)
@@ -74,7 +74,8 @@ def test_there_are_none_for_other_placements_and_for_less_memory_than_anything_t
 
 def equal_forwards(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The split into two stages a rank of someone who sees forwards only."""
-    ends = filled([unit.forward for unit in problem.units], [0.0] * 2 * problem.ranks)
+    count = 2 * problem.ranks
+    ends = filled([[unit.forward for unit in problem.units]] * count, [0.0] * count)
     return tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends]))
 
 

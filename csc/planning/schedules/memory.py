@@ -63,11 +63,13 @@ def reserves(work: WorkTables) -> list[Reserve | None]:
 
 
 def state(work: WorkTables) -> list[float]:
-    """For each rank the bytes that are always there."""
+    """For each rank the bytes that are always there; see csc.simulation.memory.states."""
     bytes_ = [0.0] * work.ranks
+    working = [0.0] * work.ranks
     for stage, rank in zip(work.pipeline.stages, work.placement):
         bytes_[rank] += stage.state
-    return bytes_
+        working[rank] = max(working[rank], stage.working)
+    return [fixed + most for fixed, most in zip(bytes_, working)]
 
 
 def least(work: WorkTables) -> list[float]:

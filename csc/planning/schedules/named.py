@@ -88,8 +88,7 @@ def interleaved(work: WorkTables, room: Sequence[float] | None = None) -> Orders
     """1F1B over v stages a rank: groups of p microbatches go through a rank's first stage, then its second, and so on
     (Narayanan et al. 2021). As zb_v, the published order without what a DAG or frozen stages leave out.
     """
-    p, stages = work.ranks, len(work.placement)
-    _expect("interleaved-1f1b", work, [s % p for s in range(stages)] if stages % p == 0 else None)
+    _expect_turns("interleaved-1f1b", work)
     return [joined(work, order) for order in _in_groups(work, lead=2, lag=0)]
 
 
@@ -97,8 +96,7 @@ def interleaved_zb(work: WorkTables, room: Sequence[float] | None = None) -> Ord
     """Interleaved 1F1B with B and W apart, half the lead of a rank over the next, and W's that lag behind, so that
     every rank holds as much as the first (Qi et al. 2023). With one stage on each rank of a chain it is zb_h1.
     """
-    p, stages = work.ranks, len(work.placement)
-    _expect("interleaved-zb", work, [s % p for s in range(stages)] if stages % p == 0 else None)
+    _expect_turns("interleaved-zb", work)
     return _in_groups(work, lead=1, lag=1)
 
 
@@ -107,14 +105,15 @@ def _in_groups(work: WorkTables, lead: int, lag: int) -> Orders:
     p = work.ranks
     count = -(-work.microbatches // p) * p
     chunks = len(work.placement) // p
-    return [
-        _fitting(work, _in_groups_rank(rank, p, chunks, count, lead * (p - rank - 1), lag * rank)) for rank in range(p)
-    ]
+    return _by_rank(
+        work,
+        [_fitting(work, _in_groups_rank(at, p, chunks, count, lead * (p - at - 1), lag * at)) for at in range(p)],
+    )
 
 
 def _in_groups_rank(rank: int, p: int, chunks: int, count: int, lead: int, lag: int) -> list[int]:
-    """The order of one rank for a multiple of p microbatches: lead + (v - 1) p forwards, then in turn; W k after B k +
-    lag, the rest at the end.
+    """The order of the rank at one place of a turn for a multiple of p microbatches: lead + (v - 1) p forwards, then in
+    turn; W k after B k + lag, the rest at the end.
     """
     forwards = [3 * (chunk * p + rank) for _ in range(count // p) for chunk in range(chunks) for _ in range(p)]
     backwards = [lane + 1 for _ in range(count // p) for lane in reversed(forwards[: chunks * p])]
@@ -133,9 +132,10 @@ def zb_v(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     of its stages, and frozen stages leave actions out: what is left is still free of deadlock.
     """
     p = work.ranks
-    _expect("zb-v", work, [*range(p), *reversed(range(p))])
+    first = list(work.placement[:p])
+    _expect("zb-v", work, [*first, *reversed(first)])
     count = max(2 * p - 1, work.microbatches)
-    return [_fitting(work, _zb_v_rank(rank, p, count)) for rank in range(p)]
+    return _by_rank(work, [_fitting(work, _zb_v_rank(at, p, count)) for at in range(p)])
 
 
 def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
@@ -152,8 +152,20 @@ def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
     return order
 
 
+def _by_rank(work: WorkTables, lists: Sequence[list[int]]) -> Orders:
+    """The orders of the places of a turn as those of the ranks that stand there."""
+    place = {rank: at for at, rank in enumerate(work.placement[: work.ranks])}
+    return [lists[place[rank]] for rank in range(work.ranks)]
+
+
+def _expect_turns(name: str, work: WorkTables) -> None:
+    p, stages = work.ranks, len(work.placement)
+    _expect(name, work, list(work.placement[:p]) * (stages // p) if stages % p == 0 else None)
+
+
 def _expect(name: str, work: WorkTables, wanted: Sequence[int] | None) -> None:
-    if list(work.placement) != wanted:
+    """InputError unless the stages stand as wanted, in each turn all ranks, in whatever order."""
+    if list(work.placement) != wanted or len(set(work.placement[: work.ranks])) != work.ranks:
         raise InputError(
             f"{name} does not run {len(work.placement)} stages on the ranks {list(work.placement)}",
             "schedule",

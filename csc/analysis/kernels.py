@@ -1,0 +1,40 @@
+"""Kernels that a graph runs, in numbers: their operators, FLOPs and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips."""
+
+    op: str
+    dtype: str
+    flops: int
+    bytes: int
+    mask: str = ""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of F, B or W, in order."""
+
+    calls: tuple[Call, ...] = ()
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(call.flops for call in self.calls)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(call.bytes for call in self.calls)
+
+    @property
+    def kernels(self) -> int:
+        return len(self.calls)
+
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(self.calls + other.calls)

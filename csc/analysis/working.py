@@ -1,0 +1,94 @@
+"""Bytes that a region works with: what is alive at once while its F, B or W runs, and is gone or counted after.
+
+Terms: a *block* is memory that a call allocates; views of it keep it alive. Emitted code deletes each value after its
+last use (codegen.python), so what is alive where follows from the graph. What enters F or B stays until its end: the
+executor holds it. What an operation takes for itself while it runs is not seen.
+
+    peak(graph) -> bytes                        the most that is alive at once, of what is made and what enters
+    working(variant, saved) -> bytes            on top of `saved` and `kept` as the memory of a plan counts them
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from csc.analysis.costs import extent, held_bytes
+from csc.ir import graph as g
+from csc.ir.program import Variant
+
+ENTERING = ("activation", "tangent")  # held by the executor until the end
+COUNTED = (*ENTERING, "saved")
+
+
+def working(variant: Variant, saved: int | None = None) -> int:
+    """The most of F (what it saves is counted with it), of B (what it saved, or keeps for W) and of W (what was kept).
+
+    saved: bytes that are counted between F and B; None: those that F leaves.
+    """
+    backward = variant.backward_input
+    kept = held_bytes(g.outputs(backward)[1]) if backward is not None else 0
+    if saved is None:
+        saved = held_bytes(g.outputs(variant.forward)[1]) if backward is not None else 0  # type: ignore[arg-type]
+    over = [peak(variant.forward) - saved] if variant.forward is not None else []
+    if backward is not None:
+        over.append(peak(backward) - max(saved, kept))
+    if variant.backward_weight is not None:
+        # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
+        made = [_size(_block(one)) for one in variant.backward_weight.output_node().all_input_nodes]
+        over.append(peak(variant.backward_weight) - kept + sum(made) + max(made, default=0))
+    return max(0, *over) if over else 0
+
+
+def peak(graph: fx.Graph) -> int:
+    """Bytes of blocks alive at once. Parameters and shared tables are not among them."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    ends: dict[fx.Node, int] = {}
+    for node in nodes:
+        base = _block(node)
+        last = max((position[user] for user in node.users), default=position[node])
+        ends[base] = max(ends.get(base, 0), last)
+    sizes = {base: _size(base) for base in ends if _counted(base)}
+    for base in sizes:
+        if base.op == "placeholder" and base.meta["role"][0] in ENTERING:
+            ends[base] = len(nodes)
+    dying: dict[int, list[fx.Node]] = {}
+    for base in sizes:
+        dying.setdefault(ends[base], []).append(base)
+    alive = sum(size for base, size in sizes.items() if base.op == "placeholder")
+    most = alive
+    for i, node in enumerate(nodes):
+        if node in sizes and node.op != "placeholder":
+            alive += sizes[node]
+            most = max(most, alive)
+        alive -= sum(sizes[base] for base in dying.get(i, ()))
+    return most
+
+
+def _block(node: fx.Node) -> fx.Node:
+    """The node that allocated what this one's value lies in; items of a tuple lie in that of the call."""
+    while node.op == "call_function" and (node.target is operator.getitem or g.is_view(node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _counted(base: fx.Node) -> bool:
+    if base.op == "placeholder":
+        return base.meta["role"][0] in COUNTED
+    return base.op == "call_function"
+
+
+def _size(base: fx.Node) -> int:
+    return sum(map(extent, _tensors(base.meta.get("val"))))
+
+
+def _tensors(val: object) -> Iterator[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        yield val
+    elif isinstance(val, (tuple, list)):
+        for item in val:
+            yield from _tensors(item)

@@ -1,0 +1,57 @@
+"""What a step takes behind its last action: gradients added over data-parallel ranks, the optimizer's step.
+
+Terms: see csc.ir.groups. The ring algorithms' costs: an all-reduce moves 2 (n - 1) / n of the bytes over the slowest of
+its links, a reduce-scatter or an all-gather half of that. AdamW reads a parameter, its gradient and two moments, and
+writes all but the gradient; with `zero` each rank does its share, and the parameters go round again but with zero=3.
+
+    step_ends(program, options) -> [StepEnd]        one for each position on the pp axis
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from csc.passes.pipeline_problem import profiles
+
+from csc.analysis.hardware import Hardware, Wire
+from csc.ir.groups import Group
+from csc.ir.program import Options, Program
+
+MOVED = 7  # times a parameter's size, of AdamW
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Seconds of one pipeline rank."""
+
+    reduce: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.reduce + self.optimizer
+
+
+def step_ends(program: Program, options: Options) -> list[StepEnd]:
+    """By the hardware profile of each rank; nothing is taken to run beside the last actions."""
+    sizes = {one.name: math.prod(one.shape) * one.dtype.itemsize for one in program.parameters if one.trainable}
+    found = []
+    for rank, profile in enumerate(profiles(program, options)):
+        names = {name for stage in program.stages if stage.rank == rank for name in stage.parameters}
+        size = sum(sizes.get(name, 0) for name in names)
+        group = options.mesh.group(Group.DATA, options.mesh.rank_of(pp=rank))
+        seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
+        found.append(StepEnd(_reduced(size, group, profile, options.zero), seconds))
+    return found
+
+
+def _reduced(size: int, group: tuple[int, ...], profile: Hardware, zero: int) -> float:
+    """Gradients to where they are needed, and with zero=1 and 2 parameters back to all."""
+    others = len(group) - 1
+    if not others or not size:
+        return 0.0
+    nodes = {rank // profile.ranks_per_node for rank in group}
+    wire: Wire = profile.within if len(nodes) == 1 else profile.between
+    rounds = 1 if zero >= 3 else 2
+    return rounds * (others * wire.latency + size * others / len(group) / wire.bandwidth)
