@@ -1,7 +1,7 @@
 """The search for stages where ranks are of several kinds: which units, and which kind of rank, for each stage.
 
 Terms: see csc.planning.problem, csc.planning.branches and csc.planning.frontiers. A *lot* is the ranks of one kind:
-what a piece costs there, what fits, and how many there are. A *cell* is how many ranks of each kind have a stage.
+what a segment costs there, what fits, and how many there are. A *cell* is how many ranks of each kind have a stage.
 
     lots(problem, found, in_flight)                 -> the lots of a problem
     search(lots, cap, order, empty)                 -> frontiers behind every stage, and its kind, or None
@@ -125,7 +125,7 @@ def search(listed: Sequence[Lot], cap: float, order: Sequence[int] | None = None
 
 
 def _steps(listed: Sequence[Lot], cap: float) -> list[Extension]:
-    """What a piece of each kind has to respect; what comes after may be as fast, and hold as much, as any."""
+    """What a segment of each kind has to respect; what comes after may be as fast, and hold as much, as any."""
     roomy = max((lot.room for lot in listed if lot.room), key=lambda room: room.memory, default=None)
     among = targets(listed[0].tables) if roomy else ()
     after = Extension(listed[0].fastest, cap, roomy, None, among)
