@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -38,7 +39,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decider:
-    """known: by kind the widths of microbatches that have programs; see csc.planning.assign.layout."""
+    """known: by kind the widths of microbatches that have programs; see csc.planning.assign.layout. examples: of each
+    of these sizes a microbatch, as samples of the dataset.
+    """
 
     lengths: Lengths
     costs: Costs
@@ -47,6 +50,7 @@ class Decider:
     microbatches: int
     multiple: int
     known: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
+    examples: Mapping[Size, tuple[int, ...]] = field(default_factory=dict)
     moves: int = MOVES
 
     def decide(self, indices: Sequence[int]) -> Decision:
@@ -85,9 +89,10 @@ class Decider:
         """Knowing the sizes of a few steps of random samples, each of which kept to those before where it could."""
         found = replace(self, moves=0)
         for indices in self._draws(batch_size):
-            for own in found.decide(indices).sizes:
-                for size in own:
-                    found = replace(found, known=with_size(found.known, size))
+            decided = found.decide(indices)
+            for size, group in zip(chain(*decided.sizes), chain(*decided.groups)):
+                examples = {size: group, **found.examples}
+                found = replace(found, known=with_size(found.known, size), examples=examples)
         return replace(found, moves=self.moves)
 
     def _draws(self, batch_size: int) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ Terms
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from csc.balance.collation import Collation, Counted
 from csc.balance.decision import Decider, Decision
 from csc.capture.diagnostics import user_line
 from csc.errors import CscError, InputError
+from csc.planning.assign.layout import Size
 from csc.runtime.words import digest
 
 
@@ -58,6 +59,12 @@ class Delivery:
             return self._delivered(ticket)
         except CscError as error:
             return Failed(error, traceback.format_exc())
+
+    def examples(self) -> Iterator[tuple[Size, list[dict[str, Any]]]]:
+        """Of each known size a step of this process, all of whose microbatches have it."""
+        count = self.decider.microbatches * len(self._replicas)
+        for size, group in sorted(self.decider.examples.items()):
+            yield size, [self._microbatch(Ticket(0, 0, group), group, size[-1])] * count
 
     def _delivered(self, ticket: Ticket) -> Delivered:
         decided = self.decider.decide(ticket.samples)

@@ -7,6 +7,7 @@ for batch in BalancedLoader(...):           made by csc.balanced
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from csc.balance.delivery import Delivery, Failed, Ticket
 from csc.balance.order import Order, steps_of
+from csc.driver.compiled import CompiledModel
 from csc.driver.share import Divided
 from csc.errors import InputError
 from csc.planning.assign.layout import Size
@@ -61,6 +63,17 @@ class BalancedLoader:
     def sizes(self) -> list[Size]:
         """Of microbatches that steps keep to: units of each kind, rows, width."""
         return self._delivery.decider.sizes
+
+    def compile_ahead(self, compiled: CompiledModel) -> int:
+        """Make the programs of all known sizes (`sizes`) before the first step, so that no step waits for one of them.
+        All ranks call it. Returns how many sizes there are.
+        """
+        count = len(self.sizes)
+        for number, (size, step) in enumerate(self._delivery.examples(), 1):
+            start = time.perf_counter()
+            compiled.compile_for(Divided(step))
+            log.info("size %d of %d, %s, in %.1f s", number, count, size, time.perf_counter() - start)
+        return count
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch at its first step, unless it is the one that is under way."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +43,7 @@ from csc.ir.program import Options, Program
 from csc.passes.recompute import AUTO, saves_of
 from csc.planning.problem import Problem
 from csc.runtime.batches import Microbatches
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP
+from csc.runtime.meeting import COMPILATION, EVALUATION, FIRST_STEP, STEP, STEPS
 from csc.runtime.prefetch import ahead
 from csc.runtime.stepping import make_optimizer
 from csc.runtime.timelines import gathered, timeline
@@ -409,7 +410,35 @@ class CompiledModel:
         with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
             return self._step(STEP, batch, self._options(microbatches), local)
 
+    def compile_for(self, batch: Any, microbatches: int | None = None, local: bool = False) -> None:
+        """Make the programs of a batch's microbatches, and compare them with eager PyTorch, without a step: later steps
+        of these sizes start at once. All ranks call it.
+
+        Args:
+            batch: As for `train_step`.
+            microbatches: As for `train_step`.
+            local: As for `train_step`.
+
+        Raises:
+            CscError: As `train_step` before anything is computed.
+        """
+        with torch.enable_grad(), self._agreed(COMPILATION, batch, self._options(microbatches), local):
+            pass
+
     def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
+        with self._agreed(operation, batch, options, local) as (trainer, dealt, flags):
+            self._steps += 1
+            loss = trainer.run(dealt, flags)
+            self._measure(trainer)
+            return loss
+
+    @contextmanager
+    def _agreed(
+        self, operation: str, batch: Any, options: Options, local: bool
+    ) -> Iterator[tuple[Trainer, Microbatches, int]]:
+        """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and the
+        flags that any rank has said.
+        """
         programs = self._programs
         meeting = programs.meeting(options)
         divided = batch if isinstance(batch, Divided) else Divided()
@@ -458,12 +487,10 @@ class CompiledModel:
                     FIRST_STEP, lambda: known(ready, self._programs.match(ready), made, share.first)
                 )
             assert found is not None
-            trainer, dealt = found
-            self._steps += 1
-            programs.use(trainer)
-            loss = trainer.run(dealt, share.flags(heard))
-            self._measure(trainer)
-            return loss
+            programs.use(found[0])
+            if operation not in STEPS:
+                meeting.began()
+            yield (*found, share.flags(heard))
 
     def _measure(self, trainer: Trainer) -> None:
         """The metrics of the step, with the planned memory; the log has both once the first steps are over."""

@@ -39,7 +39,7 @@ from csc.runtime.words import NOTHING, Said, Word, agree, as_float, as_int, caus
 
 MIDDLE = "the middle of a step"
 STEP, FIRST_STEP, OWN_SAMPLES = "train_step", "the first step of its size", "the samples of a step"
-EVALUATION = "eval_step"
+EVALUATION, COMPILATION = "eval_step", "compile_for"
 STEPS = (STEP, EVALUATION)  # what counts as a step
 AGREED = (*STEPS, FIRST_STEP, OWN_SAMPLES)  # what is followed by messages
 Result = TypeVar("Result")

@@ -59,6 +59,9 @@ def main(directory: Path) -> None:
     dataset.loaded.clear()
     rank, losses = dist.get_rank(), []
     for number, step in enumerate(loader):
+        if not number:
+            compiled.compile_for(step)  # no step: gradients and what follows are as without it
+            assert all(p.grad is None for p in compiled.parameters())
         losses.append(float(compiled.train_step(step)))
         save_file(
             {name: p.grad.contiguous() for name, p in compiled.named_parameters() if p.grad is not None},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,22 @@ def documents() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "cp=2"])
-def test_samples_packed_in_one_row_see_themselves_alone(mesh: str) -> None:
+def test_samples_packed_in_one_row_see_themselves_alone(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Programs for the loader's sizes are there before the first step."""
     dataset = documents()
     example = [in_one_row(dataset[:3], 160), in_one_row(dataset[3:6], 160)]
     compiled = csc.compile(packed.llama(), mesh=mesh, example=example, microbatches=2, schedule="1f1b")
     loader = csc.balanced(
         dataset, compiled, lengths=lambda i: len(dataset[i]), batch_size=8, collate=in_one_row, multiple=16
     )
-    step = next(iter(loader))
-    assert all(len(one["input_ids"]) == 1 for one in step) and len(step) == 2
-    loss = compiled.train_step(step)
+    with caplog.at_level(logging.INFO, "csc"):
+        assert loader.compile_ahead(compiled) == len(loader.sizes) > 1
+        made = sum("a program for microbatches" in record.message for record in caplog.records)
+        step = next(iter(loader))
+        assert all(len(one["input_ids"]) == 1 for one in step) and len(step) == 2
+        assert {one["input_ids"].shape[1] for one in step} <= {size[-1] for size in loader.sizes}
+        loss = compiled.train_step(step)
+    assert sum("a program for microbatches" in record.message for record in caplog.records) == made > 1
     expected, right = eager(packed.llama(), [in_one_row([one], len(one)) for one in dataset[:8]], 1)
     assert float(loss) == pytest.approx(expected, rel=FLOAT32)
     same(gradients(compiled), right, 10 * FLOAT32 if mesh == "cp=2" else 4 * FLOAT32)
