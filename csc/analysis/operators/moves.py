@@ -118,7 +118,7 @@ def masked_scatter(call: Call) -> list[Use]:
     return [
         Use(call.first(), link),
         Use(call.bound["mask"], (None,) * len(call.out), ends=ends),
-        Use(call.bound["source"], (None,) * len(call.out), End("regrouped")),
+        Use(call.bound["source"], (None,) * len(call.out), End("blocked")),
     ]
 
 
