@@ -53,12 +53,13 @@ def plan(
     show_limits(found.limits)
     console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)
-    _show(advised, found.memory, limit)
+    limits = "; ".join(dict.fromkeys(found.devices))
+    _show(advised, limits or (None if found.memory is None else bytes_text(found.memory)), limit)
 
 
-def _show(advised: Advice, memory: float | None, seconds: float) -> None:
+def _show(advised: Advice, memory: str | None, seconds: float) -> None:
     """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
-    above = "" if memory is None else f", memory limit {bytes_text(memory)}"
+    above = "" if memory is None else f", memory limit {memory}"
     how = ", planned with auto" if advised.with_auto else ""
     console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, "stages"))
     if advised.changes:

@@ -29,6 +29,7 @@ from csc.planning.partition import balance
 from csc.planning.problem import Problem
 from csc.planning.variations import Outcome, Variation, tried
 from csc.simulation.pipeline import Network
+from csc.simulation.pipeline_file import from_json as read_pipeline
 
 ONE_ON_A_RANK = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 IN_TURNS = ("interleaved-1f1b", "interleaved-zb")
@@ -123,7 +124,7 @@ def now_of(program: Program, options: Options) -> Now:
     assert program.plan is not None and program.schedule is not None
     place = {region.name: unit for unit, region in enumerate(program.regions)}
     numbers = problem(program, options)
-    work = sum(unit.work for unit in numbers.units) * numbers.microbatches
+    work = sum(stage.work for stage in read_pipeline(program.plan.pipeline).stages) * numbers.microbatches
     written = given_schedule(options) is not None
     return Now(
         problem=numbers,
