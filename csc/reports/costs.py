@@ -20,7 +20,6 @@ from csc.ir.program import Program, compute_dtypes
 from csc.reports.sizes import Length, Sampler, lengths, rows, sampler
 
 BATCH = "batch"
-STATE = ("parameters", "gradients", "optimizer")
 Figures = dict[str, Any]  # by name; numbers or sympy expressions
 
 
