@@ -42,11 +42,11 @@ from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared, checksum
 from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.fusing import fuse
+from csc.runtime.inductor import fuse
+from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
 from csc.runtime.parameter_gradients import receive
-from csc.runtime.program import LoadedProgram, functions, visibility
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.shards import Kept, Shards, met_of
@@ -70,7 +70,7 @@ class Trainer:
     DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
-    fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
+    fused: compile the templates' functions with Inductor; see csc.runtime.inductor. is_profiled: asked in each step
     whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
     data: what this process steps of parameters that data-parallel ranks divide, of a trainer before (`data`).
 

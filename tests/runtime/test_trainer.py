@@ -17,8 +17,8 @@ from torch import nn
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Action
 from csc.planning.schedules import SCHEDULES
+from csc.runtime.loaded_program import load
 from csc.runtime.parameter_gradients import _is_free
-from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 from tests.planning.in_flight import peak_in_flight
 
