@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import csc
 from csc.driver.compiled import CompiledModel
 from csc.ir.mesh import Mesh
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 
 LENGTH = 512  # tokens: four blocks for each of cp=4
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import csc
 from csc.runtime.c10d import Distributed
 from csc.runtime.launch import setup_distributed
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 
 PP = 4

@@ -108,7 +108,7 @@ def command(
 def run(options: Arguments, debug: bool = False) -> int:
     """Train; returns the exit code. Errors become one sentence on stderr."""
     from csc.runtime.launch import first_to_speak, open_store, setup_distributed, under_torchrun
-    from csc.runtime.program import load
+    from csc.runtime.loaded_program import load
     from csc.runtime.starting import tell_agent
 
     store: Any = None
@@ -227,7 +227,7 @@ def _warm_up(trainer: Any, batch: Any) -> None:
 def _say_what_is_edited(program: Any, launch: Any) -> None:
     """The first rank says it of what all share, each other one of its own file, the first of a position of theirs."""
     from csc.ir.groups import Group
-    from csc.runtime.program import own_files
+    from csc.runtime.loaded_program import own_files
 
     found, rank = program.edited, launch.rank if launch else 0
     if rank:

@@ -17,7 +17,7 @@ import torch
 from llava import example_batch, llava
 
 from csc.errors import CscError
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 
 EMITTED, EDITED, REFUSED = Path("build/emitted"), Path("build/edited"), Path("build/refused")

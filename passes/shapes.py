@@ -12,7 +12,7 @@ from torch import fx
 from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.ir.program import Input, Options, Program
 from csc.ir.rewrite import add_call
 from csc.torch_private import FakeTensorMode, without_messages

@@ -29,7 +29,7 @@ from csc.analysis.routing import TOKENS, Moved, follow, positions
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, ContextMask, Program
 from csc.ir.rewrite import Writer

@@ -40,7 +40,7 @@ def step_ends(program: Program, options: Options) -> list[StepEnd]:
     for rank, profile in enumerate(profiles(program, options)):
         names = {name for stage in program.stages if stage.rank == rank for name in stage.parameters}
         size = sum(sizes.get(name, 0) for name in names)
-        group = options.mesh.group(Group.DATA, options.mesh.rank_of(pp=rank))
+        group = options.mesh.group(Group.DATA, 0, [rank])
         seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
         found.append(StepEnd(_reduced(size, group, profile, options.zero), seconds))
     return found

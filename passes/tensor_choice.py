@@ -20,7 +20,7 @@ from torch import fx
 from csc.analysis.dimension_trees import Dim, block, contains
 from csc.analysis.tensor_axes import Trees, dimensions, sharded
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.ir.program import Box, DividedAxis, Template
 from csc.torch_private import FakeTensorMode
 

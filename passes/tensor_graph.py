@@ -35,7 +35,7 @@ from csc.analysis.operators.reductions import NORMS
 from csc.analysis.operators.table import RULES, relation
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.ir.rewrite import Writer
 from csc.torch_private import FakeTensorMode
 

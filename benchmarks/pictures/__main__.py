@@ -20,8 +20,8 @@ import csc
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.mllm.meta_init import meta_init
 from benchmarks.mllm.models import batch, build
-from csc.commands.mask import Dispatcher
-from csc.commands.mask import mask as draw_mask
+from csc.commands.mask_command import Dispatcher
+from csc.commands.mask_command import mask as draw_mask
 from csc.reports.forecast import Forecast, forecast
 from csc.simulation.vector import svg
 

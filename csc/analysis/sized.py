@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.ir.rewrite import add_call, values_of
 from csc.torch_private import FakeTensorMode, OpOverload, without_messages
 

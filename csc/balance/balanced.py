@@ -14,14 +14,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from csc.balance import costs
+from csc.balance import sample_costs
 from csc.balance.collation import Collation, Counted, counted_entries
-from csc.balance.costs import Costs
 from csc.balance.decision import Decider
 from csc.balance.delivery import Delivery
 from csc.balance.lengths import Lengths, read
 from csc.balance.loader import BalancedLoader
 from csc.balance.order import Order
+from csc.balance.sample_costs import Costs
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.planning.assign.layout import Kind, Layout, Size
@@ -91,7 +91,8 @@ class _Measured:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "costs": costs.to_json(self.costs), "packed": self.packed, "counted": [vars(one) for one in self.counted],
+            "costs": sample_costs.to_json(self.costs), "packed": self.packed,
+            "counted": [vars(one) for one in self.counted],
             "known": [[list(kind), list(widths)] for kind, widths in self.known.items()],
             "examples": [[list(size), list(group)] for size, group in self.examples.items()],
         }  # fmt: skip
@@ -101,7 +102,7 @@ class _Measured:
         known = {tuple(kind): tuple(widths) for kind, widths in data["known"]}
         counted = tuple(Counted(**one) for one in data["counted"])
         examples = {tuple(size): tuple(group) for size, group in data["examples"]}
-        return cls(costs.from_json(data["costs"]), data["packed"], counted, known, examples)
+        return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, known, examples)
 
 
 def _measured(
@@ -118,7 +119,7 @@ def _measured(
         return batch
 
     typical = batch_size / (compiled.options.mesh.dp * compiled.options.microbatches)
-    found = costs.measured(compiled, layout, table.names, collated, typical)
+    found = sample_costs.measured(compiled, layout, table.names, collated, typical)
     counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
     measured = _Measured(found, packed, counted, {}, {})
     decider = _decider(compiled, table, measured, multiple).with_sizes(batch_size)

@@ -16,8 +16,8 @@ from itertools import chain
 
 import numpy as np
 
-from csc.balance.costs import Costs
 from csc.balance.lengths import Lengths
+from csc.balance.sample_costs import Costs
 from csc.planning.assign.layout import Kind, Layout, Size, with_size
 from csc.planning.assign.portfolio import MOVES, assign, even, with_known_sizes
 from csc.planning.assign.step import Step

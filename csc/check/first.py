@@ -24,8 +24,8 @@ from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
+from csc.check.one_step import step_of
 from csc.check.rounding import moved
-from csc.check.stepping import step_of
 from csc.errors import DifferenceError, InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options

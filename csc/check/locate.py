@@ -24,11 +24,11 @@ from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, undisturbed
 from csc.check.judge import judge
 from csc.check.numbers import WithoutChance
-from csc.check.stepping import step_of
+from csc.check.one_step import step_of
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.torch_private import pytree

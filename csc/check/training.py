@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from csc.check.eager import eager_step
-from csc.check.stepping import step_of
+from csc.check.one_step import step_of
 from csc.runtime.trainer import Trainer
 
 RATE, MOMENTUM = 1e-2, 0.9

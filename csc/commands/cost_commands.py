@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.options import Opening, on_target
+from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json
 from csc.errors import InputError
 
@@ -28,7 +28,7 @@ def cost(
     """FLOPs, bytes and, with --hardware, seconds of F, B and W of one microbatch, by component and region."""
     from csc.analysis.hardware import hardware
     from csc.commands.cost_tables import cost_tables
-    from csc.reports.costs import report
+    from csc.reports.cost_report import report
 
     with opening as compiled:
         name = _one(compiled)

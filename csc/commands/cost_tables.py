@@ -1,4 +1,4 @@
-"""`csc cost` and `csc profile` on a terminal: rich tables of csc.reports.costs and csc.reports.profiling.
+"""`csc cost` and `csc profile` on a terminal: rich tables of csc.reports.cost_report and csc.reports.profiling.
 
 Regions of one template variant cost the same; they share a row.
 """
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from csc.commands.printing import table as folding
-from csc.reports.costs import CostReport, CostRow
+from csc.reports.cost_report import CostReport, CostRow
 from csc.reports.profiling import Profile
 from csc.simulation.look import bytes_text, seconds_text
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from csc.commands.options import Opening, on_target
+from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json
 from csc.simulation.look import seconds_text
 

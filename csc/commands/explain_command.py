@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from csc.commands.memory_table import memory_table
-from csc.commands.options import Opening, on_target
+from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 
@@ -22,7 +22,7 @@ def explain(
     from csc.analysis.explain import explain as rows_of
     from csc.passes.pipeline_problem import limit, problem
     from csc.reports.forecast import devices_of
-    from csc.reports.memory import memory_forecast
+    from csc.reports.memory_forecast import memory_forecast
 
     with opening as compiled:
         program, options = compiled.program, compiled.options

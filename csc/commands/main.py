@@ -19,8 +19,8 @@ from csc.commands.cache import app as cache_app
 from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
 from csc.commands.explain_command import explain
-from csc.commands.mask import mask
-from csc.commands.options import Opening, on_target
+from csc.commands.mask_command import mask
+from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.simulate_command import simulate, timeline

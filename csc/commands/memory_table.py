@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from csc.commands.printing import table
-from csc.reports.memory import RankMemory
+from csc.reports.memory_forecast import RankMemory
 from csc.simulation.look import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.limits_table import show_limits
-from csc.commands.options import Opening, RanksOption, on_target, over
+from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.reports.advice import Advice, Row

@@ -11,7 +11,7 @@ from rich.markup import escape
 from csc.commands.forecast_table import bound_text, show_forecast, step_text
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
-from csc.commands.options import Opening, RanksOption, on_target, over
+from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.simulation.look import bytes_text, seconds_text
@@ -36,7 +36,7 @@ def simulate(
 ) -> None:
     """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
     from csc.reports.forecast import forecast
-    from csc.reports.memory import memory_forecast
+    from csc.reports.memory_forecast import memory_forecast
     from csc.simulation.jitter import J3
 
     with opening as compiled:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.options import Opening, on_target
+from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:

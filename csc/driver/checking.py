@@ -23,14 +23,14 @@ import torch.distributed as dist
 from csc.cache.packed import Packed
 from csc.capture.guards import Match
 from csc.check.first import Checked, check, too_much
-from csc.check.layers import check_by_layer
+from csc.check.one_of_each import check_by_layer
 from csc.codegen.directory import install
 from csc.driver.compiler import Compiler, Progress
 from csc.errors import DifferenceError
 from csc.ir.program import Options
 from csc.runtime.broadcast import first_makes
+from csc.runtime.loaded_program import load
 from csc.runtime.meeting import Meeting
-from csc.runtime.program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.runtime.words import NOTHING, Said

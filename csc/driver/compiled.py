@@ -23,7 +23,7 @@ from csc.capture.guards import Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.eager import Step
 from csc.check.first import Checked
-from csc.check.stepping import step_of
+from csc.check.one_step import step_of
 from csc.check.when import checks
 from csc.codegen.write import checked_ranks
 from csc.driver import modes, persistence

@@ -30,7 +30,7 @@ from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
-from csc.check.layers import check_by_layer
+from csc.check.one_of_each import check_by_layer
 from csc.codegen.directory import contents, install
 from csc.codegen.write import of_ranks
 from csc.driver.checking import CHECK, Checking, NewProgram
@@ -44,8 +44,8 @@ from csc.ir.unstorable import Unstorable
 from csc.runtime.broadcast import first_makes, handing_group
 from csc.runtime.data_shards import DataShards
 from csc.runtime.launch import setup_distributed, under_torchrun
+from csc.runtime.loaded_program import LoadedProgram, load
 from csc.runtime.meeting import Meeting
-from csc.runtime.program import LoadedProgram, load
 from csc.runtime.shards import Kept
 from csc.runtime.starting import check_world
 from csc.runtime.trainer import Trainer

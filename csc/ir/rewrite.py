@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.torch_private import FakeTensorMode, OpOverload
 
 

@@ -13,7 +13,7 @@ in which they are sent.
     rank 0: F 0 0 | SEND F 0>1 0 | RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
     rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 
-    parse(text) -> Schedule        str(schedule) -> text        peak_in_flight(schedule) -> [count per stage]
+    parse(text) -> Schedule        str(schedule) -> text
     part(schedule, channels, has_b, has_w, gathered) -> Schedule what is left where there is less to do
     with_messages(name, orders, channels) -> Schedule            from the order of F, B, W and BW alone
     fused(order) -> order                                         every B with its W right behind it as one BW
@@ -237,26 +237,6 @@ def fused(order: Sequence[Action]) -> list[Action]:
         else:
             found.append(action)
     return found
-
-
-def peak_in_flight(schedule: Schedule) -> list[int]:
-    """Per stage, the largest number of microbatches whose saved activations are alive at once.
-
-    They live from F to the last of the stage's B and W of that microbatch. A stage without B or W keeps
-    nothing: 0.
-    """
-    peaks = dict.fromkeys(schedule.placement, 0)
-    for actions in schedule.ranks:
-        last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in ("B", "W", "BW")}
-        alive = dict.fromkeys(peaks, 0)
-        for i, action in enumerate(actions):
-            item = (action.stage, action.microbatch)
-            if action.kind == "F" and item in last:
-                alive[action.stage] += 1
-                peaks[action.stage] = max(peaks[action.stage], alive[action.stage])
-            elif action.kind in ("B", "W", "BW") and last[item] == i:
-                alive[action.stage] -= 1
-    return list(peaks.values())
 
 
 def part(

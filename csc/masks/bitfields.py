@@ -18,7 +18,7 @@ from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.masks.checks import Numbers, row_major
 from csc.masks.combine import MOST_CLASSES, bits, compact
-from csc.masks.runs import few
+from csc.masks.equal_runs import few
 
 LABEL = (1 << 62) - 1
 TEXT = 1

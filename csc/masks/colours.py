@@ -1,6 +1,6 @@
 """Colours and words of mask pictures.
 
-Terms: a *type* is what a token is (csc.masks.named): -1 padding, 0 text, 1 image, 2 audio, 3 noised, others.
+Terms: a *type* is what a token is (csc.masks.gallery): -1 padding, 0 text, 1 image, 2 audio, 3 noised, others.
 
     rank_colour(rank, ranks) -> "#rrggbb"          type_colour(type), type_name(type)
     headline(picture) -> str                       the line under the title

@@ -22,7 +22,7 @@ import torch
 
 from csc.errors import InputError
 from csc.kernels.mask import EVERYTHING, MOST_RULES, Mask
-from csc.masks.runs import few
+from csc.masks.equal_runs import few
 
 MOST_CLASSES = 63
 LOOKED_THROUGH = 8  # different sets of kinds, in the search for kinds that decide nothing

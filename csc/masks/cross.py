@@ -12,8 +12,8 @@ from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.masks.checks import INTEGERS, Numbers, positive, refuse_where, same_shape
 from csc.masks.documents import checked_ids
+from csc.masks.equal_runs import begins, bounds
 from csc.masks.plain import ranged
-from csc.masks.runs import begins, bounds
 
 
 def cross(ranges: Numbers, keys: int) -> Mask:

@@ -25,8 +25,8 @@ import torch
 from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.masks.checks import Numbers, positive, refuse_where, row_major, same_shape
+from csc.masks.equal_runs import begins, bounds, bounds_of, returns
 from csc.masks.plain import ranged
-from csc.masks.runs import begins, bounds, bounds_of, returns
 
 
 def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = None) -> torch.Tensor:

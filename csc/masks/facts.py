@@ -22,7 +22,7 @@ import torch
 from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import visible
-from csc.masks.runs import few
+from csc.masks.equal_runs import few
 
 
 def area(mask: Mask) -> int:

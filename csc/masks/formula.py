@@ -26,7 +26,7 @@ import torch
 from csc.errors import InputError
 from csc.kernels.mask import EVERYTHING, Mask
 from csc.masks.combine import MOST_CLASSES, classes, compact
-from csc.masks.runs import begins, bounds, returns
+from csc.masks.equal_runs import begins, bounds, returns
 
 MOST_CLAUSES = 64
 

@@ -22,7 +22,7 @@ import torch
 from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import counts
-from csc.masks.runs import begins
+from csc.masks.equal_runs import begins
 
 MOST_CELLS = 1024
 EMPTY = 0  # codes of cells: 0, then 1 + 2 rank (hidden) and 2 + 2 rank (visible)

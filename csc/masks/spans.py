@@ -26,7 +26,7 @@ from csc.kernels.mask import EVERYTHING, Mask
 from csc.masks.checks import Numbers, refuse_where, row_major, same_shape
 from csc.masks.combine import compact
 from csc.masks.documents import checked_ids
-from csc.masks.runs import begins, bounds, bounds_of, returns
+from csc.masks.equal_runs import begins, bounds, bounds_of, returns
 
 TEXT = 0
 MOST_TYPES = 63

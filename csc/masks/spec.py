@@ -2,7 +2,7 @@
 
     SPEC     = NAME ":" SIZE { "," KEY "=" VALUE | "," FLAG }
     SIZE     = tokens, or documents that are packed: 500+700+300
-    NAME     = one of the eleven of csc.masks.named (seed=N), or
+    NAME     = one of the eleven of csc.masks.gallery (seed=N), or
                bidirectional            every token of a document
                window                   width=N and, if wanted, the flag symmetric
                prefix                   length=N
@@ -30,9 +30,9 @@ from csc.errors import InputError
 from csc.kernels.mask import Mask
 from csc.masks.bitfields import LABEL, bitfields
 from csc.masks.documents import documents, ids_of_lengths, ids_of_positions, padding, within
-from csc.masks.named import AUDIO, IMAGE, NAMES, NOISED, Example, example
+from csc.masks.equal_runs import few
+from csc.masks.gallery import AUDIO, IMAGE, NAMES, NOISED, Example, example
 from csc.masks.plain import bidirectional, prefix, window
-from csc.masks.runs import few
 from csc.masks.spans import Sees, spans, tokens_of
 
 TYPES = {"image": IMAGE, "audio": AUDIO, "noised": NOISED}

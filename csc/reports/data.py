@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from csc.balance.collation import shape_of
-from csc.balance.costs import Costs, of_problems
 from csc.balance.decision import Decider
 from csc.balance.lengths import Lengths
+from csc.balance.sample_costs import Costs, of_problems
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.passes.pipeline_problem import problem
 from csc.planning.assign.layout import Floats, Size
 from csc.planning.assign.step import Step
-from csc.reports.sizes import Length, Sampler, lengths, sampler
+from csc.reports.varied_sizes import Length, Sampler, lengths, sampler
 
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 WIDTHS = (1.0, 1.5, 2.0)  # of the example's

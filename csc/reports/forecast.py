@@ -27,7 +27,7 @@ from csc.planning.partition import balance
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from csc.reports.limits import Limits, limits
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.simulation.jitter import Jitter
 from csc.simulation.look import bytes_text
 from csc.simulation.pipeline_file import from_json as read_pipeline

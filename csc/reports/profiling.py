@@ -37,7 +37,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes
 from csc.passes.dropout import SEED
-from csc.reports.sizes import sampler
+from csc.reports.varied_sizes import sampler
 
 Role = tuple[str, str]
 Seconds = tuple[float, float, float]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from csc.errors import InputError
-from csc.runtime.program import LoadedProgram, read_tensors
+from csc.runtime.loaded_program import LoadedProgram, read_tensors
 from csc.runtime.saving import digest as tensor_digest
 from csc.runtime.specs import InputSpec, Manifest
 from csc.runtime.words import Said

@@ -30,9 +30,9 @@ from csc.ir.groups import Group
 from csc.ir.schedule import Action, Message
 from csc.ir.strides import dense
 from csc.runtime.consistency import Shared, agree, agree_on_values
-from csc.runtime.groups import ProcessGroups
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
-from csc.runtime.program import LoadedProgram
+from csc.runtime.process_groups import ProcessGroups
 from csc.runtime.specs import MessageSpec
 from csc.runtime.spread import Recent
 from csc.runtime.texts import first_line, is_silence

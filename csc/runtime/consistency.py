@@ -23,7 +23,7 @@ import torch.distributed as dist
 from csc.errors import InputError, ProgramError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.runtime.program import LoadedProgram, own_files
+from csc.runtime.loaded_program import LoadedProgram, own_files
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
 from csc.runtime.executor import Timed, interleave, step
-from csc.runtime.program import LoadedProgram, StageFunctions
+from csc.runtime.loaded_program import LoadedProgram, StageFunctions
 from csc.runtime.rank import Rank
 from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueSpec
 from csc.runtime.transport import Transport

@@ -23,14 +23,14 @@ from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
 from csc.runtime import context, loss_terms, seeds
-from csc.runtime.counts import Counts
 from csc.runtime.gathering import Gathered
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
-from csc.runtime.program import StageFunctions
+from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.ranges import Ranges
 from csc.runtime.rank import Rank
 from csc.runtime.scatter import Scattered
 from csc.runtime.specs import MessageSpec
+from csc.runtime.step_counts import Counts
 from csc.runtime.transport import laid_out
 
 Batch = Mapping[str, Any]

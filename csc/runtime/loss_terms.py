@@ -21,10 +21,10 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.groups import Group
-from csc.runtime.counts import Counts
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest
+from csc.runtime.step_counts import Counts
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

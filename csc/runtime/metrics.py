@@ -21,8 +21,8 @@ import torch
 from csc import devices
 from csc.ir.groups import Group
 from csc.runtime.batches import Microbatch
-from csc.runtime.counts import Counts
 from csc.runtime.specs import Manifest
+from csc.runtime.step_counts import Counts
 
 TOKENS = ("input_ids", "decoder_input_ids", "labels")
 

@@ -15,7 +15,7 @@ import torch
 
 from csc.ir.groups import Group
 from csc.runtime.collectives import Met
-from csc.runtime.program import LoadedProgram, StageFunctions, Visibility
+from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.specs import StageSpec
 from csc.runtime.transport import Endpoint
 

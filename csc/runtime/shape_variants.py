@@ -14,7 +14,7 @@ from typing import Any
 
 from csc.errors import ProgramError
 from csc.ir.schedule import Message, part
-from csc.runtime.program import LoadedProgram
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.specs import Manifest
 
 

@@ -35,7 +35,7 @@ from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership
-from csc.runtime.program import LoadedProgram
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.transport import Endpoint, Transport

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -39,15 +37,16 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import batches, context, saving, seeds, weights
-from csc.runtime.boxes import cut, part, put, whole_box
+from csc.runtime.boxes import cut
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared, checksum
 from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.fusing import fuse
+from csc.runtime.inductor import fuse
+from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
-from csc.runtime.program import LoadedProgram, functions, visibility
+from csc.runtime.parameter_gradients import receive
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.shards import Kept, Shards, met_of
@@ -55,12 +54,10 @@ from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
-from csc.runtime.zero_shards import shard_of
 
 log = logging.getLogger("csc")
 
 UNEVEN, STALE = 1, 2  # what ranks say before a step, as bits
-ALONE = 2  # what sys.getrefcount gives for an object of one variable: the variable and the argument
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -73,7 +70,7 @@ class Trainer:
     DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
-    fused: compile the templates' functions with Inductor; see csc.runtime.fusing. is_profiled: asked in each step
+    fused: compile the templates' functions with Inductor; see csc.runtime.inductor. is_profiled: asked in each step
     whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
     data: what this process steps of parameters that data-parallel ranks divide, of a trainer before (`data`).
 
@@ -302,7 +299,8 @@ class Trainer:
         losses = results[self._ranks[0].rank].losses
         loss = losses.total(self.program.manifest.microbatches)
         try:
-            self._set_gradients(results, dealt)
+            sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
+            receive(sums, self._specs, self._weights, self._shards, self.data, self._read_again(dealt))
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
@@ -348,57 +346,6 @@ class Trainer:
 
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
-
-    def _set_gradients(self, results: Mapping[int, StepResult], dealt: batches.Microbatches) -> None:
-        done: set[tuple[str, int]] = set()
-        wholes: dict[str, torch.Tensor] = {}  # of shards that ranks of this process have
-        every = [tensor for result in results.values() for tensor in result.gradients.buffers.values()]
-        every += [*self._weights.values(), *self._read_again(dealt)]
-        memory = Counter(tensor.untyped_storage().data_ptr() for tensor in every)
-        del every
-        for rank in self._ranks:  # after REDUCE all holders have the same bits: the first one's will do
-            sums = results[rank.rank].gradients
-            for name in list(sums.buffers):
-                gradient = sums.buffers.pop(name)
-                held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
-                boxes = sums.specs[name].boxes
-                divided = self._shards.divides(boxes)
-                if (name, rank.tp_rank * divided) in done:
-                    continue
-                done.add((name, rank.tp_rank * divided))
-                parameter = self.stepped(name)
-                if divided:
-                    put(wholes.setdefault(name, torch.empty_like(parameter)), boxes[rank.tp_rank], gradient)
-                    continue
-                if self.data is not None and self.data.of(name) is not None:
-                    self.data.take(name, gradient)
-                    continue
-                if parameter.grad is not None:
-                    parameter.grad.add_(gradient)
-                elif name in sums.own or (held <= ALONE and _is_free(gradient, memory)):
-                    parameter.grad = gradient
-                else:  # shares memory with another gradient, or with what is read again
-                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-        specs = {spec.name: spec for spec in self._specs}
-        for rank in self._ranks:
-            for name, gradient in results[rank.rank].gradients.shards.items():
-                if self.data is not None:
-                    self.data.take_shard(name, gradient)
-                else:
-                    put(
-                        wholes.setdefault(name, torch.empty_like(self._weights[name])),
-                        self._entries(rank, specs[name]),
-                        gradient,
-                    )
-        for name, gradient in wholes.items():
-            before = self._weights[name].grad
-            self._weights[name].grad = gradient if before is None else before.add_(gradient)
-
-    def _entries(self, rank: Rank, spec: ParameterSpec) -> Box:
-        """What of a parameter that this process holds whole is a rank's shard."""
-        box = spec.boxes[rank.tp_rank] if spec.boxes else whole_box(spec.shape)
-        group = rank.group(Group.DATA)
-        return part(box, *shard_of(spec.local.shape, len(group), group.index(rank.rank)))
 
     def _read_again(self, dealt: batches.Microbatches) -> Iterator[torch.Tensor]:
         """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
@@ -634,17 +581,6 @@ def flags(heard: Sequence[Heard]) -> int:
 def _read(rank: Rank) -> list[str]:
     """The inputs that a rank's stages read."""
     return [name for stage in rank.stages for name in stage.inputs]
-
-
-def _is_free(gradient: torch.Tensor, memory: Counter[int]) -> bool:
-    """Whether a gradient that is held nowhere else can be handed over as it is: dense, with no more memory behind
-    it than it needs, which nothing else shares. memory: how many gradients, parameters, constants and entries of the
-    batch have each.
-    """
-    storage = gradient.untyped_storage()
-    return (
-        gradient.is_contiguous() and storage.nbytes() == gradient.nbytes and memory[storage.data_ptr()] <= 1
-    )  # fmt: skip
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:

@@ -24,8 +24,8 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Action, Message
 from csc.runtime.consistency import Shared
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
-from csc.runtime.program import LoadedProgram
 from csc.runtime.specs import MessageSpec, ValueSpec
 from csc.runtime.spread import Recent
 from csc.runtime.threads import Turns

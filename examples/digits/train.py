@@ -16,7 +16,7 @@ from progress import showing
 from recipe import PHASES, phase_batches, run_phase
 
 from csc.runtime.launch import setup_distributed
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from csc.balance.costs import Costs
+from csc.balance.sample_costs import Costs
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork

@@ -11,7 +11,7 @@ from torch import nn
 import csc
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 
 
 class Net(nn.Module):

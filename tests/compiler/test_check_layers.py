@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.check import first, layers
+from csc.check import first, one_of_each
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError
 from tests.compiler import small
@@ -128,9 +128,9 @@ def test_microbatches_that_count_wrongly_are_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_too_large_for_that_too_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "WORK", 1e5)
+    monkeypatch.setattr(one_of_each, "WORK", 1e5)
     assert re.search(r"not checked .* TFLOP at these sizes, and a check on a CPU up to", compiled().check())
-    monkeypatch.setattr(layers, "ROOM", 1e-9)
+    monkeypatch.setattr(one_of_each, "ROOM", 1e-9)
     assert re.search(r"not checked .* of one layer of each kind, .* GB, and a check takes up to", compiled().check())
 
 

@@ -21,7 +21,7 @@ from csc.passes.runner import contracts
 import csc.commands.target
 from csc.commands import main as cli
 from csc.ir.mesh import Mesh
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from tests.exactness import FLOAT32
 
 ROOT = Path(__file__).parents[2]

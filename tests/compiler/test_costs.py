@@ -38,8 +38,8 @@ from csc.commands import main as cli
 from csc.commands.cost_tables import cost_tables
 from csc.driver.compiled import CompiledModel
 from csc.ir.program import Options, Program
-from csc.reports.costs import CostReport, report
-from csc.reports.sizes import Sampler, lengths, sampler
+from csc.reports.cost_report import CostReport, report
+from csc.reports.varied_sizes import Sampler, lengths, sampler
 from tests.compiler import running, small
 from tests.compiler.conftest import MODELS
 from tests.compiler.test_split import packed

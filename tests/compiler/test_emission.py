@@ -29,7 +29,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.reports.inspection import FORMATS, dump
 from csc.reports.verification import verify
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.compiler.conftest import Models

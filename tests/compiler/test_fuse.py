@@ -13,7 +13,7 @@ from torch import nn
 
 import csc
 from csc.errors import InputError
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.exactness import FLOAT32

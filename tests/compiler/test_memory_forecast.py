@@ -6,7 +6,7 @@ import pytest
 
 import csc
 from csc.reports.forecast import forecast
-from csc.reports.memory import RankMemory, memory_forecast
+from csc.reports.memory_forecast import RankMemory, memory_forecast
 from tests.models import hf
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.reports.verification import verify
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from tests.exactness import FLOAT32
 

@@ -16,7 +16,7 @@ from csc.errors import CscError, InputError, ScheduleError
 from csc.ir.schedule import Message, Schedule, parse, with_messages
 from csc.planning.schedules import SCHEDULES
 from csc.reports.verification import verify
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.simulation.pipeline_file import from_json
 from csc.simulation.simulate import simulate

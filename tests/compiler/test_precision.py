@@ -17,7 +17,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program, compute_dtypes
-from csc.reports.costs import report
+from csc.reports.cost_report import report
 from csc.reports.verification import default_tolerance, verify
 from tests.compiler import small
 from tests.compiler.conftest import Models

@@ -20,7 +20,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.reports.profiling import Part, fit, measure, profile, profile_of
-from csc.reports.sizes import sampler
+from csc.reports.varied_sizes import sampler
 from tests.compiler import small
 from tests.models import plain
 

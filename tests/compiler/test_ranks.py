@@ -21,7 +21,7 @@ from csc.errors import InputError, ProgramError
 from csc.ir.mesh import Mesh
 from csc.reports.inspection import dump
 from csc.runtime.launch import Launch
-from csc.runtime.program import LoadedProgram, functions, load
+from csc.runtime.loaded_program import LoadedProgram, functions, load
 from csc.runtime.trainer import Trainer
 from tests import launching
 from tests.compiler import small, weights_worker

@@ -16,7 +16,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
-from csc.reports.costs import report
+from csc.reports.cost_report import report
 from csc.reports.verification import verify
 from tests.compiler import running, test_opaque
 from tests.compiler.conftest import Models

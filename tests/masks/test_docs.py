@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from csc.masks.named import NAMES
+from csc.masks.gallery import NAMES
 from csc.masks.spec import OPTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()

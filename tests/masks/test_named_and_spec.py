@@ -10,7 +10,7 @@ import torch
 
 from csc import masks
 from csc.errors import InputError
-from csc.masks import named
+from csc.masks import gallery
 from csc.masks.spec import parse
 
 # Visible pairs at 128k tokens over several seeds: what the tables say, and how far a seed may be from it.
@@ -29,17 +29,17 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", gallery.NAMES)
 def test_named_masks(name: str) -> None:
     share, near = SHARES[name]
     for seed in range(3):
-        found = named.example(name, 131072, seed)
+        found = gallery.example(name, 131072, seed)
         assert abs(masks.share(found.mask) - share) < near
         assert found.mask.rules <= 2
-    again = named.example(name, 131072, 2)
+    again = gallery.example(name, 131072, 2)
     assert torch.equal(again.mask.ranges, found.mask.ranges)
     for tokens in (1, 2, 7, 600, 1000):
-        small = named.example(name, tokens, 1)
+        small = gallery.example(name, tokens, 1)
         assert small.mask.queries == small.mask.keys == tokens == small.types.shape[1] == small.documents.shape[1]
         assert bool(small.mask.dense()[0].diagonal().all())  # everyone sees itself
 
@@ -48,7 +48,7 @@ def test_named_masks(name: str) -> None:
     "name", ["interleaved_modality", "interleaved_span", "interleaved_prefix", "packed", "generation"]
 )
 def test_named_masks_pair_by_pair(name: str) -> None:
-    found = named.example(name, 3000, 4)
+    found = gallery.example(name, 3000, 4)
     kind, span, document = found.types[0], found.span_ids[0], found.documents[0]
     at = torch.arange(3000)
     q, k = at[:, None], at[None]
@@ -60,7 +60,7 @@ def test_named_masks_pair_by_pair(name: str) -> None:
         "interleaved_span": (text & (k <= q)) | own,
         "interleaved_prefix": (k <= q) | own,
         "packed": ((text & (k <= q)) | own) & (document[:, None] == document),
-        "generation": ((k <= q) & (kind != named.NOISED)) | own,
+        "generation": ((k <= q) & (kind != gallery.NOISED)) | own,
     }[name]
     assert len(kind.unique()) > 1
     assert torch.equal(found.mask.dense()[0], expected)
@@ -76,7 +76,7 @@ def test_texts() -> None:
         ("window:30,width=4,symmetric", masks.window(30, 4, symmetric=True)),
         ("window:5+7+3,width=4", masks.within(masks.window(15, 4), lengths)),
         ("prefix:12,length=5", masks.prefix(12, 5)),
-        ("packed:900,seed=3", named.example("packed", 900, 3).mask),
+        ("packed:900,seed=3", gallery.example("packed", 900, 3).mask),
     ]
     for text, mask in same:
         assert torch.equal(parse(text).mask.dense(), mask.dense()), text

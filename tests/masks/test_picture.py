@@ -11,7 +11,7 @@ import torch
 
 from csc import masks
 from csc.errors import InputError
-from csc.masks import named
+from csc.masks import gallery
 from csc.masks.picture import EMPTY, picture, ticks
 from csc.masks.plot import plot
 
@@ -44,7 +44,7 @@ def test_a_cross_attention_has_two_axes(tmp_path: Path) -> None:
 
 
 def test_svg_is_small_and_stands_alone(tmp_path: Path) -> None:
-    example = named.example("packed", 131072, 1)
+    example = gallery.example("packed", 131072, 1)
     owner = torch.arange(1024) % 16
     found = picture("<packed> & more", example.mask, 128, owner, 16, example.types[0], example.documents[0])
     assert found.cells.shape == (1024, 1024)
@@ -88,7 +88,7 @@ def test_too_many_tiles() -> None:
 def test_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.image import imread
 
-    example = named.example("packed", 2048, 1)
+    example = gallery.example("packed", 2048, 1)
     owner = torch.arange(16) % 4
     file = tmp_path / "mask.png"
     plot(picture("packed", example.mask, 128, owner, 4, example.types[0], example.documents[0]), file, "png")

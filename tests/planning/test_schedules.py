@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Schedule, parse, peak_in_flight, with_messages
+from csc.ir.schedule import Schedule, parse, with_messages
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Loads, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
+from tests.planning.in_flight import peak_in_flight
 from tests.planning.schedule_cases import Case, cases, chain
 
 NAMED = [name for name in SCHEDULES if name != "auto"]

@@ -12,7 +12,7 @@ from csc.kernels.mask import Mask
 from hypothesis import strategies as st
 
 from csc.ir.mesh import Mesh
-from csc.runtime.program import LoadedProgram
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
 from csc.runtime.threads import together

@@ -16,7 +16,7 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership as Members
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.transport import InProcess
 from csc.torch_private import FakeTensorMode
 from tests.launching import ranks

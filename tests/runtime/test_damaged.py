@@ -20,7 +20,7 @@ import pytest
 
 from csc.errors import CscError, InputError, ProgramError
 from csc.runtime import saving, weights
-from csc.runtime.program import functions, load
+from csc.runtime.loaded_program import functions, load
 from csc.runtime.trainer import Trainer
 from tests.damage import FAST, SLOW, changed_bytes, changed_tree
 

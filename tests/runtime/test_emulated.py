@@ -14,7 +14,7 @@ from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.emulated import emulated, emulated_program, expected, run
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from csc.runtime import fusing
+from csc.runtime import inductor
 
 CPU = torch.device("cpu")
 LAYER = """
@@ -48,23 +48,23 @@ def layer(tmp_path: Path) -> Iterator[ModuleType]:
 def test_without_a_compiler_functions_run_as_they_are(
     layer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fusing.shutil, "which", lambda name: None)
+    monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
     before = layer.forward
-    fusing.fuse("written", CPU)
+    inductor.fuse("written", CPU)
     assert layer.forward is before
     assert "there is no C++ compiler on this machine; install g++ or clang" in caplog.text
 
 
 def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     before = layer.backward_input
-    fusing.fuse("written", CPU)
+    inductor.fuse("written", CPU)
     assert layer.backward_input is before
-    assert isinstance(layer.forward, fusing.Fused)
+    assert isinstance(layer.forward, inductor.Fused)
     assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
 
 
 def test_what_is_no_full_graph_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    fusing.fuse("written", CPU)
+    inductor.fuse("written", CPU)
     kept = torch.ones(3, 2)
     for _ in range(2):
         assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
@@ -73,7 +73,7 @@ def test_what_is_no_full_graph_runs_as_it_is(layer: ModuleType, caplog: pytest.L
 
 def test_parameters_are_handed_on_by_the_names_in_the_text(layer: ModuleType) -> None:
     """Whatever `w` is, and whatever else it holds."""
-    fusing.fuse("written", CPU)
+    inductor.fuse("written", CPU)
     seen = []
     layer.forward._compiled = lambda x, w: seen.append(w) or x
     w = {"weight": torch.eye(2), "bias": torch.ones(2), "other": torch.ones(9)}
@@ -83,10 +83,10 @@ def test_parameters_are_handed_on_by_the_names_in_the_text(layer: ModuleType) ->
 
 def test_later_sizes_are_compiled_once_they_were_met_often(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "csc")
-    fusing.fuse("written", CPU, later=True)
+    inductor.fuse("written", CPU, later=True)
     layer.forward._compiled = lambda x, w: x
     x, w = torch.ones(1, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
-    for _ in range(fusing.CALLS):
+    for _ in range(inductor.CALLS):
         assert torch.equal(layer.forward(x, w), x + 1)
     assert "compiled in" not in caplog.text
     assert layer.forward(x, w) is x
@@ -94,7 +94,7 @@ def test_later_sizes_are_compiled_once_they_were_met_often(layer: ModuleType, ca
 
 
 def test_a_program_is_fused_once(layer: ModuleType) -> None:
-    fusing.fuse("written", CPU)
+    inductor.fuse("written", CPU)
     first = layer.forward
-    fusing.fuse("written", CPU, later=True)
+    inductor.fuse("written", CPU, later=True)
     assert layer.forward is first

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime.consistency import Shared
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 
 MESHES = [{"dp": 2}, {"pp": 3}, {"cp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 3}, {"pp": 2, "cp": 2}]

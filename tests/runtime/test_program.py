@@ -15,7 +15,7 @@ from csc.errors import CscError, ProgramError
 from csc.ir.strides import dense, overlaps
 from csc.runtime.consistency import digests
 from csc.runtime.executor import interleave
-from csc.runtime.program import functions, load
+from csc.runtime.loaded_program import functions, load
 from csc.runtime.trainer import Trainer
 
 

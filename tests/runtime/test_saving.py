@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError
 from csc.runtime import saving, weights
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
 

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from csc.errors import CscError, InputError
-from csc.ir.schedule import Action, peak_in_flight
+from csc.ir.schedule import Action
 from csc.planning.schedules import SCHEDULES
-from csc.runtime.program import load
-from csc.runtime.trainer import Trainer, _is_free
+from csc.runtime.loaded_program import load
+from csc.runtime.parameter_gradients import _is_free
+from csc.runtime.trainer import Trainer
+from tests.planning.in_flight import peak_in_flight
 
 ONE, THREE, V = (0, 0, 0), (0, 1, 2), (0, 1, 0)
 

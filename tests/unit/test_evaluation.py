@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from csc.ir.evaluation import Evaluation
+from csc.ir.fake_evaluation import Evaluation
 from csc.torch_private import FakeTensorMode
 
 aten = torch.ops.aten

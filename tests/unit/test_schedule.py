@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Kind, Message, fused, parse, part, peak_in_flight, with_messages
+from csc.ir.schedule import Action, Kind, Message, fused, parse, part, with_messages
 from csc.ir.schedule_verifier import verify
+from tests.planning.in_flight import peak_in_flight
 
 TEXT = """# by hand, 2 ranks
 rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 |

@@ -125,7 +125,7 @@ class Alone:
         before = random_state()
         try:
             found = expression.of(self._values)
-        except Exception:
+        except Exception:  # the model's own calls, on values of a batch
             return MISSING
         leaves = pytree.tree_leaves(found)
         if len(leaves) > LONGEST or not all(type(leaf) in PLAIN for leaf in leaves) or random_state() != before:

@@ -46,7 +46,7 @@ class Hoisted:
         """The tensors, named, for a real microbatch; none if they cannot be made of it: then no program wants them."""
         try:
             found = self.expression.of(batch)
-        except Exception:
+        except Exception:  # the model's own calls: this microbatch may lack what they read
             return {}
         return {f"{self.prefix}_{place}": leaf for place, leaf in enumerate(pytree.tree_leaves(found))}
 

@@ -14,7 +14,7 @@ another where microbatches differ in size, unless it is told not to.
 """
 
 from csc.planning.schedules.auto import auto
+from csc.planning.schedules.by_name import SCHEDULES, placement, stages_per_rank, timed
 from csc.planning.schedules.makespan_bound import lower_bound
-from csc.planning.schedules.table import SCHEDULES, placement, stages_per_rank, timed
 
 __all__ = ["SCHEDULES", "auto", "lower_bound", "placement", "stages_per_rank", "timed"]

@@ -27,7 +27,7 @@ from csc.check.layer_files import install_alike, not_the_same
 from csc.check.shallow import bytes_of, kinds, shallow
 from csc.errors import CscError, DifferenceError
 from csc.ir.program import Options, Program
-from csc.runtime.program import load
+from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 

@@ -17,10 +17,9 @@ from csc.analysis.hardware import Hardware
 from csc.driver.compiled import CompiledModel
 from csc.errors import CscError
 from csc.ir.program import Program, compute_dtypes
-from csc.reports.sizes import Length, Sampler, lengths, rows, sampler
+from csc.reports.varied_sizes import Length, Sampler, lengths, rows, sampler
 
 BATCH = "batch"
-STATE = ("parameters", "gradients", "optimizer")
 Figures = dict[str, Any]  # by name; numbers or sympy expressions
 
 
