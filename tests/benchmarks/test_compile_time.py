@@ -32,7 +32,7 @@ def test_summary_is_of_the_whole_model() -> None:
     assert [table.row_count for table in tables([row(CSC), failed])] == [2, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_layers_are_measured() -> None:
     rows = run((2,), (16,), 300, ())  # rivals: below
     assert [(each["name"], each["schedule"]) for each in rows] == [(CSC, "1f1b"), (CSC, SEARCHED)]

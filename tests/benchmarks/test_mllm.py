@@ -78,7 +78,7 @@ def grown(shallow: Program) -> Program:
     return expand(shallow, STACKS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_expanded_program_is_that_of_a_deep_capture(shallow: Program, grown: Program, deep: Program) -> None:
     assert len(shallow.regions) + 1 + 2 == len(deep.regions)
     assert grown.regions == deep.regions
@@ -89,7 +89,7 @@ def test_the_expanded_program_is_that_of_a_deep_capture(shallow: Program, grown:
         assert g.canonical(ours.joint) == g.canonical(theirs.joint)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", "audio", "llm"), ("llm",)])
 def test_its_costs_are_those_of_a_deep_capture(grown: Program, deep: Program, frozen: tuple[str, ...]) -> None:
     ours, theirs = pruned(grown, frozen), pruned(deep, frozen)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_both_sides_are_accounted_alike() -> None:
     made, title = small()
     found = forecast(made)
-    assert found.baseline is not None and found.memory == 80e9
+    assert found.baseline is not None and found.memory == 80e9 - 1.5e9  # what the process takes
     assert min(found.plan.state) > 0 and sum(found.plan.state) == pytest.approx(sum(found.baseline.state))
     for one in (found.plan, found.baseline):
         forwards = sum(event.action.kind == "F" for event in one.ranks[0])
@@ -29,7 +29,7 @@ def test_both_sides_are_accounted_alike() -> None:
     drawn = set(re.findall(r'<(?:rect|path)[^>]*fill="(#[0-9a-f]{6})"', text))
     assert MEMORY in drawn and BASE["F"] in drawn
     legend = text[text.rindex("memory: parameters") :]
-    assert "limit: 74.5 GiB, above the picture" in legend  # a model that small is not drawn as blank lanes below it
+    assert "limit: 73.1 GiB, above the picture" in legend  # a model that small is not drawn as blank lanes below it
 
 
 def test_the_picture_in_the_repository() -> None:

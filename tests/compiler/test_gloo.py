@@ -66,10 +66,8 @@ CASES = [
     {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
     {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "zb-v"},
-    {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "interleaved-1f1b"},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL, "schedule": "auto",
      "freeze": ["vision_tower", "audio_tower"]},
-    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},
     {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava_long", "mesh": "cp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
@@ -77,7 +75,6 @@ CASES = [
      "recompute": "full"},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
      "ahead": ["packed_otherwise", "packed", "packed_otherwise"]},
-    {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
     {"model": "llava_lengths", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "freeze": ["vision_tower"]},
     {"model": "captions_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "captions_tied", "mesh": "pp=3", "samples": 4, "microbatches": 4},
@@ -86,6 +83,9 @@ CASES = [
      "freeze": ["vision_tower"]},
 ]  # fmt: skip
 LONG = [
+    {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
+    {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},
+    {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "interleaved-1f1b"},
     {"model": "whisper", "mesh": "pp=2", "samples": 4, "microbatches": 2, "schedule": "gpipe"},
     {"model": "plain", "mesh": "pp=4", "samples": 2, "microbatches": 1},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL},

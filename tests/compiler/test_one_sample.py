@@ -14,6 +14,7 @@ from benchmarks.coverage.models import CASES
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models.images import Batch
+from tests.tiers import long
 
 
 def captures(compiled: csc.CompiledModel) -> int:
@@ -136,7 +137,7 @@ def one_of(batch: Batch) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "LLaVA-NeXT", "SmolVLM", "Qwen2-Audio", "Voxtral"])
+@pytest.mark.parametrize("name", ["Llama", long("LLaVA-NeXT"), "SmolVLM", "Qwen2-Audio", long("Voxtral")])
 def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()

@@ -89,7 +89,7 @@ def test_stages_that_were_given_stay(run: Run) -> None:  # noqa: F811
     assert not [row for row in found["changes"] if "ranks" in row["name"] or "on a rank" in row["name"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_memory_runs_less_again(run: Run) -> None:  # noqa: F811
     """With recompute="auto" more memory is another compilation: the row is the plan without anything run again."""
     found = found_by(run, "--recompute", "auto", "--memory", "880KiB")

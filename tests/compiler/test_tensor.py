@@ -18,6 +18,7 @@ from csc.runtime.boxes import cut
 from tests import launching
 from tests.compiler import tensor_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
+from tests.tiers import long
 
 FLOAT32 = 1e-5  # what is promised; 1.4e-6 is the most that was seen
 
@@ -152,8 +153,8 @@ def test_what_cannot_be_divided_is_an_error() -> None:
 
 CASES = [
     {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1},
-    {"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
-    {"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1},
+    long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
+    long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     {"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
 ]
 
