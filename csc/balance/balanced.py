@@ -24,7 +24,7 @@ from csc.balance.order import Order
 from csc.balance.sample_costs import Costs
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
-from csc.planning.assign.layout import Kind, Layout, Size
+from csc.planning.assign.layout import Layout, Size
 from csc.runtime.launch import several_processes
 
 OWN = ("batch_sampler", "collate_fn", "in_order")  # of the DataLoader, and not to be given here
@@ -81,28 +81,25 @@ def balanced(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the first rank finds out for all. known, examples: as a Decider has them."""
+    """What the first rank finds out for all. examples: as a Decider has them."""
 
     costs: Costs
     packed: bool
     counted: tuple[Counted, ...]
-    known: Mapping[Kind, tuple[int, ...]]
     examples: Mapping[Size, tuple[int, ...]]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "costs": sample_costs.to_json(self.costs), "packed": self.packed,
             "counted": [vars(one) for one in self.counted],
-            "known": [[list(kind), list(widths)] for kind, widths in self.known.items()],
             "examples": [[list(size), list(group)] for size, group in self.examples.items()],
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> _Measured:
-        known = {tuple(kind): tuple(widths) for kind, widths in data["known"]}
         counted = tuple(Counted(**one) for one in data["counted"])
         examples = {tuple(size): tuple(group) for size, group in data["examples"]}
-        return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, known, examples)
+        return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, examples)
 
 
 def _measured(
@@ -121,16 +118,14 @@ def _measured(
     typical = batch_size / (compiled.options.mesh.dp * compiled.options.microbatches)
     found = sample_costs.measured(compiled, layout, table.names, collated, typical)
     counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
-    measured = _Measured(found, packed, counted, {}, {})
+    measured = _Measured(found, packed, counted, {})
     decider = _decider(compiled, table, measured, multiple).with_sizes(batch_size)
-    return replace(measured, known=decider.known, examples=decider.examples)
+    return replace(measured, examples=decider.examples)
 
 
 def _decider(compiled: CompiledModel, table: Lengths, found: _Measured, multiple: int) -> Decider:
     options = compiled.options
-    return Decider(
-        table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.known, found.examples
-    )
+    return Decider(table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.examples)
 
 
 def _samples_of(dataset: Any) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import Costs
-from csc.planning.assign.layout import Kind, Layout, Size, with_size
+from csc.planning.assign.layout import Kind, Layout, Size, widths_of
 from csc.planning.assign.portfolio import MOVES, assign, even, with_known_sizes
 from csc.planning.assign.step import Step
 from csc.planning.schedules.timing import peaks
@@ -39,9 +39,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decider:
-    """known: by kind the widths of microbatches that have programs; see csc.planning.assign.layout. examples: of each
-    of these sizes a microbatch, as samples of the dataset.
-    """
+    """examples: of each size of microbatches that steps keep to one that has it, as samples of the dataset."""
 
     lengths: Lengths
     costs: Costs
@@ -49,7 +47,6 @@ class Decider:
     replicas: int
     microbatches: int
     multiple: int
-    known: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
     examples: Mapping[Size, tuple[int, ...]] = field(default_factory=dict)
     moves: int = MOVES
 
@@ -90,9 +87,8 @@ class Decider:
         found = replace(self, moves=0)
         for indices in self._draws(batch_size):
             decided = found.decide(indices)
-            for size, group in zip(chain(*decided.sizes), chain(*decided.groups)):
-                examples = {size: group, **found.examples}
-                found = replace(found, known=with_size(found.known, size), examples=examples)
+            new = dict(zip(chain(*decided.sizes), chain(*decided.groups)))
+            found = replace(found, examples={**new, **found.examples})
         return replace(found, moves=self.moves)
 
     def _draws(self, batch_size: int) -> Iterator[list[int]]:
@@ -101,6 +97,11 @@ class Decider:
             yield random.choice(len(self.lengths), min(batch_size, len(self.lengths)), replace=False).tolist()
 
     @cached_property
+    def known(self) -> Mapping[Kind, tuple[int, ...]]:
+        """By kind the widths of these sizes; see csc.planning.assign.layout."""
+        return widths_of(self.sizes)
+
+    @property
     def sizes(self) -> list[Size]:
         """All known ones."""
-        return sorted((*kind, width) for kind, widths in self.known.items() for width in widths)
+        return sorted(self.examples)

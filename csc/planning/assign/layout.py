@@ -15,7 +15,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -96,7 +96,9 @@ class Layout:
         return size[-1] in self.known.get(size[:-1], ())
 
 
-def with_size(known: Mapping[Kind, tuple[int, ...]], size: Size) -> dict[Kind, tuple[int, ...]]:
-    """The known widths and one more."""
-    kind, width = size[:-1], size[-1]
-    return {**known, kind: tuple(sorted({*known.get(kind, ()), width}))}
+def widths_of(sizes: Iterable[Size]) -> dict[Kind, tuple[int, ...]]:
+    """By kind the widths of these sizes, the least first."""
+    found: dict[Kind, list[int]] = {}
+    for *kind, width in sorted(set(sizes)):
+        found.setdefault(tuple(kind), []).append(width)
+    return {kind: tuple(widths) for kind, widths in found.items()}

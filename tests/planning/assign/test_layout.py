@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.planning.assign.known_sizes import settled
-from csc.planning.assign.layout import Layout, with_size
+from csc.planning.assign.layout import Layout, widths_of
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Step
 from tests.balance.costs import costs
@@ -38,7 +38,7 @@ def test_features_are_those_of_the_rows(packed: bool) -> None:
 
 
 def test_a_known_width_is_taken_if_it_adds_little() -> None:
-    layout = Layout(LENGTHS, UNITS, True, 8, known=with_size({}, (2, 1, 28)))
+    layout = Layout(LENGTHS, UNITS, True, 8, known=widths_of([(2, 1, 28)]))
     assert layout.size([0, 3]) == (2, 1, 28)  # 24 would do
     assert layout.features([[0, 3]])[0, -2] == 28
     assert replace(layout, slack=0.1).size([0, 3]) == (2, 1, 24)
@@ -57,9 +57,7 @@ def test_each_sample_once_however_they_lie(
     layout = Layout(lengths, units[:, None], packed, 8)
     if knows:
         first = assign(step(layout, replicas, 4), moves=0)
-        for own in first.groups:
-            for size in layout.sizes(own):
-                layout = replace(layout, known=with_size(layout.known, size))
+        layout = replace(layout, known=widths_of(size for own in first.groups for size in layout.sizes(own)))
     found = assign(step(layout, replicas, 4), moves=4)
     assert sorted(i for own in found.groups for group in own for i in group) == list(range(len(samples)))
     assert all(len(own) == 4 and all(own) for own in found.groups)
