@@ -159,9 +159,13 @@ def _in_part(program: Program, options: Options) -> list[list[int]]:
     named = {name: stage for stage, members in enumerate(stages) for name in members}
     maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
     reads = [[maker[value] for value in region.activations] for region in program.regions]
+    read_by: list[list[int]] = [[] for _ in reads]
+    for unit, read in enumerate(reads):
+        for one in dict.fromkeys(read):
+            read_by[one].append(unit)
     home = [named.get(region.name, 0) for region in program.regions]
     for unit in reversed(range(len(home))):
-        readers = [home[other] for other, read in enumerate(reads) if unit in read]
+        readers = [home[other] for other in read_by[unit]]
         if program.regions[unit].parameters or not readers:
             continue
         made = [home[one] for one in reads[unit]]
