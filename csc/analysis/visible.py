@@ -64,7 +64,7 @@ def _known(node: fx.Node) -> torch.Tensor | None:
             arguments = fx.map_arg((one.args, one.kwargs), lambda used: values[used])
             values[one] = one.target(*arguments[0], **arguments[1])
     found = values[node]
-    return found if isinstance(found, torch.Tensor) and found.device.type == "cpu" else None
+    return found.cpu() if isinstance(found, torch.Tensor) else None
 
 
 def _share(ranges: torch.Tensor, keys: int) -> float:
