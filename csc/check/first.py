@@ -1,9 +1,9 @@
 """A program beside eager PyTorch before it is handed out, on the batch that it was compiled for.
 
-    check(compiler, trainer, batch, ready, options) -> Checked      DifferenceError if they differ
-    too_much(model) -> str                                          why it cannot be done with the whole model
+    check(compiler, own_step, trainable, batch, ready, options) -> Checked      DifferenceError if they differ
+    too_much(model) -> str                              why it cannot be done with the whole model
 
-Costs about two of eager PyTorch's steps: one of each, and once for a model one more forward.
+Costs one of eager PyTorch's steps, once for a model one more forward, and what waiting for `own_step` takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,10 @@ from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
-from csc.check.one_step import step_of
 from csc.check.rounding import moved
 from csc.errors import DifferenceError, InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options
-from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
 
@@ -45,27 +43,34 @@ BUG = (
 @dataclass(frozen=True)
 class Checked:
     """gradients: how many were compared; largest: the largest relative difference; loss: that of the loss; seconds:
-    what the check took. skipped: why nothing was compared, or "". what: what was, if not all of the model.
+    what the check took, own_step: of these, for the program's step. skipped: why nothing was compared, or "". what:
+    what was, if not all of the model. kept: the program's step was kept as the training step that it is.
     """
 
     gradients: int = 0
     largest: float = 0.0
     loss: float = 0.0
     seconds: float = 0.0
+    own_step: float = 0.0
     skipped: str = ""
     what: str = ""
+    kept: bool = False
 
     def __str__(self) -> str:
         if self.skipped:
             return f"not checked against eager PyTorch: {self.skipped}"
         found = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
         what = f" {self.what}" if self.what else ""
-        return f"checked against eager PyTorch{what}: {found}, in {self.seconds:.2f} s"
+        took = f"{self.seconds:.2f} s"
+        if self.kept:
+            took = f"{self.seconds - self.own_step:.2f} s beside the step itself"
+        return f"checked against eager PyTorch{what}: {found}, in {took}"
 
 
 def check(
     compiler: Compiles,
-    trainer: Trainer,
+    own_step: Callable[[], Step],
+    trainable: Set[str],
     batch: Any,
     ready: Sequence[Mapping[str, Any]],
     options: Options,
@@ -73,15 +78,13 @@ def check(
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
-    trainer: all ranks of the program, in this process, with the model's weights. batch: as the user gives it; ready:
-    its microbatches. steady: it is known that the model's forward does the same each time. DifferenceError that names
-    the region where both part, InputError if the model is another function in each step; the model and its gradients
-    are as before in any case.
+    own_step: what the program makes of the batch with the model's weights; asked for after eager PyTorch has run.
+    trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
+    the model's forward does the same each time. DifferenceError that names the region where both part, InputError if
+    the model is another function in each step; the model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
-    manifest = trainer.program.manifest
-    trainable = {parameter.name for parameter in manifest.parameters if parameter.trainable}
     rule = options.loss_weight
     given = batch if rule == "auto" else ready
     try:
@@ -94,7 +97,9 @@ def check(
         _compare_with_whole(model, batch, trainable, right.loss, rule)
     if not steady:  # at once: what goes round returns to where it was
         _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
-    found = step_of(trainer, [compiler.complete(microbatch) for microbatch in ready])
+    began = time.perf_counter()
+    found = own_step()
+    own = time.perf_counter() - began
     drawn = right.unknown | found.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
@@ -108,7 +113,7 @@ def check(
     if result.good or not right.sure:
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
-        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds)
+        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own)
     raise _difference(compiler, ready[0], options, result, tolerance)
 
 

@@ -24,6 +24,7 @@ from csc.check.compiling import Compiles
 from csc.check.eager import joined
 from csc.check.first import BUG, ROOM, Checked, check, room_of
 from csc.check.layer_files import install_alike, not_the_same
+from csc.check.one_step import step_of
 from csc.check.shallow import bytes_of, kinds, shallow
 from csc.errors import CscError, DifferenceError
 from csc.ir.program import Options, Program
@@ -91,7 +92,11 @@ class _Shallow:
     def check(self, name: str) -> Checked:
         loaded = load(self.folder / name)
         trainer = Trainer(loaded, dict(self.compiler.model.named_parameters()), InProcess(loaded))
-        return check(self.compiler, trainer, self.batch, self.ready, self.options)
+        complete = map(self.compiler.complete, self.ready)
+        trainable = {name for name, _ in trainer.named_parameters()}
+        return check(
+            self.compiler, lambda: step_of(trainer, list(complete)), trainable, self.batch, self.ready, self.options
+        )
 
 
 def _compared(small: _Shallow, files: Mapping[str, bytes]) -> tuple[Checked, tuple[str, ...]]:

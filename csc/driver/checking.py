@@ -4,28 +4,34 @@ Terms
   due        a program that nobody has compared yet, in this process or, as the cache knows, in another
   different  a program that does not train what eager PyTorch trains: nothing is handed out any more
 
-    checking.made(name, program)                         a new program, by the key of its microbatches
-    checking.compare(names, batch, ready, options, ...)  DifferenceError, and from then on of `refuse_different`
+    checking.made(name, program)                 a new program, by the key of its microbatches
+    checking.compare(asked, meeting, group)      DifferenceError, and from then on of `refuse_different`
+    checking.compared_steps() -> [ComparedStep]  a context: filled with those that may be kept as training steps
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from csc.cache.packed import Packed
+from csc.capture.batch import device_of
 from csc.capture.guards import Match
+from csc.check.eager import Step
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
+from csc.check.one_step import ComparedStep, compared_step, step_of
 from csc.codegen.directory import install
 from csc.driver.compiler import Compiler, Progress
+from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError
 from csc.ir.program import Options
 from csc.runtime.broadcast import first_makes
@@ -38,6 +44,7 @@ from csc.runtime.words import NOTHING, Said
 log = logging.getLogger("csc")
 
 CHECK = "check against eager PyTorch"
+WHOLE, BY_LAYER = "whole", "by layer"
 Name = Any  # of a program: the key of its microbatches
 
 
@@ -50,6 +57,25 @@ class NewProgram:
     packed: Packed
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A comparison. trainer: this process'; names: of the programs of these microbatches; ready: as the user gives
+    them, made of this batch; again: also if it was done; progress: told when it begins.
+    """
+
+    trainer: Trainer
+    names: Sequence[Name]
+    ready: Sequence[Mapping[str, Any]]
+    batch: Any
+    options: Options
+    again: bool
+    progress: Progress
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.trainer.program.manifest.parameters if spec.trainable)
+
+
 class Checking:
     """The programs of one model with one set of options."""
 
@@ -59,6 +85,7 @@ class Checking:
         self._due: dict[int, set[Name]] = {}
         self._different: DifferenceError | None = None
         self._steady = False  # the model's forward did the same twice
+        self._kept: list[ComparedStep] | None = None
         self.latest: Checked | None = None
 
     def made(self, name: Name, program: NewProgram) -> None:
@@ -76,46 +103,27 @@ class Checking:
         if self._different is not None:
             raise self._different
 
-    def compare(
-        self,
-        trainer: Trainer,
-        names: Sequence[Name],
-        ready: Sequence[Mapping[str, Any]],
-        batch: Any,
-        options: Options,
-        meeting: Meeting,
-        group: dist.ProcessGroup | None,
-        progress: Progress,
-        again: bool = False,
-    ) -> None:
-        """Compare what these programs train on a batch with eager PyTorch. Of several ranks the first one does, and
-        runs them all; all ranks call it. trainer: this process'; group: over which rank 0 tells the others, None: it is
-        alone; again: also if it was done. DifferenceError, on every rank.
+    @contextmanager
+    def compared_steps(self) -> Iterator[list[ComparedStep]]:
+        """The steps that were compared within the context, by this process' trainer and with nothing left out that
+        training has: it would compute the same again.
         """
-        count = options.microbatches
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
 
-        def on_one_rank() -> dict[str, bytes]:
-            due = [self._made[count][name] for name in dict.fromkeys(names) if name in self.due(count)]
-            if again or not all(map(self._known, due)):
-                progress(CHECK)
-                if too_much(self._compiler.model):
-                    made = self._made[count].values()
-                    files = {name: text for one in made for name, text in one.packed.files.items()}
-                    self.latest = check_by_layer(self._compiler, ready, options, files)
-                else:
-                    with self._all_ranks(trainer, count, names[0], group) as every:
-                        self.latest = check(self._compiler, every, batch, ready, options, self._steady)
-                    self._steady = self._steady or not self.latest.skipped
-                (log.warning if self.latest.skipped else log.info)("%s", self.latest)
-                if not self.latest.skipped:
-                    self._keep(due)
-            return {}
+    def compare(self, asked: Asked, meeting: Meeting, group: dist.ProcessGroup | None) -> None:
+        """Compare what programs train on a batch with eager PyTorch. All ranks call it. group: over which rank 0 tells
+        the others what it found; None: it is alone. DifferenceError, on every rank.
+        """
 
         def make() -> tuple[Said, None]:
             if group is None:
-                on_one_rank()
+                self._alone(asked)
             else:
-                first_makes(on_one_rank, group)
+                self._of_several(asked, group)
             return NOTHING, None
 
         try:
@@ -123,34 +131,96 @@ class Checking:
         except DifferenceError as error:
             self._different = error
             raise
-        self.due(count).difference_update(names)
+        self.due(asked.options.microbatches).difference_update(asked.names)
 
-    @contextmanager
-    def _all_ranks(
-        self, trainer: Trainer, count: int, name: Name, group: dist.ProcessGroup | None
-    ) -> Iterator[Trainer]:
-        """All ranks in this process, with the model's weights, in the programs that decide as the one of this name."""
-        if group is None:
-            yield trainer
-            return
+    def _alone(self, asked: Asked) -> None:
+        """On this rank, whose trainer runs all ranks of the program."""
+        how = self._how(asked)
+        own: list[ComparedStep] = []
+
+        def own_step() -> Step:
+            own.append(compared_step(asked.trainer, self._complete(asked)))
+            return own[0].step
+
+        if how:
+            keeps = self._kept is not None and how == WHOLE and not asked.trainer.program.manifest.random
+            found = self._found(how, asked, own_step, keeps)
+            if self._kept is not None and found.kept:
+                self._kept.extend(own)
+
+    def _of_several(self, asked: Asked, group: dist.ProcessGroup) -> None:
+        """On rank 0. Rank 1 runs the program meanwhile, if it has the same model and batch; the others wait."""
+        how = next(iter(first_makes(lambda: {self._how(asked): b""}, group) or {}))
+
+        def on_first() -> dict[str, bytes]:
+            with ExitStack() as stack:
+                own_step = lambda: self._own_step(asked)  # noqa: E731
+                if how == WHOLE and can_share(lambda: self._shared(asked), group):
+                    own_step = stack.enter_context(received_step(group, device_of(self._compiler.model)))
+                self._found(how, asked, own_step)
+            return {}
+
+        if how:
+            if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(asked), group):
+                send_step(lambda: self._own_step(asked), group)
+            first_makes(on_first, group)
+
+    def _how(self, asked: Asked) -> str:
+        """WHOLE, BY_LAYER, or "" if there is nothing to compare."""
+        made = self._made[asked.options.microbatches]
+        if not asked.again and all(self._known(made[name]) for name in self._new(asked)):
+            return ""
+        return BY_LAYER if too_much(self._compiler.model) else WHOLE
+
+    def _new(self, asked: Asked) -> list[Name]:
+        due = self.due(asked.options.microbatches)
+        return [name for name in dict.fromkeys(asked.names) if name in due]
+
+    def _found(self, how: str, asked: Asked, own_step: Callable[[], Step], keeps: bool = False) -> Checked:
+        """What the comparison finds; the log has it, and the cache remembers it. keeps: the own step is kept, too."""
+        asked.progress(CHECK)
+        made = self._made[asked.options.microbatches]
+        if how == BY_LAYER:
+            files = {name: text for one in made.values() for name, text in one.packed.files.items()}
+            found = check_by_layer(self._compiler, asked.ready, asked.options, files)
+        else:
+            found = check(
+                self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady
+            )
+            self._steady = self._steady or not found.skipped
+        found = replace(found, kept=keeps and not found.skipped)
+        self.latest = found
+        (log.warning if found.skipped else log.info)("%s", found)
+        if not found.skipped:
+            for name in self._new(asked):
+                self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)
+        return found
+
+    def _complete(self, asked: Asked) -> list[dict[str, Any]]:
+        return [self._compiler.complete(microbatch) for microbatch in asked.ready]
+
+    def _shared(self, asked: Asked) -> list[torch.Tensor]:
+        """What ranks 0 and 1 must have alike to share a comparison."""
+        model = self._compiler.model
+        entries = [value for microbatch in asked.ready for value in microbatch.values()]
+        return [*model.parameters(), *model.buffers(), *(one for one in entries if isinstance(one, torch.Tensor))]
+
+    def _own_step(self, asked: Asked) -> Step:
+        """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
         weights = dict(self._compiler.model.named_parameters())
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
-            answers = self._made[count][name].match.answers
-            alike = [made for made in self._made[count].values() if made.match.answers == answers]
-            for number, made in enumerate(alike):
+            made = self._made[asked.options.microbatches]
+            answers = made[asked.names[0]].match.answers
+            for number, one in enumerate(one for one in made.values() if one.match.answers == answers):
                 directory = Path(folder) / str(number)
-                install(made.packed.files, directory, made.match.batch)
+                install(one.packed.files, directory, one.match.batch)
                 programs.append(load(directory))
-            found = Trainer(programs[0], weights, InProcess(programs[0]))
+            trainer = Trainer(programs[0], weights, InProcess(programs[0]))
             for program in programs[1:]:
-                found.add(program)
-            yield found
+                trainer.add(program)
+            return step_of(trainer, self._complete(asked))
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""
         return bool(self._compiler.kept.checked(made.match, made.options))
-
-    def _keep(self, programs: Sequence[NewProgram]) -> None:
-        for made in programs:
-            self._compiler.kept.keep_checked(str(self.latest), made.match, made.options)

@@ -23,7 +23,7 @@ from csc.capture.guards import Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.eager import Step
 from csc.check.first import Checked
-from csc.check.one_step import step_of
+from csc.check.one_step import ComparedStep, step_of
 from csc.check.when import checks
 from csc.codegen.write import checked_ranks
 from csc.driver import modes, persistence
@@ -426,18 +426,18 @@ class CompiledModel:
             pass
 
     def _step(self, operation: str, batch: Any, options: Options, local: bool) -> torch.Tensor:
-        with self._agreed(operation, batch, options, local) as (trainer, dealt, flags):
+        with self._agreed(operation, batch, options, local) as (trainer, dealt, flags, compared):
             self._steps += 1
-            loss = trainer.run(dealt, flags)
+            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags)
             self._measure(trainer)
             return loss
 
     @contextmanager
     def _agreed(
         self, operation: str, batch: Any, options: Options, local: bool
-    ) -> Iterator[tuple[Trainer, Microbatches, int]]:
+    ) -> Iterator[tuple[Trainer, Microbatches, int, ComparedStep | None]]:
         """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and the
-        flags that any rank has said.
+        flags that any rank has said; and the step itself, if the check has made it just now.
         """
         programs = self._programs
         meeting = programs.meeting(options)
@@ -469,6 +469,7 @@ class CompiledModel:
             return say(ready, said, programs.decides(matches, options)), (made, dealt)
 
         with meeting.turn(operation):
+            compared: list[ComparedStep] = []
             ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
             served = share.served(heard) and found is not None
             due = served and self._check is not True and self._check and self._steps % self._check == 0
@@ -479,18 +480,19 @@ class CompiledModel:
                 if share.own and self._example is None:
                     self._example = everyone
                 whole = everyone if share.own else batch
-                made = programs.trainer(everyone, options, self.progress, whole, self._full(everyone))
-                if due:
-                    self.gather()
-                    programs.check(programs.match(everyone), options, whole, self.progress)
+                with programs.checking.compared_steps() as compared:
+                    made = programs.trainer(everyone, options, self.progress, whole, self._full(everyone))
+                    if due:
+                        self.gather()
+                        programs.check(programs.match(everyone), options, whole, self.progress)
                 found, heard = meeting.heard(
                     FIRST_STEP, lambda: known(ready, self._programs.match(ready), made, share.first)
                 )
             assert found is not None
             programs.use(found[0])
-            if operation not in STEPS:
+            if operation not in STEPS or compared:
                 meeting.began()
-            yield (*found, share.flags(heard))
+            yield (*found, share.flags(heard), compared[-1] if compared else None)
 
     def _measure(self, trainer: Trainer) -> None:
         """The metrics of the step, with the planned memory; the log has both once the first steps are over."""

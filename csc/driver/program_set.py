@@ -33,7 +33,7 @@ from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.directory import contents, install
 from csc.codegen.write import of_ranks
-from csc.driver.checking import CHECK, Checking, NewProgram
+from csc.driver.checking import CHECK, Asked, Checking, NewProgram
 from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
@@ -151,9 +151,8 @@ class ProgramSet:
             trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
-            self.checking.compare(
-                trainer, keys, given, batch, options, self.meeting(options), self._group, progress, again
-            )
+            asked = Asked(trainer, keys, given, batch, options, again, progress)
+            self.checking.compare(asked, self.meeting(options), self._group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of

@@ -5,12 +5,13 @@ in chunks: nothing is unpickled. The group is a gloo one of its own, whose timeo
 
     handing_group() -> group                         every rank creates it, in the same order of things
     first_makes(make, group) -> {name: bytes}        None if `make` gave None on the first rank
+    told(error, doing) -> [text]                     an error as texts, for a rank that raises `heard(texts)`
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,18 +43,26 @@ def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> d
     try:
         made = make()
     except BaseException as error:  # from the keyboard, too: the others would wait for a day
-        _send({"error": _told(error)}, {}, group)
+        _send({"error": told(error, "rank 0 failed while it compiled")}, {}, group)
         raise
     listed = None if made is None else [[name, len(content)] for name, content in made.items()]
     _send({"files": listed}, made or {}, group)
     return None if made is None else dict(made)
 
 
-def _told(error: BaseException) -> list[str]:
+def told(error: BaseException, doing: str) -> list[str]:
+    """An error as texts that `heard` makes one of again. doing: a clause, for what is no CscError."""
     if isinstance(error, CscError):
         return [type(error).__name__, error.what, error.where, error.remedy]
     said = (str(error).strip().splitlines() or [""])[0]
-    return ["CscError", f"rank 0 failed while it compiled: {type(error).__name__}: {said}", "", "See its own output"]
+    return ["CscError", f"{doing}: {type(error).__name__}: {said}", "", "See its own output"]
+
+
+def heard(texts: Sequence[str]) -> CscError:
+    """The error that another rank has told of."""
+    kind, what, where, remedy = texts
+    found: type[CscError] = getattr(errors, kind, CscError)
+    return found(what, where, remedy)
 
 
 def _send(header: Mapping[str, Any], files: Files, group: dist.ProcessGroup) -> None:
@@ -70,9 +79,7 @@ def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
     _broadcast(length, group)
     header = json.loads(_bytes(int(length), group))
     if "error" in header:
-        kind, *told = header["error"]
-        found = getattr(errors, kind, CscError)
-        raise found(*told)
+        raise heard(header["error"])
     if header["files"] is None:
         return None
     total = sum(size for _, size in header["files"])

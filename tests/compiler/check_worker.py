@@ -1,6 +1,7 @@
 """One rank of test_check.py's processes: a model that changes between steps, then a program that is wrong.
 
-main(directory) leaves, in result_RANK.json, losses, what was logged and the errors of two steps of the wrong program.
+main(directory) leaves, in result_RANK.json, losses, what was logged, how often this rank ran the program for the check,
+and the errors: of two steps of the wrong program, and of one whose own step fails in the check.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import csc
+from csc.driver import checking
 from csc.driver.compiler import Compiler
 from csc.errors import CscError
 from tests.compiler import small
@@ -24,6 +27,7 @@ BATCH = small.text_batch(4)
 
 def main(directory: Path) -> None:
     rank = int(os.environ["RANK"])
+    checking.step_of = OwnSteps.step_of  # type: ignore[assignment]
     heard = Lines()
     logging.getLogger("csc").addHandler(heard)
     logging.getLogger("csc").setLevel(logging.INFO)
@@ -41,13 +45,43 @@ def main(directory: Path) -> None:
         except CscError as error:
             errors.append(f"{type(error).__name__}: {error}")
     grads = [name for name, p in wrong.model.named_parameters() if p.grad is not None]
-    (directory / f"result_{rank}.json").write_text(
-        json.dumps({"losses": losses, "log": lines, "errors": errors, "gradients": grads})
-    )
+    ran = OwnSteps.made
+    Compiler.emit = EMIT  # type: ignore[method-assign]
+    apart = small.text(2)
+    if rank == 1:  # layers that rank 0 holds: of rank 1's copies nobody makes use
+        torch.nn.init.zeros_(apart.layers[0].out.weight)
+    compiled = csc.compile(apart, mesh="pp=2", example=BATCH, microbatches=2, cache=False)
+    losses.append(float(compiled.train_step(BATCH)))
+    ran_apart = OwnSteps.made - ran
+    OwnSteps.fails = True
+    failing = csc.compile(small.text(2), mesh="pp=2", example=BATCH, microbatches=2, cache=False)
+    try:
+        failing.train_step(BATCH)
+    except CscError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    found = {
+        "losses": losses, "log": lines, "errors": errors, "gradients": grads, "ran": ran, "ran apart": ran_apart
+    }  # fmt: skip
+    (directory / f"result_{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 EMIT = Compiler.emit
+STEP_OF = checking.step_of
+
+
+class OwnSteps:
+    """Counts the steps that this rank made of the whole program."""
+
+    made = 0
+    fails = False
+
+    @classmethod
+    def step_of(cls, *given: Any) -> Any:
+        cls.made += 1
+        if cls.fails:
+            raise ValueError("no room")
+        return STEP_OF(*given)
 
 
 def tampered(self: Compiler, program: Any, options: Any, directory: Path, *rest: Any) -> Path:

@@ -20,6 +20,7 @@ from csc.check.rounding import moved
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.reports.verification import parting, verify
+from csc.runtime.trainer import Trainer
 from tests import launching
 from tests.compiler import check_worker, small
 
@@ -65,6 +66,49 @@ def test_every_nth_step_is_checked(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(5):
             model.train_step(small.text_batch(4))
     assert sum("checked against eager PyTorch" in record.message for record in caplog.records) == 3  # 0, 2 and 4
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,cp=2"])
+def test_the_step_that_was_compared_is_the_training_step(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is computed again, and no bit is another one; gradients add to those that are there."""
+    checked, plain = compiled(mesh=mesh, microbatches=2), compiled(mesh=mesh, microbatches=2, check=False)
+    plain.model.load_state_dict(checked.model.state_dict())
+    runs: list[bool] = []
+    run = Trainer.run
+    for model in (checked, plain):
+        for index, parameter in enumerate(model.model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.5) if index % 2 else None
+    with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.INFO, "csc"):
+        patched.setattr(Trainer, "run", lambda *given: runs.append(True) or run(*given))
+        losses = [checked.train_step(small.text_batch(4)) for _ in range(2)]
+    assert len(runs) == 2 and any("s beside the step itself" in record.message for record in caplog.records)
+    assert [torch.equal(loss, plain.train_step(small.text_batch(4))) for loss in losses] == [True, True]
+    assert checked.metrics["loss"] == plain.metrics["loss"]
+    right = dict(plain.model.named_parameters())
+    assert all(torch.equal(p.grad, right[name].grad) for name, p in checked.model.named_parameters())
+
+
+def test_a_compared_step_is_kept_for_its_own_batch_alone() -> None:
+    checked, plain = compiled(), compiled(check=False)
+    plain.model.load_state_dict(checked.model.state_dict())
+    checked.compile_for(small.text_batch(4))
+    other = {name: tensor.flip(0) for name, tensor in small.text_batch(4).items()}
+    assert torch.equal(checked.train_step(other), plain.train_step(other))
+    right = dict(plain.model.named_parameters())
+    assert all(torch.equal(p.grad, right[name].grad) for name, p in checked.model.named_parameters())
+
+
+def test_where_numbers_are_drawn_the_first_step_draws_them() -> None:
+    """In the comparison nothing is: it cannot be the training step."""
+    batch, found = small.text_batch(4), []
+    for check in (True, False):
+        model = csc.compile(small.dropped(), example=batch, cache=False, check=check)
+        model.train_step(batch)
+        torch.manual_seed(5)
+        model.model.zero_grad()
+        model = csc.compile(model.model, example=batch, cache=False, check=check)
+        found.append([model.train_step(batch), *(p.grad for p in model.model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -279,8 +323,12 @@ def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
     eager.layers[1].register_forward_hook(lambda module, given, result: 2 * result)
     assert first["losses"][3] == pytest.approx(float(eager(**check_worker.BATCH).detach()), rel=1e-6)
 
-    assert first["errors"] == second["errors"] and len(first["errors"]) == 2 and first["gradients"] == []
-    assert all(error.startswith("DifferenceError: region layers.1 ") for error in first["errors"])
+    assert first["errors"] == second["errors"] and len(first["errors"]) == 3 and first["gradients"] == []
+    assert all(error.startswith("DifferenceError: region layers.1 ") for error in first["errors"][:2])
+
+    assert (first["ran"], second["ran"]) == (0, 4)  # rank 1 runs the program while rank 0 runs eager PyTorch
+    assert (first["ran apart"], second["ran apart"]) == (1, 0)  # but where its copies of weights are others
+    assert "rank 1 failed while it ran the program: ValueError: no room" in first["errors"][2]
 
 
 def test_a_program_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
