@@ -1,7 +1,8 @@
 """Modules that are kept as they are: one operator of the graph, run eagerly inside its stage.
 
     opaque(module, like=0) -> the module
-    csc::opaque(inputs, parameters, call) -> (result, state of the random generator)
+    is_opaque(module) -> bool
+    csc::opaque(inputs, parameters, call) -> (result, state that it began with: csc.kernels.opaque_state)
     csc::opaque_backward(d_result, inputs, parameters, state, call) -> gradients of floating inputs, then of parameters
 
 A `call` names a module and what it was called with besides tensors. It is the key of a table, the one thing that a
@@ -11,14 +12,16 @@ graph cannot hold: an entry lives as long as its module does, in the process tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from csc.kernels import opaque_state
 from torch import nn
 
 from csc import devices
+from csc.errors import CscError
 from csc.torch_private import pytree, under_autograd
 
 Like = int | Callable[..., torch.Tensor]
@@ -49,9 +52,10 @@ _CALLS: dict[str, _Call] = {}
 def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
     """Keep a module out of the trace: csc runs it eagerly inside its stage, and asks autograd for its gradients.
 
-    For modules that take decisions from values. It must be a function of its arguments and its parameters that returns
-    one tensor, and computes no gradient for anything else. Its backward runs its forward again, with the same random
-    numbers. In eager mode nothing changes.
+    For modules that take decisions from values. It must be a function of its arguments, parameters and buffers that
+    returns one tensor, and computes no gradient for anything else. It may change its buffers. Its backward runs its
+    forward again, with the same random numbers and buffers, and leaves these as they are. In eager mode nothing
+    changes.
 
     Args:
         module: What to keep.
@@ -81,8 +85,14 @@ def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
         inputs = [leaves[i] for i in places]
         return torch.ops.csc.opaque(inputs, list(module.parameters()), key)[0]
 
+    kept.is_opaque = True  # type: ignore[attr-defined]
     module.forward = kept
     return module
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether `opaque` was called of it."""
+    return getattr(vars(module).get("forward"), "is_opaque", False)
 
 
 def _called(key: str) -> tuple[_Call, nn.Module]:
@@ -96,13 +106,16 @@ def _called(key: str) -> tuple[_Call, nn.Module]:
     return call, module
 
 
-def _run(key: str, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(
+    key: str, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """buffers: instead of the module's own, which stay as they are; none: its own, which it may change."""
     call, module = _called(key)
     args, kwargs = call.arguments(inputs)
     own = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
     replaced, module.forward = module.forward, call.forward
     try:
-        result = torch.func.functional_call(module, own, args, kwargs)
+        result = torch.func.functional_call(module, {**own, **buffers}, args, kwargs)
     finally:
         module.forward = replaced
     if not isinstance(result, torch.Tensor):
@@ -110,29 +123,25 @@ def _run(key: str, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Te
     return result
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return devices.generator(device).to(device)
-
-
 @torch.library.custom_op("csc::opaque", mutates_args=())
 def _forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], call: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    state = _generator_state(inputs[0].device)
+    state = opaque_state.begun(_called(call)[1], inputs[0].device)
     with torch.no_grad():
-        result = _run(call, inputs, parameters)
-    return result.clone(memory_format=torch.contiguous_format), state
+        result = _run(call, inputs, parameters, {})
+    return result.clone(memory_format=torch.contiguous_format), opaque_state.ended(state, result)
 
 
 @_forward.register_fake
 def _(inputs: Any, parameters: Any, call: str) -> Any:
-    known, _ = _called(call)
+    known, module = _called(call)
     if isinstance(known.like, int):
         example = inputs[known.like]
     else:
         args, kwargs = known.arguments(inputs)
         example = known.like(*args, **kwargs)
-    state = inputs[0].new_empty(len(_generator_state(torch.device("cpu"))), dtype=torch.uint8)
+    state = inputs[0].new_empty(opaque_state.size(module), dtype=torch.uint8)
     return torch.empty_like(example, memory_format=torch.contiguous_format), state
 
 
@@ -149,8 +158,15 @@ def _backward(
     weights = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
     device = inputs[0].device
     with devices.forked(device), under_autograd():
-        devices.set_generator(device, state)
-        result = _run(call, own, weights)
+        buffers = opaque_state.restored(state, _called(call)[1], device)
+        result = _run(call, own, weights, buffers)
+        if not opaque_state.is_same(state, result):
+            raise CscError(
+                f"the opaque module {call!r} gives something else when it is run again for its backward: it computes "
+                "with what its forward changes, or with random numbers of its own",
+                type(_called(call)[1]).__name__,
+                "keep what forward changes in buffers (register_buffer), and draw from torch's default generator",
+            )
         wanted = [x for x in (*own, *weights) if x.requires_grad]
         found = torch.autograd.grad(result, wanted, d_result, allow_unused=True)
     return [

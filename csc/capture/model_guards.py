@@ -26,6 +26,7 @@ from torch import nn
 
 from csc import devices
 from csc.capture.reached import Reached
+from csc.kernels.opaque import is_opaque
 from csc.torch_private import gradient_hooks
 
 CONTAINERS = (list, dict, set, tuple)
@@ -91,7 +92,7 @@ class ModelGuards:
             and (path, name) not in self._ignored
         }
         self._held = list(self._contents.values())
-        self._buffers = [b for _, b in model.named_buffers(remove_duplicate=False)]
+        self._buffers = [buffer for _, buffer in _buffers(model)]
         self._versions = [buffer._version for buffer in self._buffers]
         self._tensors = {  # that are attributes, neither parameters nor buffers
             (path, name): value
@@ -145,7 +146,7 @@ class ModelGuards:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
                 elif not _equal(old, self._contents.get((path, name), (old, old))[1], new):
                     structure.append(_place(path, name))
-        for (name, buffer), version in zip(self._model.named_buffers(remove_duplicate=False), self._versions):
+        for (name, buffer), version in zip(_buffers(self._model), self._versions):
             if buffer._version != version and _place("._buffers", name) not in structure:
                 structure.append(f"buffer {name}")
         for ((path, name), tensor), (_, version) in zip(self._tensors.items(), self._written):
@@ -201,7 +202,7 @@ def reached(
     """
     roots = [
         (f"attribute {path}.{name}".replace(" .", " "), value)
-        for path, module in model.named_modules()
+        for path, module in _seen_through(model)
         for name, value in vars(module).items()
         if not _is_holder(name, value) and not is_ignored(path, name)
     ]
@@ -231,11 +232,36 @@ def _of_equals(model: nn.Module, slots: Set[Slot]) -> Set[Slot]:
     return found | set(slots)
 
 
+def _hidden(model: nn.Module) -> set[int]:
+    """Identities of opaque modules and of those in them: of these a trace sees nothing but the parameters."""
+    return {id(one) for module in model.modules() if is_opaque(module) for one in module.modules()}
+
+
+def _seen_through(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a trace goes through, with their paths."""
+    hidden = _hidden(model)
+    return ((path, module) for path, module in model.named_modules() if id(module) not in hidden)
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """By name, each as often as it has one."""
+    return [
+        (f"{path}.{name}".lstrip("."), buffer)
+        for path, module in _seen_through(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
 def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """(path, slots) of modules, their parameters, buffers, submodules and hooks, and of their configurations."""
     seen: set[int] = set()
+    hidden = _hidden(model)
     for path, module in model.named_modules():
         own = vars(module)
+        if id(module) in hidden:
+            yield f"{path}._parameters", own["_parameters"]
+            continue
         yield path, own
         for name, value in own.items():
             if _is_holder(name, value):

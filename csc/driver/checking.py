@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
-from csc.check.eager import Step
+from csc.check.eager import Step, undisturbed
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
 from csc.check.one_step import ComparedStep, compared_step, step_of
@@ -34,6 +34,7 @@ from csc.driver.compiler import Compiler, Progress
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError
 from csc.ir.program import Options
+from csc.kernels.opaque import is_opaque
 from csc.runtime.broadcast import first_makes
 from csc.runtime.loaded_program import load
 from csc.runtime.meeting import Meeting
@@ -143,8 +144,11 @@ class Checking:
             return own[0].step
 
         if how:
-            keeps = self._kept is not None and how == WHOLE and not asked.trainer.program.manifest.random
-            found = self._found(how, asked, own_step, keeps)
+            model = self._compiler.model
+            again = asked.trainer.program.manifest.random or any(map(is_opaque, model.modules()))
+            keeps = self._kept is not None and how == WHOLE and not again
+            with nullcontext() if keeps else undisturbed(model):
+                found = self._found(how, asked, own_step, keeps)
             if self._kept is not None and found.kept:
                 self._kept.extend(own)
 
@@ -219,7 +223,8 @@ class Checking:
             trainer = Trainer(programs[0], weights, InProcess(programs[0]))
             for program in programs[1:]:
                 trainer.add(program)
-            return step_of(trainer, self._complete(asked))
+            with undisturbed(self._compiler.model):
+                return step_of(trainer, self._complete(asked))
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""

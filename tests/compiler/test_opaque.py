@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,83 @@ def test_a_program_from_its_directory_says_what_is_missing(tmp_path: Path, monke
     monkeypatch.setattr("csc.kernels.opaque._CALLS", {})  # as in another process
     with pytest.raises(RuntimeError, match="exists only in the process that compiled it"):
         Trainer(load(written)).train_step(batch())
+
+
+class Counting(nn.Module):
+    """Computes with a buffer that it changes: a running mean, as batch norm's; and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean.lerp_(hidden.detach().mean((0, 1)), 0.5)
+        return hidden * (self.scale + self.mean) / self.calls
+
+
+class Remembering(nn.Module):
+    """Computes with an attribute that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.ones(WIDTH)), 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden * self.scale * self.calls
+
+
+class Around(nn.Module):
+    """A loss around a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.module, self.head = nn.Linear(3, WIDTH), module, nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.module(torch.tanh(self.embed(x)))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_what_it_keeps_in_buffers_is_as_in_eager(check: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its backward runs its forward again from what that began with, and leaves no trace; nothing is traced again."""
+    torch.manual_seed(0)
+    eager = Around(Counting())
+    model = copy.deepcopy(eager)
+    csc.opaque(model.module)
+    compiled = csc.compile(model, example=batch(), cache=False, check=check)
+    with caplog.at_level(logging.INFO, "csc"):
+        for _ in range(3):
+            for one in (eager, model):
+                one.zero_grad()
+            loss = eager(**batch())
+            loss.backward()
+            torch.testing.assert_close(compiled.train_step(batch()), loss.detach(), rtol=1e-6, atol=0)
+            for (name, buffer), (_, right) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+                torch.testing.assert_close(buffer, right, rtol=1e-6, atol=1e-7, msg=name)
+            for (name, parameter), (_, expected) in zip(model.named_parameters(), eager.named_parameters()):
+                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert not [record for record in caplog.records if "has changed" in record.message]
+
+
+def test_one_that_computes_with_anything_else_that_it_changes_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Around(csc.opaque(Remembering()))
+    compiled = csc.compile(model, example=batch(), cache=False, check=False)
+    with pytest.raises(csc.CscError, match=r"Remembering.*run again for its backward.*register_buffer"):
+        compiled.train_step(batch())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameters_of_it_that_are_replaced_are_trained() -> None:
+    torch.manual_seed(0)
+    model = Around(csc.opaque(Counting()))
+    compiled = csc.compile(model, example=batch(), cache=False)
+    compiled.train_step(batch())
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    compiled.train_step(batch())
+    assert model.module.scale.grad is not None
