@@ -93,7 +93,8 @@ def compile(
         directory: Where the program is written; None: a temporary directory, removed at exit.
         cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
         check: Compare a program with eager PyTorch before its first step, on that step's batch (see docs/check.md
-            for what that costs); a number: and at each step of which it is a divisor. None: True, or False with CSC_CHECK=0.
+            for what that costs); a number: and at each step of which it is a divisor. None: True,
+            or False with CSC_CHECK=0.
         timeout: Seconds without an answer until another process counts as lost.
         divide: Whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole"
             (for every microbatch) or a function from the batch to each sample's number of rows; or one function from
