@@ -152,7 +152,8 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
         raise CscError(
             f"the model's forward writes to {_plain(written)!r}",
             "model",
-            "put that module in eval mode (running statistics stay as they are) or move the update out of forward",
+            "put that module in eval mode (running statistics stay as they are), or give it to csc.opaque (with one "
+            "microbatch and dp=1 it then does as in eager PyTorch), or move the update out of forward",
         )
     flat = _Flat(exported, graph, signature, model)
     for node in graph.nodes:
