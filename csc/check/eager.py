@@ -189,6 +189,11 @@ class _Counting(TorchFunctionMode):
         return None
 
 
+def _has(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor is this one, NaN included."""
+    return bool(((tensor == value) | ((tensor != tensor) & (value != value))).all())
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """What a step changes in a model is as it was afterwards; so are torch's generators."""
@@ -207,7 +212,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, version, value in values:
-                if buffer._version != version:
+                if buffer._version != version or not _has(buffer, value):  # batch norm counts no versions
                     buffer.copy_(value)
         for own, before in (*buffers, *attributes):
             own.clear()
