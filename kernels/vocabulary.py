@@ -103,7 +103,8 @@ def _divided_loss_backward(
     counted = labels != ignored
     found = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
     found.scatter_add_(1, places.unsqueeze(1), -(mine & counted).to(lse.dtype).unsqueeze(1))
-    weight = d.to(lse.dtype) * counted / (counted.sum() if mean else 1)
+    each = d.to(lse.dtype) / counted.sum() if mean else d.to(lse.dtype)
+    weight = torch.where(counted, each, 0.0)  # where no label counts the mean is NaN, and has no gradient
     return found.mul_(weight.unsqueeze(1)).to(logits.dtype)
 
 

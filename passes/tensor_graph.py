@@ -29,8 +29,8 @@ from torch import fx
 from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index, shard_size
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
-from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
-from csc.analysis.operators.products import ATTENTION, PRODUCTS, SDPA
+from csc.analysis.operators.moves import COPIES, GATHER, SIZED_VIEWS
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
 from csc.analysis.operators.reductions import NORMS
 from csc.analysis.operators.table import RULES, relation
 from csc.analysis.tensor_axes import Trees
@@ -45,8 +45,8 @@ MEAN, SUM = 1, 2  # reductions of a loss
 SAME = COPIES | NORMS | {
     f"aten::{name}"
     for name in ("permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "softmax",
-                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "slice_scatter")
-}  # fmt: skip
+                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "slice_scatter", "index_select")
+} | {GATHER}  # fmt: skip
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
 ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
@@ -181,7 +181,7 @@ class Divided:
             self._look_up(node)
         elif name == "aten::cross_entropy_loss":
             self._loss(node)
-        elif name in (ATTENTION, SDPA):
+        elif name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
             self._attention(node)
         elif name in ("aten::slice", "aten::split", "aten::split_with_sizes"):
             self._part(node, name)

@@ -45,11 +45,6 @@ def changed(options: Options, **changes: Any) -> Options:
         for name, value in changes.items()
     }
     found = replace(options, **read)
-    if found.mesh.tp > 1 and found.mesh.cp > 1:
-        raise InputError(
-            f"the mesh asks for cp={found.mesh.cp} and tp={found.mesh.tp}", "mesh",
-            "this version divides either tokens or layers: leave one of them at 1",
-        )  # fmt: skip
     _check_ranks(found)
     return found
 

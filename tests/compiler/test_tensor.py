@@ -60,7 +60,7 @@ def divided(compiled: csc.CompiledModel) -> dict[str, str]:
     return {p.name: p.gradient.over("tp") if p.trainable else p.weight.over("tp") for p in parameters}
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp=2", "tp=2,cp=2", "tp=2,cp=2,pp=2"])
 def test_llama(mesh: str) -> None:
     compiled = parity(compiled_of("llama", 8, mesh=mesh, microbatches=2), 21)
     placed = divided(compiled)
@@ -84,6 +84,28 @@ def test_other_layers(name: str, gradients: int, whole: str) -> None:
     assert {name for name, over in placed.items() if over != "shard"} == {n for n in placed if re.search(whole, n)}
     read_by_heads = {n for n in placed if re.search(r"[qk]_norm", n)} if name == "qwen3" else set()
     assert {name for name, over in placed.items() if over == "parts"} == read_by_heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [
+        ("tied", 20), ("qwen3", 25), ("lora", 20), long("biases", 35), long("olmo2", 25), long("phi3", 15),
+        long("gpt2", 28), long("dropped", 28), long("mixtral", 21),
+    ],
+)  # fmt: skip
+def test_tokens_are_divided_beside_layers(name: str, gradients: int) -> None:
+    """Each rank has some heads and some tokens; what is divided over tp is so with cp, too."""
+    with_tokens = parity(compiled_of(name, mesh="tp=2,cp=2"), gradients)
+    assert divided(with_tokens) == divided(compiled_of(name, mesh="tp=2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", [1, 2])
+def test_an_encoder_too(encoder: int) -> None:
+    """A rank that has no label, but tokens of images, has the gradients of what the others make of these."""
+    context = {"vision_tower": encoder} if encoder > 1 else None
+    parity(compiled_of("llava", mesh="tp=2,cp=2", context=context), 80)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +178,7 @@ CASES = [
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     {"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
+    {"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1},
 ]
 
 

@@ -3,6 +3,7 @@
 RULES: {operation: rule}        see csc.analysis.operators.table
 RESHAPES: calls that lay out the same entries in other sizes, in their order; SIZED_VIEWS: and `expand`
 COPIES: calls that give the entries of their first operand, in the same sizes
+GATHER: the tokens of all context-parallel ranks
 SIZES: {operation: argument}    that lists the result's sizes
 """
 
@@ -23,6 +24,7 @@ SIZES = {
     "aten::view": "size", "aten::_unsafe_view": "size", "aten::reshape": "shape", "aten::expand": "size",
     "aten::sum_to_size": "size",
 }  # fmt: skip
+GATHER = "csc::context_gather"
 _MASKS = (torch.bool, torch.uint8)
 _COMPLEX = ("view_as_complex", "view_as_real", "real", "imag", "conj", "_conj", "_neg_view", "resolve_conj",
             "resolve_neg")  # fmt: skip
@@ -70,6 +72,17 @@ def expand(call: Call) -> list[Use]:
     shift = len(call.out) - len(shape_of(call.first()))
     dims = [d - shift if d >= shift else None for d in range(len(call.out))]
     return [Use(call.first(), _view(shape_of(call.first()), call.out, dims))]
+
+
+def gathered(call: Call) -> list[Use]:
+    """csc::context_gather: the tokens of all ranks in `dim`."""
+    dim = call.bound["dim"]
+    link = tuple(None if d == dim else d for d in range(len(call.out)))
+    (plan,) = call.given("plan")
+    return [
+        Use(call.first(), link, ends={dim: End("blocked", dim)}),
+        Use(plan, (None,) * len(call.out), End("blocked")),
+    ]
 
 
 def select(call: Call) -> list[Use]:
@@ -236,6 +249,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), pad),
     "aten::repeat": repeat,
     "aten::unfold": windows,
+    GATHER: gathered,
     **{f"aten::{name}": pairs for name in _COMPLEX},
 }  # fmt: skip
 

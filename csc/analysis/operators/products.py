@@ -16,6 +16,7 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
             "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::addmv": (1, 2), "aten::mv": (0, 1),
             "aten::dot": (0, 1), "aten::vdot": (0, 1)}  # fmt: skip
 ATTENTION = "csc::attention"
+CONTEXT_ATTENTION = "csc::context_attention"  # of a shard of the tokens: queries and keys are the rank's own
 SDPA = "aten::scaled_dot_product_attention"
 _SUMMED = End("contracted", walk=0)
 
@@ -77,7 +78,7 @@ def spelled_out(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
 
 
 def attention(call: Call) -> list[Use]:
-    """csc::attention: [samples, heads, tokens, width]; keys and values may have fewer heads."""
+    """[samples, heads, tokens, width]; keys and values may have fewer heads. What else is read says what is seen."""
     query, key, value, *rest = call.node.args
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
     heads, tokens, width = End("grouped", 1), End("blocked", walk=1), End("blocked", walk=0)
@@ -140,7 +141,7 @@ def pairs(call: Call) -> list[Use]:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(PRODUCTS, product),
     "aten::einsum": einsum,
-    ATTENTION: attention,
+    **dict.fromkeys((ATTENTION, CONTEXT_ATTENTION), attention),
     SDPA: written_attention,
     "aten::bilinear": bilinear,
     "aten::cdist": pairs,
