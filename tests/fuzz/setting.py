@@ -53,7 +53,7 @@ class Setting:
 
 
 def random_setting(random: Random) -> Setting:
-    """pp of 1 to 3, dp, cp and tp of 1 to 2, of cp and tp one; at most 12 ranks."""
+    """pp of 1 to 3, dp, cp and tp of 1 to 2; at most 12 ranks."""
     pp, steps = random.choice([1, 2, 2, 3]), random.random() < 0.25
     dp, cp = random.choice([1, 1, 1, 2]), random.choice([1, 1, 1, 2])
     return Setting(
@@ -70,5 +70,5 @@ def random_setting(random: Random) -> Setting:
         accumulate=random.choice([1, 1, 1, 1, 2]),
         replaced=steps and random.random() < 0.2,
         evaluate=random.random() < 0.15,
-        tp=random.choice([1, 1, 2]) if cp == 1 or pp * dp >= 6 else 1,
+        tp=random.choice([1, 1, 2]) if pp * dp * cp <= 6 else 1,
     )
