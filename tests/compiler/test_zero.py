@@ -42,6 +42,8 @@ LONG = [
 SELDOM = [
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 3},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
+    {"model": "qwen3", "mesh": "cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
+    {"model": "llama", "mesh": "dp=2,cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 1},
     {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 3},
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 3, "freeze": ["vision_tower"]},
     {"model": "llava", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "freeze": PROJECTOR},
