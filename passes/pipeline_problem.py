@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from csc import devices
-from csc.analysis.costs import region_costs, value_bytes
+from csc.analysis.costs import RegionTimes, region_costs, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.analysis.working import working
 from csc.ir.groups import Group
@@ -39,8 +39,7 @@ def chosen_hardware(program: Program, options: Options) -> Hardware:
 def problem(program: Program, options: Options) -> Problem:
     """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
     own = profiles(program, options)
-    ranks = math.prod(options.mesh.sizes(Group.DATA))
-    costs = region_costs(program, own[0], zero=options.zero, ranks=ranks, fuse=options.fuse)
+    costs = _costs(program, own[0], options)
     of_variant = {name: working(variant) for name, variant in program.variants.items()}
     units = tuple(
         Unit(
@@ -77,13 +76,19 @@ def problem(program: Program, options: Options) -> Problem:
             tuple(members),
             tuple(
                 (cost.forward, cost.backward_input, cost.backward_weight)
-                for cost in region_costs(program, own[members[0]], zero=options.zero, ranks=ranks, fuse=options.fuse)
+                for cost in _costs(program, own[members[0]], options)
             ),
             memory,
         )
         for (_, memory), members in alike.items()
     ]
     return unequal(found, kinds)
+
+
+def _costs(program: Program, profile: Hardware, options: Options) -> list[RegionTimes]:
+    """The regions on a rank of this profile."""
+    ranks = math.prod(options.mesh.sizes(Group.DATA))
+    return region_costs(program, profile, zero=options.zero, ranks=ranks, fuse=options.fuse, mesh=options.mesh)
 
 
 def gathering(own: Sequence[Hardware], options: Options) -> Link:

@@ -5,7 +5,7 @@ Terms
   depth       how many layers a stack is built with; `layers` of them is the whole model
   period      after how many layers a stack repeats itself (2 where two kinds of attention alternate)
 
-    CONFIGURATIONS    name -> Configuration            QUICK    the names of the small ones
+    CONFIGURATIONS    name -> Configuration
 
 One microbatch, bfloat16: 1,024 text tokens; one image of 1280 x 720; 3,000 frames of audio, which are 1,500 positions.
 An encoder with a fixed table of positions sees the image as ceil(1280 / side) x ceil(720 / side) square tiles; of a
@@ -320,4 +320,3 @@ CONFIGURATIONS = {
         Configuration("VALM-L", {"vision": EVACLIP_18B, "audio": WHISPER_1_5B, "llm": LLAMA_70B}),
     )
 }
-QUICK = tuple(name for name in CONFIGURATIONS if name.endswith("-S"))

@@ -13,7 +13,7 @@ Terms
 
     variant_cost(variant, master) -> RegionCost                       pure integers, one per variant
     seconds(work, hardware) -> float                                  roofline per call
-    region_costs(program, hardware, measured) -> [RegionTimes]        in the order of program.regions
+    region_costs(program, hardware, measured, ..) -> [RegionTimes]    in the order of program.regions
     value_bytes(program) -> {value: (bytes, bytes of its gradient)}
 
 They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end up
@@ -31,13 +31,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis import head_costs
+from csc.analysis import exchanges, head_costs
 from csc.analysis.flops import call_flops
 from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
 from csc.analysis.kernels import Call, Kernels
 from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
+from csc.ir.mesh import Mesh
 from csc.ir.program import Program, Variant
 
 # Calls that read as many elements of their first argument as they write, whatever its size.
@@ -131,17 +132,20 @@ def region_costs(
     zero: int = 0,
     ranks: int = 1,
     fuse: bool = False,
+    mesh: Mesh | None = None,
 ) -> list[RegionTimes]:
     """Seconds and bytes of every region, in the order of `program.regions`.
 
     measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`. zero, ranks:
     see `RegionCost.state_of`; with zero=3 `gathered` is what they make whole where the region computes. fuse: seconds
-    are those of functions that Inductor compiled.
+    are those of functions that Inductor compiled. mesh: over which collectives within a stage meet; None: those take
+    no time.
     """
     known = hardware.measured if measured is None else measured
     stored = stored_dtypes(program)
     of_variant = {name: variant_cost(variant, master, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
+    wires = {} if mesh is None else exchanges.wires(mesh, hardware)
     timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
     found = []
     for region in program.regions:
@@ -150,7 +154,7 @@ def region_costs(
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
             works = _fused(variant) if fuse else (cost.forward, cost.backward_input, cost.backward_weight)
-            timed[key] = known.get(variant_key(variant)) or _seconds(works, hardware, visible)
+            timed[key] = known.get(variant_key(variant)) or _seconds(works, hardware, visible, wires)
         times = timed[key]
         found.append(
             RegionTimes(
@@ -192,8 +196,10 @@ def variant_key(variant: Variant) -> str:
     return g.digest(*(g.canonical(part) if part is not None else None for part in parts))[:16]
 
 
-def _seconds(works: Sequence[Kernels], hardware: Hardware, visible: Mapping[str, float]) -> Seconds:
-    forward, backward, weight = (seconds(work, hardware, visible) for work in works)
+def _seconds(
+    works: Sequence[Kernels], hardware: Hardware, visible: Mapping[str, float], wires: exchanges.Wires
+) -> Seconds:
+    forward, backward, weight = (seconds(work, hardware, visible, wires) for work in works)
     return forward, backward, weight
 
 
@@ -203,10 +209,15 @@ def _fused(variant: Variant) -> list[Kernels]:
     return [Kernels() if graph is None else fused(graph, list(_calls(graph))) for graph in graphs]
 
 
-def seconds(work: Kernels, hardware: Hardware, visible: Mapping[str, float] = MappingProxyType({})) -> float:
+def seconds(
+    work: Kernels,
+    hardware: Hardware,
+    visible: Mapping[str, float] = MappingProxyType({}),
+    wires: exchanges.Wires = MappingProxyType({}),
+) -> float:
     """Roofline (Williams, Waterman, Patterson 2009) call by call, and the launch of each:
     sum of max(flops / reached rate, bytes / reached bandwidth) + launch. visible: by table, the share of its tiles that
-    attention computes; 1 where it is not known.
+    attention computes; 1 where it is not known. wires: see csc.analysis.exchanges; without them collectives take none.
     """
     total = 0.0
     for call in work.calls:
@@ -214,7 +225,11 @@ def seconds(work: Kernels, hardware: Hardware, visible: Mapping[str, float] = Ma
         if call.flops:
             done = call.flops * visible.get(call.mask, 1.0)
             compute = done / hardware.rate(call.dtype, call.op)
-        total += max(compute, call.bytes / hardware.reached_bandwidth) + hardware.launch
+        takes = max(compute, call.bytes / hardware.reached_bandwidth)
+        if call.meets is not None:
+            met = exchanges.seconds(call.meets, wires)
+            takes = max(takes, met) if call.meets.hidden else takes + met
+        total += takes + hardware.launch
     return total
 
 
@@ -308,7 +323,8 @@ def call_of(node: fx.Node) -> Call | None:
     if name == head_costs.NAME:
         moved += head_costs.traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
-    return Call(name, str(operands[0].dtype).removeprefix("torch."), call_flops(node), moved, mask_of(node))
+    dtype = str(operands[0].dtype).removeprefix("torch.")
+    return Call(name, dtype, call_flops(node), moved, mask_of(node), exchanges.exchange(node))
 
 
 def _tensors(val: Any) -> Iterator[torch.Tensor]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from csc.analysis.exchanges import Exchange
+
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips."""
+    """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips. meets:
+    what it gets from other ranks.
+    """
 
     op: str
     dtype: str
     flops: int
     bytes: int
     mask: str = ""
+    meets: Exchange | None = None
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages
 from csc.planning.budget import Budget
 from csc.planning.partition import candidates
 from csc.planning.partition_bound import Bound, lower_bound
 from csc.planning.problem import Problem, pipeline
+from csc.planning.published import published
 from csc.planning.rank_moves import swapped
 from csc.planning.schedules.auto import auto, searched_orders
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import spared
-from csc.planning.screen import FEW, GREEDY, LEAST, QUICK, TURNS, Style, Trial, climb, cost, polish, screen
+from csc.planning.schedules.memory import state
+from csc.planning.schedules.timing import start_times
+from csc.planning.screen import FEW, GREEDY, LEAST, QUICK, TURNS, Style, Trial, climb, cost, fitting, polish, screen
 from csc.planning.ways import Placement, one, partitions
 
 ACTIONS = 8e6  # simulated by default, below a microsecond each
@@ -38,6 +42,7 @@ AUTO = 500  # actions that the search of orders simulates for each action of the
 # best with one stage on a rank, if others are as fast; and of that a closer look, moves of units, changes of the order.
 FIRST, DEEP, HALF = 0.3, 0.25, 0.5
 CLOSER, MOVED, CHANGED = 0.3, 0.3, 0.4
+PUBLISHED = 0.05  # at most, into schedules as they are published
 SWAPPED = 0.2  # the same where ranks differ
 
 
@@ -70,7 +75,10 @@ def searched(
     """
     bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
     enough = bound.seconds * (1 + 1e-6) if bound else 0.0
-    trials = _screened(problem, ways, fixed, bound, budget)
+    known = published(problem, ways, fixed, budget.part(PUBLISHED))
+    trials = [*known, *_screened(problem, ways, fixed, bound, budget)]
+    if not trials and problem.waiting:
+        raise InputError("nothing fits with the messages that wait", "plan", "Allow more memory, or more ranks")
     single = [trial for trial in trials if len(trial.placement) == problem.ranks]
     several = [trial for trial in trials if len(trial.placement) != problem.ranks]
     if not trials:  # auto says why
@@ -83,8 +91,11 @@ def searched(
     best_several = _refined(problem, close, 0.0, fixed is None, swaps, budget, effort)
     best = best_several if best_several is not None and best_several.seconds < limit else best_single
     assert best is not None
-    schedule = finish("auto", best.work, spared(best.work, best.orders), problem.limits)
-    return Found(best.seconds, best.stages, best.placement, schedule, bound)
+    orders = spared(best.work, best.orders)
+    fits = fitting(problem, best.work)
+    if fits is not None and not fits(orders, start_times(best.work, orders) or []):
+        orders = best.orders
+    return Found(best.seconds, best.stages, best.placement, finish("auto", best.work, orders, problem.limits), bound)
 
 
 def _screened(
@@ -161,13 +172,21 @@ def _refined(
     size = len(best.work.lanes) * problem.microbatches
     allowed = int(min(AUTO * effort * size, budget.left))
     if best.seconds > enough and allowed > LEAST * size and not budget.late:
-        other_orders = searched_orders(best.work, problem.limits, allowed)
+        best = _reordered(problem, best, allowed)
         budget.spend(allowed)
-        if other_orders.seconds < best.seconds:
-            best = Trial(
-                best.stages, best.placement, other_orders.seconds, best.style, other_orders.work, other_orders.orders
-            )
     return best
+
+
+def _reordered(problem: Problem, trial: Trial, actions: int) -> Trial:
+    """The trial under the orders that csc.planning.schedules.auto finds, if these are faster and fit."""
+    memory = None if trial.room is None else [has + fixed for has, fixed in zip(trial.room, state(trial.work))]
+    found = searched_orders(trial.work, memory, actions)
+    fits = fitting(problem, found.work)
+    if found.seconds >= trial.seconds or not (
+        fits is None or fits(found.orders, start_times(found.work, found.orders) or [])
+    ):
+        return trial
+    return replace(trial, seconds=found.seconds, work=found.work, orders=found.orders)
 
 
 def _finalists(ranked: Sequence[Trial]) -> list[Trial]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
@@ -99,19 +99,25 @@ def plan(
     """
     check_figures(problem)
     check_asked(chunks, effort, limit)
-    budget = Budget(budget_of(problem, effort), limit, tell)
-    found = _planned(problem, schedule, chunks, stages, placement, effort, budget)
+
+    def planned(problem: Problem, counted: bool) -> PipelinePlan:
+        budget = Budget(budget_of(problem, effort), limit, tell)
+        return _planned(problem, schedule, chunks, stages, placement, effort, budget, counted)
+
+    kept_whole = isinstance(schedule, Schedule)
+    if problem.waiting and problem.memory is not None and not kept_whole:
+        with suppress(InputError):
+            return planned(problem, True)
+    found = planned(problem, False)
     kept = problem
-    for margin in (*MARGINS, None):
+    for margin in () if kept_whole else MARGINS:
         over = _over(problem, found)
         if over <= 0:
             break
-        if margin is None or isinstance(schedule, Schedule):
-            _check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
-            break
         kept = kept.less(over * margin)
-        budget = Budget(budget_of(problem, effort), limit, tell)
-        found = _planned(kept, schedule, chunks, stages, placement, effort, budget)
+        with suppress(InputError):
+            found = planned(kept, False)
+    _check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
     return found
 
 
@@ -129,8 +135,12 @@ def _planned(
     placement: Sequence[int] | None,
     effort: float,
     budget: Budget,
+    counted: bool,
 ) -> PipelinePlan:
-    """The plan, whose messages may not fit beside all else."""
+    """The plan. counted: messages that wait fit beside all else, if the problem asks for it; else they may not, for
+    where nothing is found that leaves room for them.
+    """
+    search = problem if counted else replace(problem, waiting=False)
     if stages is None:
         check_ranks(problem)
     fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
@@ -141,16 +151,16 @@ def _planned(
         return _finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
-        found = searched(problem, ways, fixed, budget, effort, swaps=placement is None and fixed is None)
+        found = searched(search, ways, fixed, budget, effort, swaps=placement is None and fixed is None)
         return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
-    return _best(problem, ways, fixed, _named(problem, schedule), _limits(problem, schedule))
+    return _best(problem, ways, fixed, _named(search, schedule), _limits(problem, schedule))
 
 
 def _named(problem: Problem, name: str) -> ScheduleChoice:
     """The schedule of this name."""
-    count, memory = problem.microbatches, problem.limits
+    count, memory, waiting = problem.microbatches, problem.limits, problem.waiting
     return ScheduleChoice(
-        lambda stages, home: timed(name, pipeline(problem, stages, home), home, count, memory),
+        lambda stages, home: timed(name, pipeline(problem, stages, home), home, count, memory, waiting),
         lambda stages, home: SCHEDULES[name](pipeline(problem, stages, home), home, count, memory),
     )
 

@@ -6,6 +6,7 @@ Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on i
     screen(problem, stages, placement, budget)   -> Trial, or None if nothing fits
     climb(problem, trial, budget, effort)        -> Trial: after moving units between neighbouring stages
     polish(problem, trial, enough, budget)       -> Trial: after local search on the order itself
+    fitting(problem, work)                       -> whether orders fit with their messages, as a function
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from csc.errors import InputError
-from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.finish import finish
-from csc.planning.schedules.fusing import hastened, settled_all, spared
+from csc.planning.schedules.fitting import Fitted, fitted
+from csc.planning.schedules.fusing import hastened, settled_all
 from csc.planning.schedules.greedy import Rule
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.search import improve
+from csc.planning.schedules.search import Fits, improve
 from csc.planning.schedules.timing import makespan
+from csc.planning.schedules.waiting import excess
 from csc.planning.schedules.work import WorkTables
 from csc.planning.unit_moves import moved, moves
 
@@ -72,6 +73,7 @@ TURNS: tuple[Style, ...] = (
 # For steps so large that few orders can be looked at, the most useful first.
 QUICK: tuple[Style, ...] = ("1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "eager-1f1b")
 NAMED_COST, GREEDY_COST = 2, 5  # actions simulated, in time, for each action of an order
+COUNTED = 2  # the same for the messages that wait
 
 CLIMB = 120_000  # actions put in order while moving units, by default
 LEAST = 20  # changes of an order below which it is not worth while
@@ -81,7 +83,9 @@ POLISH = 500_000  # actions simulated while changing the order, by default
 
 @dataclass(frozen=True)
 class Trial:
-    """stages, the rank of each, and for each rank the lanes it runs in order; seconds: their makespan."""
+    """stages, the rank of each, and for each rank the lanes it runs in order; seconds: their makespan. room: bytes for
+    activations of each rank that they were made under, with those of messages left out; None: no limit.
+    """
 
     stages: Stages
     placement: tuple[int, ...]
@@ -89,10 +93,7 @@ class Trial:
     style: Style
     work: WorkTables
     orders: list[list[int]]
-
-    def schedule(self, problem: Problem) -> Schedule:
-        """The orders with their messages."""
-        return finish("auto", self.work, spared(self.work, self.orders), problem.limits)
+    room: list[float] | None
 
 
 def screen(
@@ -117,12 +118,27 @@ def screen(
     for style in styles:
         if best is not None and budget.spent:
             break
-        found = _ordered(work, style, allowed, best.seconds if best else below)
-        if found is not None:
-            budget.spend(cost(style) * len(work.lanes) * work.microbatches)
-        if found is not None and found[1] < (best.seconds * (1 - 1e-9) if best else math.inf):
-            best = Trial(stages, tuple(placement), found[1], style, work, found[0])
+        found = _fitted(work, style, allowed, best.seconds * (1 - 1e-9) if best else below, problem.waiting, budget)
+        if found is not None and found.seconds < (best.seconds * (1 - 1e-9) if best else math.inf):
+            best = Trial(stages, tuple(placement), found.seconds, style, work, found.orders, found.room)
     return best
+
+
+def _fitted(
+    work: WorkTables, style: Style, allowed: list[float] | None, best: float, waiting: bool, budget: Budget
+) -> Fitted | None:
+    """The orders of a style. None if they do not fit, with the messages that wait if those count."""
+
+    def make(room: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
+        found = _ordered(work, style, room, best)
+        if found is not None:
+            budget.spend((cost(style) + COUNTED * waiting) * len(work.lanes) * work.microbatches)
+        return found
+
+    if allowed is not None and waiting:
+        return fitted(work, make, allowed, best)
+    made = make(allowed)
+    return None if made is None else Fitted(*made, allowed)
 
 
 def cost(style: Style) -> float:
@@ -209,11 +225,19 @@ def polish(problem: Problem, trial: Trial, enough: float, budget: Budget, effort
     """Local search on the order (csc.planning.schedules.search), until the makespan is `enough`. Nothing for steps of
     which only a few could be tried.
     """
-    allowed = room(trial.work, problem.limits)
     size = len(trial.work.lanes) * problem.microbatches
     trials = 0 if budget.late else int(min(POLISH * effort, budget.left / POLISH_COST) / size)
     if trials < LEAST:
         return trial
     budget.spend(POLISH_COST * trials * size)
-    orders, seconds = improve(trial.work, trial.orders, allowed, trials, random.Random(0), enough)
-    return Trial(trial.stages, trial.placement, seconds, trial.style, trial.work, orders)
+    fits = fitting(problem, trial.work)
+    orders, seconds = improve(trial.work, trial.orders, trial.room, trials, random.Random(0), enough, fits)
+    return replace(trial, seconds=seconds, orders=orders)
+
+
+def fitting(problem: Problem, work: WorkTables) -> Fits | None:
+    """Whether orders leave room for the messages that wait; None where these do not count."""
+    allowed = room(work, problem.limits)
+    if allowed is None or not problem.waiting:
+        return None
+    return lambda orders, starts: not excess(work, orders, allowed, starts)

@@ -7,6 +7,7 @@ stages of a rank. Units are in order of execution.
     placements(problem, schedule, chunks, stages, placement)       -> [placement], one stage on a rank first
     partitions(problem, home, limits)                              -> [Stages] for one of them, good ones first
     spread(problem, home)                                          -> [Stages] that even out the ranks, cheaply
+    even(problem, home)                                            -> [Stages] of which the longest is short
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from csc.planning.schedules import stages_per_rank
 
 FUSED = (0.25, 0.5, 0.75, 1.0)  # shares of the ways there and back for partitions under memory limits
 CHUNKS = (3, 4, 5, 6, 7, 8, 10, 12, 16)  # stages on a rank that are tried besides one and two
+WAIT = (1, 3)  # messages for which partitions leave room
 # Ranks times units up to which partitions are searched for thoroughly, and up to which they are searched for at all;
 # beyond that only evened out.
 THOROUGH, SEARCHED = 4_000, 40_000
@@ -91,21 +93,21 @@ def partitions(
     known = {} if found_before is None else found_before
     size = len(home) * len(problem.units)
     if problem.kinds and len(home) == problem.ranks:
-        found = [*(unequal.partitions(problem, home, limits) if size <= SEARCHED else ()), *_even(problem, home)]
+        found = [*(unequal.partitions(problem, home, limits) if size <= SEARCHED else ()), *even(problem, home)]
     elif problem.kinds:
         found = [
             *spread(problem, home),
             *(paired(problem, home) if size <= 2 * THOROUGH else ()),
-            *_even(problem, home),
+            *even(problem, home),
         ]
     elif len(home) == problem.ranks:
         found = _single(problem, limits, size)
     elif len(home) == 2 * problem.ranks and size <= 2 * THOROUGH:
         if len(home) not in known:
             known[len(home)] = _searched(problem, len(home))
-        found = [*known[len(home)], *_even(problem, home), *paired(problem, home)]
+        found = [*known[len(home)], *even(problem, home), *paired(problem, home)]
     else:
-        found = [*(spread(problem, home) or _searched(problem, len(home))), *_even(problem, home)]
+        found = [*(spread(problem, home) or _searched(problem, len(home))), *even(problem, home)]
     return list(dict.fromkeys(found))
 
 
@@ -118,7 +120,7 @@ def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> l
         limited = problem if problem.memory is not None else replace(problem, memory=float("inf"))
         cuts = [stages] if (stages := contiguous(limited)) is not None else []
     if size > SEARCHED:
-        return cuts + _even(problem, range(problem.ranks))
+        return cuts + even(problem, range(problem.ranks))
     for limit in limits:
         whole = thorough and not found
         try:
@@ -132,7 +134,23 @@ def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> l
         with suppress(InputError):
             found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
     found += cuts
-    return found if thorough else found + _even(problem, range(problem.ranks))
+    if problem.memory is not None and problem.waiting and thorough:
+        found += _with_messages(problem, limits)
+    return found if thorough else found + even(problem, range(problem.ranks))
+
+
+def _with_messages(problem: Problem, limits: Sequence[InFlight | None]) -> list[Stages]:
+    """One stage on a rank, in less memory by some of the largest messages: how many wait follows from the order."""
+    largest = max((max(value.size, value.gradient_size) for value in problem.values), default=0.0)
+    found: list[Stages] = []
+    for count in WAIT:
+        less = problem.less(count * largest)
+        for limit in limits:
+            with suppress(InputError):
+                found += candidates(less, limit, (MIDDLE,), layouts=False)
+        stages = contiguous(less)
+        found += [] if stages is None else [stages]
+    return found
 
 
 def _searched(problem: Problem, count: int) -> list[Stages]:
@@ -183,7 +201,7 @@ def _roomy(starts: Sequence[int], ranks: int, count: int) -> list[int]:
     return [min(start, count - (len(moved) - i) * ranks) for i, start in enumerate(moved)]
 
 
-def _even(problem: Problem, home: Sequence[int]) -> list[Stages]:
+def even(problem: Problem, home: Sequence[int]) -> list[Stages]:
     """The units in their order in stages on these ranks, of which the longest is as short as it can be: blind to what
     is frozen, and by all work.
     """

@@ -224,8 +224,8 @@ def test_torchs_memory_counts_what_w_needs_of_one_unit() -> None:
 
 def test_the_cases() -> None:
     assert len(cases()) == 9 * 3 * 3 * 2 and len(set(cases())) == len(cases())
-    assert {case.configuration for case in cases(quick=True)} == {"VLM-S", "ALM-S", "VALM-S", "VLM-M"}
-    assert {case.hardware for case in cases(quick=True)} == {"a40"}
+    assert set(cases(quick=True)) <= set(cases())
+    assert {case.frozen for case in cases(quick=True)} == {"all trainable", "encoder frozen", "projector only"}
 
 
 def numbers_of(frozen: bool) -> Numbers:

@@ -1,7 +1,7 @@
 """All schedules by name, and where each of them wants its stages.
 
 SCHEDULES[name](pipeline, placement, microbatches, memory=None) -> Schedule
-timed(name, pipeline, placement, microbatches, memory=None) -> seconds      of a named one, without making it
+timed(name, pipeline, placement, microbatches, memory=None, waiting=False) -> seconds      of one but auto, without it
 stages_per_rank(name), placement(name, ranks, chunks=None)
 """
 
@@ -18,6 +18,7 @@ from csc.planning.schedules.finish import check, finish
 from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS
 from csc.planning.schedules.timing import makespan
+from csc.planning.schedules.waiting import excess
 from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import Pipeline
 
@@ -56,11 +57,21 @@ def timed(
     placement: Sequence[int],
     microbatches: int,
     memory: Sequence[float] | float | None = None,
+    waiting: bool = False,
 ) -> float:
-    """Seconds of the schedule of this name, any but auto, that SCHEDULES would make: for searches over the stages."""
+    """Seconds of the schedule of this name, any but auto, that SCHEDULES would make: for searches over the stages.
+    waiting: InputError, too, if the messages that wait do not fit into the memory beside all else.
+    """
     work = WorkTables.of(pipeline, placement, microbatches)
-    orders = ORDERS[name](work, room(work, memory))
+    allowed = room(work, memory)
+    orders = ORDERS[name](work, allowed)
     check(name, work, orders, memory)
+    if waiting and allowed is not None and excess(work, orders, allowed) is not None:
+        raise InputError(
+            f"{name} does not fit with the messages that wait",
+            "schedule",
+            "Allow more memory, or choose auto, which keeps to the limit",
+        )
     return makespan(work, orders)
 
 

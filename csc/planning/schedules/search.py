@@ -4,18 +4,20 @@ Terms: see work.py. A *critical path* is a chain of actions, each starting becau
 or with a message), from the start of the step to its end. Only an order that changes on every critical path can be
 better, so moves start from actions on one of them.
 
-    improve(work, orders, room, trials, rng, enough) -> (orders, seconds)
+    improve(work, orders, room, trials, rng, enough, fits) -> (orders, seconds)
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from csc.planning.schedules.fusing import settled
 from csc.planning.schedules.timing import start_times
 from csc.planning.schedules.work import WorkTables
+
+Fits = Callable[[Sequence[Sequence[int]], Sequence[Sequence[float]]], bool]  # of orders and their start times
 
 # How far an action moves, in places of its rank's order; near ones more often.
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9)
@@ -30,8 +32,10 @@ def improve(
     trials: int,
     rng: random.Random,
     enough: float = 0.0,
+    fits: Fits | None = None,
 ) -> tuple[list[list[int]], float]:
     """Orders that are at least as good, after so many evaluations, and their makespan. The given ones must be settled.
+    fits: what is asked, beside the room of each rank, of orders that are kept.
 
     Each trial moves one critical action earlier or later on its rank and keeps the move if the makespan does not grow
     (steps aside are what leads out of plateaus). After each, B's with their W right behind them are fused where the
@@ -67,7 +71,7 @@ def improve(
         best[rank] = moved
         starts = start_times(work, best)
         now = makespan + 1.0 if starts is None else max(starts[lane][-1] + seconds for seconds, lane in lasts)
-        if starts is None or now > makespan * (1 + 1e-12):
+        if starts is None or now > makespan * (1 + 1e-12) or not (fits is None or fits(best, starts)):
             best[rank] = order
             continue
         if now < makespan * (1 - 1e-12):

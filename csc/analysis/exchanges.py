@@ -1,0 +1,85 @@
+"""What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as csc runs them.
+
+Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
+(csc.kernels.collectives, csc.runtime.context): of an all-reduce its whole payload goes to each of them.
+
+    exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
+    wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
+    seconds(exchange, wires) -> float        0 along an axis that is not among the wires
+
+Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
+collectives are waited for. Of the keys all are charged that any query could see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from csc.analysis.hardware import Hardware, Wire
+from csc.ir import graph as g
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
+
+TENSOR = ("csc::all_reduce", "csc::all_gather", "csc::reduce_scatter", "csc::all_to_all")
+DIVIDED = ("csc::reduce_scatter", "csc::all_to_all", "csc::context_gather_backward")  # each rank gets a part of each
+ATTENTION = "csc::context_attention"
+AXES: Mapping[str, Group] = {"tp": Group.TENSOR, "cp": Group.CONTEXT}
+Wires = Mapping[str, tuple[int, Wire]]
+
+
+class Exchange(NamedTuple):
+    """axis: tp or cp. payload: bytes. ranks: 0: all of the axis. divided: as of DIVIDED. hidden: behind the compute."""
+
+    axis: str
+    payload: int
+    ranks: int
+    divided: bool
+    hidden: bool
+
+
+def exchange(node: fx.Node) -> Exchange | None:
+    """None of a call that meets nobody."""
+    name = g.op_name(node)
+    if name in TENSOR:
+        bound = g.bind(node)
+        return Exchange("tp", _bytes(bound["x"]), bound.get("ranks", 0), name in DIVIDED, False)
+    if name.startswith("csc::context_gather"):
+        given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())
+        return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name in DIVIDED, False)
+    if name.startswith(ATTENTION):
+        bound = g.bind(node)
+        payload = _bytes(bound["k"]) + _bytes(bound["v"])
+        back = 2 if name != ATTENTION else 1  # keys and values again, and their gradients to where they are from
+        tokens = bound["k"].meta["val"].shape[-2]
+        return Exchange("cp", back * payload, -(-bound["keys"] // max(1, tokens)), False, True)
+    return None
+
+
+def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
+    """Devices fill nodes in the order of their global ranks."""
+    found = {}
+    for axis, group in AXES.items():
+        listed = mesh.groups(group)
+        apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
+        if len(listed[0]) > 1:
+            found[axis] = (len(listed[0]), hardware.between if apart else hardware.within)
+    return found
+
+
+def seconds(met: Exchange, known: Wires) -> float:
+    """On the wire, with the latency of the collective."""
+    if met.axis not in known:
+        return 0.0
+    most, wire = known[met.axis]
+    ranks = met.ranks or most
+    arrives = met.payload * (ranks - 1) / (ranks if met.divided else 1)
+    return wire.latency + arrives / wire.bandwidth if ranks > 1 else 0.0
+
+
+def _bytes(node: Any) -> int:
+    val = node.meta["val"]
+    return int(val.numel() * val.itemsize)

@@ -1,0 +1,82 @@
+"""Collectives within a stage cost what their bytes take on the wire between the ranks that meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import csc
+from csc.analysis.costs import region_costs
+from csc.analysis.exchanges import Exchange, exchange, seconds, wires
+from csc.analysis.hardware import Wire, hardware
+from csc.ir import graph as g
+from csc.ir.mesh import Mesh
+from csc.ir.program import Program
+
+TOKENS, WIDTH, KEYS = 64, 32, 16
+KNOWN = {"tp": (4, Wire(1.0, 10.0)), "cp": (2, Wire(0.5, 5.0))}
+
+
+@pytest.mark.parametrize(
+    ("met", "expected"),
+    [
+        (Exchange("tp", 100, 0, False, False), 1 + 300 / 10),  # an all-reduce: everyone's whole, of the axis' four
+        (Exchange("tp", 100, 2, False, False), 1 + 100 / 10),
+        (Exchange("tp", 100, 4, True, False), 1 + 75 / 10),
+        (Exchange("cp", 100, 1, False, True), 0.0),  # an encoder that context parallelism leaves alone
+        (Exchange("cp", 100, 2, False, True), 0.5 + 100 / 5),
+    ],
+)
+def test_seconds_on_the_wire(met: Exchange, expected: float) -> None:
+    assert seconds(met, KNOWN) == pytest.approx(expected)
+    assert seconds(met, {}) == 0.0
+
+
+def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None:
+    h100 = hardware("h100")
+    assert wires(Mesh(pp=4), h100) == {}
+    assert wires(Mesh(pp=2, tp=8), h100) == {"tp": (8, h100.within)}
+    assert wires(Mesh(cp=2, tp=8), h100) == {"tp": (8, h100.within), "cp": (2, h100.between)}
+    assert wires(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
+
+
+def program(**mesh: int) -> Program:
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    ids = torch.arange(TOKENS).remainder(40)[None]
+    compiled = csc.compile(
+        LlamaForCausalLM(config), mesh=mesh, example={"input_ids": ids, "labels": ids}, microbatches=1, check=False
+    )
+    return compiled.program
+
+
+def met_in(whole: Program, region: str) -> Counter[Exchange]:
+    """What F of a layer gets from others."""
+    variant = whole.variants[next(one.variant for one in whole.regions if one.name.endswith(region))]
+    assert variant.forward is not None
+    return Counter(met for node in g.calls(variant.forward) if (met := exchange(node)) is not None)
+
+
+def test_a_layer_divided_by_tensor_adds_two_all_reduces() -> None:
+    whole, h100 = program(tp=2), hardware("h100")
+    assert met_in(whole, "layers.1") == {Exchange("tp", TOKENS * WIDTH * 4, 0, False, False): 2}
+    place = next(i for i, region in enumerate(whole.regions) if region.name.endswith("layers.1"))
+    alone, beside = (region_costs(whole, h100, mesh=mesh)[place] for mesh in (None, Mesh(tp=2)))
+    wire = h100.within
+    each = wire.latency + TOKENS * WIDTH * 4 / wire.bandwidth
+    assert beside.forward - alone.forward == pytest.approx(2 * each)
+    assert beside.backward_input - alone.backward_input == pytest.approx(2 * each)  # of what `share` read twice
+    assert beside.backward_weight == alone.backward_weight
+
+
+def test_context_parallel_attention_takes_the_longer_of_work_and_keys() -> None:
+    whole, h100 = program(cp=2), hardware("h100")
+    assert met_in(whole, "layers.1") == {Exchange("cp", 2 * TOKENS // 2 * KEYS * 4, 2, False, True): 1}
+    place = next(i for i, region in enumerate(whole.regions) if region.name.endswith("layers.1"))
+    alone, beside = (region_costs(whole, h100, mesh=mesh)[place] for mesh in (None, Mesh(cp=2)))
+    assert 0 < beside.forward - alone.forward < h100.within.latency + TOKENS * KEYS * 4 / h100.within.bandwidth
