@@ -4,19 +4,21 @@ Terms: see csc.ir.groups. The ring algorithms' costs: an all-reduce moves 2 (n -
 its links, a reduce-scatter or an all-gather half of that. AdamW reads a parameter, its gradient and two moments, and
 writes all but the gradient; with `zero` each rank does its share, and the parameters go round again but with zero=3.
 
-    step_ends(program, options) -> [StepEnd]        one for each position on the pp axis
+    step_ends(program, options) -> [StepEnd]                one for each position on the pp axis
+    step_ends_of(program, options, regions) -> [StepEnd]    for pipeline ranks that hold these regions
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from csc.passes.pipeline_problem import profiles
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir.groups import Group
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Parameter, Program
 
 MOVED = 7  # times a parameter's size, of AdamW
 
@@ -34,16 +36,33 @@ class StepEnd:
 
 
 def step_ends(program: Program, options: Options) -> list[StepEnd]:
-    """By the hardware profile of each rank; nothing is taken to run beside the last actions."""
-    sizes = {one.name: math.prod(one.shape) * one.dtype.itemsize for one in program.parameters if one.trainable}
+    """Of a planned Program."""
+    held = [[name for stage in program.stages if stage.rank == rank for name in stage.regions]
+            for rank in range(options.mesh.pp)]  # fmt: skip
+    return step_ends_of(program, options, held)
+
+
+def step_ends_of(program: Program, options: Options, regions: Sequence[Collection[str]]) -> list[StepEnd]:
+    """By the hardware profile of each rank; nothing is taken to run beside the last actions. regions: by pipeline rank,
+    their names.
+    """
+    sizes = {one.name: _local(one) * one.dtype.itemsize for one in program.parameters if one.trainable}
+    of_region = {region.name: region.parameters for region in program.regions}
     found = []
     for rank, profile in enumerate(profiles(program, options)):
-        names = {name for stage in program.stages if stage.rank == rank for name in stage.parameters}
+        names = {name for region in regions[rank] for name in of_region[region]}
         size = sum(sizes.get(name, 0) for name in names)
         group = options.mesh.group(Group.DATA, 0, [rank])
         seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
         found.append(StepEnd(_reduced(size, group, profile, options.zero), seconds))
     return found
+
+
+def _local(parameter: Parameter) -> int:
+    """Entries of what a rank holds; all that tensor-parallel ranks hold is of one size."""
+    if not parameter.boxes:
+        return parameter.numel
+    return math.prod(sum(stop - start for start, stop in ranges) for ranges in parameter.boxes[0])
 
 
 def _reduced(size: int, group: tuple[int, ...], profile: Hardware, zero: int) -> float:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.limits_table import show_limits
+from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
@@ -24,6 +25,13 @@ SECONDS = 60.0
 def plan(
     opening: Opening,
     ranks: RanksOption = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="with --devices: samples of a step; else the example's")
+    ] = None,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for alternatives and changes, after the plan itself")
     ] = SECONDS,
@@ -37,8 +45,13 @@ def plan(
     """What limits the step, the alternatives with time and memory, and what changes would bring, each planned."""
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
+    from csc.reports.mesh_choice import choose
 
     with opening as compiled:
+        if devices is not None:
+            choice = choose(compiled, devices, samples, limit, compiled.progress)
+            print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
+            return
         compiled = over(ranks, compiled)
         found = forecast(compiled, None)
         advised = advice(compiled, limit, compiled.progress)

@@ -220,6 +220,10 @@ class CompiledModel:
             options = replace(options, recompute=saves_of(self.program))
         return self._current_programs().compiled.problem(microbatch, options, self.progress)
 
+    def divided(self, microbatch: Mapping[str, Any]) -> Program:
+        """The Program of a microbatch after pass `split`: F, B and W of every region, which is what is costed."""
+        return self._current_programs().compiled.divided(microbatch, self.options, self.progress)[1]
+
     @property
     def microbatch(self) -> dict[str, Any]:
         """The example's first microbatch of those with the most entries; all of the example if none has all entries."""

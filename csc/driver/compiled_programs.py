@@ -130,10 +130,15 @@ class CompiledPrograms:
 
     def problem(self, microbatch: Microbatch, options: Options, progress: Progress) -> Problem:
         """What a microbatch takes of every region, were it cut as the first one: nothing is planned for it."""
+        settled, program = self.divided(microbatch, options, progress)
+        return numbers.problem(program, settled)
+
+    def divided(self, microbatch: Microbatch, options: Options, progress: Progress) -> tuple[Options, Program]:
+        """The Program of a microbatch after pass `split`, as planners cost it, and the options that hold for it."""
         with uncollected():
             match, traced = self._compiler.trace(microbatch, options, progress)
             settled = self.options(match, options)
-            return numbers.problem(self._compiler.divided(traced, settled, progress), settled)
+            return settled, self._compiler.divided(traced, settled, progress)
 
     def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
         """The Program after the last pass."""

@@ -1,0 +1,44 @@
+"""Meshes beside each other, the fastest first, and why others are not among them.
+
+show_meshes(choice, seconds)
+"""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+from csc.commands.printing import console, table
+from csc.reports.mesh_choice import MeshChoice
+from csc.simulation.look import bytes_text, seconds_text
+
+MOST = 12  # rows
+
+
+def show_meshes(choice: MeshChoice, seconds: float) -> None:
+    """Print them. seconds: that were allowed."""
+    limit = "" if choice.memory is None else f", memory limit {bytes_text(choice.memory)}"
+    title = f"{choice.step} samples a step on {choice.devices} devices{limit}"
+    made = table(
+        "mesh", "microbatches", "of", "zero", "recompute", "step", "samples/s", "idle", "peak memory", title=title
+    )
+    for row in choice.rows[:MOST]:
+        peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
+        made.add_row(
+            row.mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),
+            f"{choice.step / row.seconds:.3g}", f"{max(0.0, row.idle):.1%}", peak,
+        )  # fmt: skip
+    console.print(made)
+    if len(choice.rows) > MOST:
+        console.print(f"and {len(choice.rows) - MOST} that take longer", highlight=False)
+    if choice.slower:
+        console.print(f"{choice.slower} were not planned: their work alone takes longer than the best", highlight=False)
+    for mesh, why in choice.refused.items():
+        console.print(f"no {escape(mesh)}: {escape(why)}", highlight=False)
+    if choice.left:
+        console.print(f"no time within --limit {seconds:g} for {choice.left} more", highlight=False)
+    best = choice.rows[0]
+    if best.fits:
+        ways = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
+        console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{ways}", highlight=False)
+    else:
+        console.print("none of them fits: use more devices, or a smaller step", highlight=False)

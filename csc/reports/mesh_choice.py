@@ -1,0 +1,198 @@
+"""Which mesh trains a step's samples fastest on so many devices: every layout priced by the costs of plans.
+
+Terms
+  layout    see csc.planning.meshes
+  way       what makes a layout take less memory: ZeRO-1 (which costs nothing where ranks hold the same parameters),
+            recomputation, ZeRO-3. Ways are tried from the fastest on until one fits
+  price     the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
+
+    choose(compiled, devices, step, seconds, tell) -> MeshChoice
+
+A layout whose work alone takes longer than the best plan so far is not planned. Tracing is what takes time: it is made
+once for each tp, cp and size of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from csc.capture.batch import split_batch
+from csc.driver.compiled import CompiledModel
+from csc.errors import CscError, InputError
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options, Program
+from csc.passes.pipeline_problem import chosen_hardware, problem
+from csc.passes.step_end import step_ends_of
+from csc.planning.meshes import Layout, layouts
+from csc.planning.plan import PipelinePlan, plan
+from csc.planning.problem import Problem
+
+EFFORT, LIMIT = 0.1, 2.0  # of the search for each layout, in seconds
+LARGEST = 16  # samples of a microbatch
+WAYS = ((1, "none"), (1, "full"), (3, "none"), (3, "full"))  # zero, recompute
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """seconds: of a step, its end included. peak_memory: of the fullest rank. fits: within the limit."""
+
+    mesh: str
+    microbatches: int
+    samples: int
+    zero: int
+    recompute: str
+    seconds: float
+    idle: float
+    peak_memory: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """rows: the fastest first, those that do not fit behind all others. slower: layouts that were left out, as their
+    work alone takes longer than the best. refused: why there is none, by mesh. left: layouts there was no time for.
+    """
+
+    devices: int
+    step: int
+    memory: float | None
+    rows: tuple[MeshRow, ...]
+    slower: int
+    refused: Mapping[str, str]
+    left: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose(
+    compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None]
+) -> MeshChoice:
+    """The layouts of a compiled model's example on so many devices. step: samples of a step; None: the example's.
+
+    Takes about `seconds` once the model is captured. InputError if the samples cannot be divided, or there is no mesh
+    at all.
+    """
+    return _Choosing(compiled, devices, step, seconds, tell).choice()
+
+
+class _Choosing:
+    def __init__(
+        self, compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None]
+    ) -> None:
+        plain = compiled.with_options(mesh=Mesh(), microbatches=1, schedule="auto", recompute=(("*", "none"),), zero=0)
+        self.compiled, self.devices, self.tell = plain, devices, tell
+        self.samples = _samples(compiled)
+        self.step = step or self.samples
+        sizes = [n for n in range(1, min(self.samples, LARGEST) + 1) if self.samples % n == 0 and n & (n - 1) == 0]
+        self.microbatches: dict[int, Mapping[str, Any]] = {}
+        program = self._divided(plain, sizes[0])
+        hardware = chosen_hardware(program, plain.options)
+        self.asked = layouts(devices, self.step, sizes, hardware.ranks_per_node, len(program.regions))
+        if not self.asked:
+            raise InputError(
+                f"{self.step} samples of a step cannot be divided among {devices} devices alike", "samples",
+                f"give a multiple of {devices}, or fewer devices",
+            )  # fmt: skip
+        self.memory: float | None = None
+        self.best = math.inf
+        self.end = time.monotonic() + seconds  # from here on: the model has been captured
+
+    def choice(self) -> MeshChoice:
+        rows: list[MeshRow] = []
+        refused: dict[str, str] = {}
+        slower = left = 0
+        for layout in self.asked:
+            if time.monotonic() >= self.end:
+                left += 1
+                continue
+            divided = f"tp={layout.mesh.tp}, cp={layout.mesh.cp}"
+            if divided in refused:
+                continue
+            try:
+                found = self._priced(layout)
+            except CscError as error:  # csc cannot divide the model so
+                refused[divided] = str(error)
+                continue
+            rows += [found] if found is not None else []
+            slower += found is None
+        if not rows:
+            raise InputError(
+                f"no mesh of {self.devices} devices was found", "mesh",
+                "; ".join(dict.fromkeys(refused.values())) or "allow more seconds",
+            )  # fmt: skip
+        rows.sort(key=lambda row: (not row.fits, row.seconds))
+        return MeshChoice(self.devices, self.step, self.memory, tuple(rows), slower, refused, left)
+
+    def _priced(self, layout: Layout) -> MeshRow | None:
+        """The fastest way that fits, or the last one; None if the layout cannot be the best."""
+        zeros = len(layout.mesh.group(Group.DATA, 0)) > 1
+        self.tell(str(layout))
+        found: MeshRow | None = None
+        for zero, recompute in WAYS:
+            if zero == 3 and not zeros:
+                continue
+            own = self.compiled.with_options(mesh=layout.mesh, zero=zero if zeros else 0, recompute=recompute)
+            program = self._divided(own, layout.samples)
+            numbers = replace(problem(program, own.options), microbatches=layout.microbatches)
+            self.memory = numbers.memory
+            work = sum(unit.forward + unit.backward_input + unit.backward_weight for unit in numbers.units)
+            if work * layout.microbatches / layout.mesh.pp >= self.best:
+                break
+            found = self._row(layout, own.options, program, numbers, recompute)
+            if found.fits:
+                self.best = min(self.best, found.seconds)
+                break
+        return found
+
+    @staticmethod
+    def _row(layout: Layout, options: Options, program: Program, numbers: Problem, recompute: str) -> MeshRow:
+        fits = True
+        try:
+            planned = plan(numbers, "auto", effort=EFFORT, limit=LIMIT)
+        except CscError:  # nothing keeps to the limit
+            planned = plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
+            fits = False
+        return MeshRow(
+            mesh=str(layout.mesh),
+            microbatches=layout.microbatches,
+            samples=layout.samples,
+            zero=options.zero,
+            recompute=recompute,
+            seconds=planned.makespan + _end(planned, program, options),
+            idle=sum(planned.bubble) / len(planned.bubble),
+            peak_memory=max(planned.peak_memory),
+            fits=fits,
+        )
+
+    def _divided(self, compiled: CompiledModel, samples: int) -> Program:
+        if samples not in self.microbatches:
+            cut = self.compiled.with_options(microbatches=self.samples // samples)
+            self.microbatches[samples] = cut.microbatch
+        return compiled.divided(self.microbatches[samples])
+
+
+def _end(planned: PipelinePlan, program: Program, options: Options) -> float:
+    """Seconds behind the last action of the rank that takes the longest."""
+    held: list[list[str]] = [[] for _ in range(options.mesh.pp)]
+    for units, rank in zip(planned.stages, planned.placement):
+        held[rank] += [program.regions[unit].name for unit in units]
+    return max(end.seconds for end in step_ends_of(program, options, held))
+
+
+def _samples(compiled: CompiledModel) -> int:
+    """Of the example: of all listed microbatches, or of the batch."""
+    example: Any = compiled.example
+    batches = list(example) if isinstance(example, (list, tuple)) else [example]
+    return sum(map(_count, batches))
+
+
+def _count(batch: Mapping[str, Any]) -> int:
+    tensors, _ = split_batch(batch)
+    named = [tensors[name] for name in ("input_ids", "labels") if name in tensors]
+    return len((named or [tensor for tensor in tensors.values() if tensor.dim()])[0])

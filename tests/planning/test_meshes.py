@@ -1,0 +1,110 @@
+"""Layouts of devices, and the mesh that csc chooses, against plans made one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import csc
+from csc.commands.main import app
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.planning.meshes import CONTEXT, Layout, layouts
+from csc.reports.forecast import forecast
+from csc.reports.mesh_choice import choose
+from tests.compiler.tensor_models import BATCHES, MODELS
+
+
+@given(
+    st.integers(1, 24), st.integers(1, 24), st.sets(st.integers(1, 4), min_size=1), st.integers(1, 8), st.integers(1, 6)
+)
+def test_layouts_are_all_there_are(devices: int, step: int, sizes: set[int], node: int, regions: int) -> None:
+    axes = range(1, devices + 1)
+    expected = {
+        Layout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, count)
+        for tp in axes if tp <= node
+        for cp in axes if cp <= CONTEXT
+        for pp in axes if pp <= regions
+        for dp in axes if dp * pp * cp * tp == devices
+        for samples in sizes
+        for count in range(1, step + 1) if count * samples * dp == step
+    }  # fmt: skip
+    found = layouts(devices, step, sizes, node, regions)
+    assert set(found) == expected and len(found) == len(expected)
+
+
+def compiled(**options: object) -> csc.CompiledModel:
+    return csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), cache=False, check=False, **options)
+
+
+@pytest.mark.long
+def test_no_mesh_is_faster_than_the_chosen_one() -> None:
+    """Every layout compiled for itself, planned with all effort, and timed with the step's end."""
+    choice = choose(compiled(hardware="h100"), 4, None, 600.0, lambda text: None)
+    assert choice.left == 0 and choice.step == 4 and all(row.fits for row in choice.rows)
+    best = choice.rows[0]
+    chosen = compiled(hardware="h100", mesh=best.mesh, microbatches=best.microbatches, zero=best.zero)
+    assert forecast(chosen, None).step == pytest.approx(best.seconds, rel=0.01)
+    others = 0
+    for mesh in ("pp=4", "dp=2,pp=2", "dp=4", "tp=4", "tp=2,cp=2", "tp=2,dp=2", "cp=2,dp=2", "cp=4", "pp=2,tp=2"):
+        each = Mesh.parse(mesh)
+        for count in {1, 2, 4} - ({4} if each.dp == 2 else {2, 4} if each.dp == 4 else set()):
+            zero = 1 if each.dp * each.cp > 1 else 0
+            one = compiled(hardware="h100", mesh=mesh, microbatches=count, zero=zero)
+            assert forecast(one, None).step >= 0.99 * best.seconds, mesh
+            others += 1
+    assert others > 15
+
+
+@pytest.mark.long
+def test_less_memory_takes_more_ranks_of_a_model_or_recomputation() -> None:
+    roomy = choose(compiled(hardware="h100"), 2, 4, 600.0, lambda text: None)
+    least = min(row.peak_memory for row in roomy.rows)
+    tight = choose(compiled(hardware="h100").with_options(memory=round(0.9 * least)), 2, 4, 600.0, lambda text: None)
+    assert all(row.peak_memory <= 0.9 * least for row in tight.rows if row.fits)
+    assert tight.rows[0].seconds >= roomy.rows[0].seconds
+    nothing = choose(compiled(hardware="h100").with_options(memory=1000), 2, 4, 600.0, lambda text: None)
+    assert not any(row.fits for row in nothing.rows)
+
+
+def test_samples_that_do_not_divide() -> None:
+    with pytest.raises(InputError, match=r"3 samples of a step cannot be divided among 512 devices"):
+        choose(compiled(hardware="h100"), 512, 3, 60.0, lambda text: None)
+
+
+@pytest.mark.long
+def test_meshes_that_cannot_be() -> None:
+    choice = choose(compiled(hardware="h100"), 8, 4, 600.0, lambda text: None)
+    assert any("heads" in why and "cannot be divided by tp=8" in why for why in choice.refused.values())
+    assert all("tp=8" not in row.mesh for row in choice.rows)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from tests.compiler.tensor_models import BATCHES, MODELS\n"
+        "example = BATCHES['llama'](1)\n"
+        "model = MODELS['llama']\n"
+    )
+    asked = [
+        "plan",
+        f"{tmp_path}/model.py:model",
+        "--example",
+        "example",
+        "--devices",
+        "2",
+        "--hardware",
+        "h100",
+        "--samples",
+        "8",
+    ]
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "8 samples a step on 2 devices, memory limit" in shown.output and "best: --mesh" in shown.output
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert found["devices"] == 2 and found["rows"][0]["seconds"] > 0
