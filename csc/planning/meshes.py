@@ -31,15 +31,15 @@ class Layout:
 
 
 def layouts(devices: int, step: int, sizes: Collection[int], node: int, regions: int) -> list[Layout]:
-    """All that use every device and every sample of a step alike, those of least tp and cp first.
+    """All that use every device and every sample of a step alike, those of least cp and then tp first.
 
     step: samples of a step; sizes: samples that a microbatch may have; node: devices of a node; regions: of the model,
     of which each pipeline rank has one at least.
     """
     return [
         Layout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, step // (dp * samples))
-        for tp in _divisors(devices, node)
-        for cp in _divisors(devices // tp, CONTEXT)
+        for cp in _divisors(devices, CONTEXT)
+        for tp in _divisors(devices // cp, node)
         for samples in sorted(sizes)
         for pp in _divisors(devices // (tp * cp), regions)
         if step % ((dp := devices // (tp * cp * pp)) * samples) == 0

@@ -3,7 +3,8 @@
 Terms
   layout    see csc.planning.meshes
   way       what makes a layout take less memory: ZeRO-1 (which costs nothing where ranks hold the same parameters),
-            recomputation, ZeRO-3. Ways are tried from the fastest on until one fits
+            recomputation, ZeRO-3. The fastest that fits counts: where memory lets few microbatches wait, to
+            compute again may be faster
   price     the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
 
     choose(compiled, devices, step, seconds, tell) -> MeshChoice
@@ -130,25 +131,23 @@ class _Choosing:
         return MeshChoice(self.devices, self.step, self.memory, tuple(rows), slower, refused, left)
 
     def _priced(self, layout: Layout) -> MeshRow | None:
-        """The fastest way that fits, or the last one; None if the layout cannot be the best."""
-        zeros = len(layout.mesh.group(Group.DATA, 0)) > 1
+        """By the fastest way that fits, else by the last one; None if the layout cannot be the best."""
+        several = len(layout.mesh.group(Group.DATA, 0)) > 1
         self.tell(str(layout))
-        found: MeshRow | None = None
+        rows: list[MeshRow] = []
         for zero, recompute in WAYS:
-            if zero == 3 and not zeros:
+            if zero == 3 and not several:
                 continue
-            own = self.compiled.with_options(mesh=layout.mesh, zero=zero if zeros else 0, recompute=recompute)
+            own = self.compiled.with_options(mesh=layout.mesh, zero=zero if several else 0, recompute=recompute)
             program = self._divided(own, layout.samples)
             numbers = replace(problem(program, own.options), microbatches=layout.microbatches)
             self.memory = numbers.memory
             work = sum(unit.forward + unit.backward_input + unit.backward_weight for unit in numbers.units)
-            if work * layout.microbatches / layout.mesh.pp >= self.best:
-                break
-            found = self._row(layout, own.options, program, numbers, recompute)
-            if found.fits:
-                self.best = min(self.best, found.seconds)
-                break
-        return found
+            if work * layout.microbatches / layout.mesh.pp < self.best:
+                rows.append(self._row(layout, own.options, program, numbers, recompute))
+                self.best = min([self.best, *(row.seconds for row in rows if row.fits)])
+        fitting = [row for row in rows if row.fits]
+        return min(fitting, key=lambda row: row.seconds) if fitting else rows[-1] if rows else None
 
     @staticmethod
     def _row(layout: Layout, options: Options, program: Program, numbers: Problem, recompute: str) -> MeshRow:
