@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,13 @@ def check(
     ready: Sequence[Mapping[str, Any]],
     options: Options,
     steady: bool = False,
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
     trainer: all ranks of the program, in this process, with the model's weights. batch: as the user gives it; ready:
-    its microbatches. steady: it is known that the model's forward does the same each time. DifferenceError that names
+    its microbatches. steady: it is known that the model's forward does the same each time. complete: a microbatch as
+    the program takes it; None: as the compiler has it. DifferenceError that names
     the region where both part, InputError if the model is another function in each step; the model and its gradients
     are as before in any case.
     """
@@ -94,7 +96,7 @@ def check(
         _compare_with_whole(model, batch, trainable, right.loss, rule)
     if not steady:  # at once: what goes round returns to where it was
         _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
-    found = step_of(trainer, [compiler.complete(microbatch) for microbatch in ready])
+    found = step_of(trainer, list(map(complete or compiler.complete, ready)))
     drawn = right.unknown | found.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,10 +87,12 @@ class Checking:
         group: dist.ProcessGroup | None,
         progress: Progress,
         again: bool = False,
+        complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         """Compare what these programs train on a batch with eager PyTorch. Of several ranks the first one does, and
         runs them all; all ranks call it. trainer: this process'; group: over which rank 0 tells the others, None: it is
-        alone; again: also if it was done. DifferenceError, on every rank.
+        alone; again: also if it was done; complete: a microbatch as programs take it that run here, None: as the
+        compiler has it. DifferenceError, on every rank.
         """
         count = options.microbatches
 
@@ -104,7 +106,7 @@ class Checking:
                     self.latest = check_by_layer(self._compiler, ready, options, files)
                 else:
                     with self._all_ranks(trainer, count, names[0], group) as every:
-                        self.latest = check(self._compiler, every, batch, ready, options, self._steady)
+                        self.latest = check(self._compiler, every, batch, ready, options, self._steady, complete)
                     self._steady = self._steady or not self.latest.skipped
                 (log.warning if self.latest.skipped else log.info)("%s", self.latest)
                 if not self.latest.skipped:
