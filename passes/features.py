@@ -59,7 +59,7 @@ def features(program: Program, options: Options) -> Program:
 def _reasons(program: Program) -> dict[str, str]:
     """Of each region why it cannot be left out, "" if it can: a clause."""
     trainable = {one.name for one in program.parameters if one.trainable}
-    tokens = {item.name for item in program.inputs if item.table is not None}
+    tokens = {item.name for item in program.inputs if item.table is not None and item.name not in program.made}
     roles, maker = _roles(program), dict[str, str]()
     found: dict[str, str] = {}
     for region in program.regions:

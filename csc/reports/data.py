@@ -6,6 +6,7 @@ Terms
   example  the model's example microbatch: samples are costed as more and fewer of its rows and units
 
     of_lengths(compiled, lengths, batch_size, multiple, packed, steps) -> DataReport
+    probes(compiled, lengths) -> Probes          what samples are costed by
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from csc.balance.sample_costs import Costs, of_problems
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
+from csc.ir.program import Program
 from csc.passes.pipeline_problem import problem
 from csc.planning.assign.layout import Floats, Size
 from csc.planning.assign.step import Step
@@ -96,20 +98,37 @@ def _dealt(step: Step, order: Sequence[int]) -> float:
 
 
 def _costs(compiled: CompiledModel, table: Lengths) -> Costs:
-    """Of the example's rows and units, two and three times as many, and of rows of other widths."""
+    found = probes(compiled, table)
+    return of_problems(
+        compiled.program, [problem(one, compiled.options) for one in found.programs], found.counted
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The model at several sizes, and the features of each."""
+
+    programs: tuple[Program, ...]
+    counted: Floats
+
+
+def probes(compiled: CompiledModel, table: Lengths) -> Probes:
+    """Of the example's rows and units, two and three times as many, and of rows of other widths. InputError for an
+    example whose sizes cannot vary.
+    """
     source = sampler(compiled)
     text = _text(source)
     rows, _ = shape_of(compiled.microbatch)
     units = _units(compiled, len(table.names))
     points = [(copies, _wide(text, share)) for copies in (1, 2, 3) for share in WIDTHS]
     points.append((2, _wide(text, 1.25)))
-    problems = [problem(source.program(copies, {text: wide}), compiled.options) for copies, wide in points]
     counted = []
     for copies, wide in points:
         own = [copies * one for one in units]
         positions = copies * rows * wide
         counted.append([1.0, *own, *(one**2 for one in own), positions, positions * wide])
-    return of_problems(compiled.program, problems, np.array(counted, dtype=np.float64))
+    programs = tuple(source.program(copies, {text: wide}) for copies, wide in points)
+    return Probes(programs, np.array(counted, dtype=np.float64))
 
 
 def _wide(text: Length, share: float) -> int:
