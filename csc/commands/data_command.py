@@ -24,15 +24,20 @@ def data(
     multiple: MultipleOption = 64,
     packed: PackedOption = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="random steps that are simulated")] = 8,
+    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page of it")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
     from csc.balance.lengths import of_file
     from csc.reports.data import of_lengths
+    from csc.reports.data_page import page as page_of
 
     with opening as compiled:
         found = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
+        title = f"{compiled.program.name}: lengths of {lengths.name}"
+    if page is not None:
+        page.write_text(page_of(found, title), encoding="utf-8")
     if json_output:
         print_json(found.as_dict())
         return

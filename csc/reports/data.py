@@ -31,12 +31,23 @@ from csc.planning.assign.step import Step
 from csc.reports.varied_sizes import Length, Sampler, lengths, sampler
 
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+BINS = 48  # of a histogram
 WIDTHS = (1.0, 1.5, 2.0)  # of the example's
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """counts: samples in bins of one width, from `first` to `last`."""
+
+    first: float
+    last: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class DataReport:
-    """distribution: by name the values below which the parts SHARES of the samples are, and the mean. seconds: of a
+    """distribution: by name the values below which the parts SHARES of the samples are, and the mean; histograms: by
+    name; units: the names of kinds, in the order that sizes have them; batch_size: samples of a step. seconds: of a
     step by way, the mean; sizes: of microbatches (units of each kind, rows, width); outside: microbatches of the steps
     that had none of them; error: of the costs, relative.
     """
@@ -48,6 +59,9 @@ class DataReport:
     outside: int
     microbatches: int
     error: float
+    batch_size: int
+    units: tuple[str, ...]
+    histograms: dict[str, Histogram]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,8 +96,16 @@ def of_lengths(
     return DataReport(
         len(table), {name: _shares(column) for name, column in columns.items()},
         {way: seconds / steps for way, seconds in sums.items()}, decider.sizes, outside,
-        steps * mesh.dp * microbatches, costs.error,
+        steps * mesh.dp * microbatches, costs.error, batch_size, table.names,
+        {name: _histogram(column) for name, column in columns.items()},
     )  # fmt: skip
+
+
+def _histogram(column: Floats) -> Histogram:
+    """Of at most BINS bins, and no more than there are whole numbers."""
+    first, last = float(column.min()), float(column.max())
+    counts, _ = np.histogram(column, bins=max(1, min(BINS, round(last - first) + 1)), range=(first, last))
+    return Histogram(first, last, tuple(counts.tolist()))
 
 
 def _shares(column: Floats) -> dict[str, float]:
