@@ -15,7 +15,7 @@ best of them plans are made for the means of single batches; the one with the le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -133,16 +133,7 @@ def plan_for_lengths(compiled: CompiledModel, table: Lengths, asked: Asked, tell
     made = _Making(costed.programs[-1], costed, table, asked, time.monotonic() + asked.seconds)
     planned, ways = made.ways(compiled.options, tell)
     batches = [_draw(len(table), asked.batch_size, 1000 + number) for number in range(asked.batches)]
-    tried = []
-    for way, one in _near(ways, planned):
-        tell(f"{way.mesh}, {way.microbatches} microbatches")
-        try:
-            steps = one.steps(table, asked, batches)
-        except CscError as error:
-            ways[ways.index(way)] = replace(way, why=str(error))
-            continue
-        ways[ways.index(way)] = replace(way, step=float(steps.mean()), spread=float(steps.std()))
-        tried.append((float(steps.mean()), one))
+    tried = _tried(made, ways, planned, batches, tell)
     if not tried:
         raise InputError(next((way.why for way in ways if way.why), "no way has a plan"), "csc plan --lengths",
                          "allow more memory, or take smaller steps")  # fmt: skip
@@ -274,11 +265,32 @@ def _options(options: Options, batch_size: int, regions: int) -> Iterator[Option
                 yield replace(options, mesh=replace(mesh, dp=dp, pp=pp), microbatches=count)
 
 
-def _near(ways: Sequence[Way], planned: dict[tuple[str, int], _Planned]) -> list[tuple[Way, _Planned]]:
-    """Those that are worth trying on batches, the fastest first."""
-    able = sorted((way for way in ways if way.mean is not None), key=lambda way: way.mean or 0.0)
-    kept = [way for way in able if (way.mean or 0.0) <= NEAR * (able[0].mean or 0.0)][:TRIED]
-    return [(way, planned[way.mesh, way.microbatches]) for way in kept]
+def _tried(
+    made: _Making,
+    ways: list[Way],
+    planned: Mapping[tuple[str, int], _Planned],
+    batches: Sequence[Sequence[int]],
+    tell: Callable[[str], None],
+) -> list[tuple[float, _Planned]]:
+    """The mean steps of the ways that are worth trying on batches, which are entered in `ways`. One whose mean fits in
+    memory and batches do not is none of them.
+    """
+    tried: list[tuple[float, _Planned]] = []
+    fastest = 0.0
+    for way in sorted((way for way in ways if way.mean is not None), key=lambda way: way.mean or 0.0):
+        if tried and (len(tried) == TRIED or (way.mean or 0.0) > NEAR * fastest):
+            break
+        one, place = planned[way.mesh, way.microbatches], ways.index(way)
+        tell(f"{way.mesh}, {way.microbatches} microbatches")
+        try:
+            steps = one.steps(made.table, made.asked, batches)
+        except CscError as error:
+            ways[place] = replace(way, why=str(error))
+            continue
+        ways[place] = replace(way, step=float(steps.mean()), spread=float(steps.std()))
+        fastest = fastest or way.mean or 0.0
+        tried.append((float(steps.mean()), one))
+    return tried
 
 
 def _draw(count: int, size: int, seed: int) -> list[int]:
