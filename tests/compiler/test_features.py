@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import csc
+from benchmarks.coverage import models as coverage
 from csc.cache.features import FeatureCache
 from csc.driver.apart import are_apart, divisions
 from tests import launching
@@ -92,6 +93,26 @@ def test_steps_are_those_of_a_program_that_runs_the_encoder(case: Any, tmp_path:
     other = reversed_samples(batch(8))  # other microbatches of the same images
     close(step(again, other), step(whole, other))
     assert counts(again)[0] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_next", "internvl"])
+def test_encoders_whose_images_are_packed(name: str, tmp_path: Path) -> None:
+    """One microbatch: that of an encoder whose rows meet comes again as it was."""
+
+    def made(folder: Path | None) -> tuple[csc.CompiledModel, Batch]:
+        torch.manual_seed(0)
+        model, batch = getattr(coverage, name)()
+        encoder = "visual" if name.startswith("qwen") else "vision_tower"
+        return csc.compile(model, mesh="pp=2", example=batch, freeze=[encoder], cache_features=folder), batch
+
+    whole, batch = made(None)
+    kept, _ = made(tmp_path)
+    expected = step(whole, batch)
+    for _ in range(2):
+        same(step(kept, batch), expected)
+    assert counts(kept)[0] == 0 and counts(kept)[1] == (2 if name == "internvl" else 1)
+    assert not [r for r in kept.program.regions if "vis" in r.component and r.parameters and not r.needs_dw]
 
 
 @pytest.mark.gloo
