@@ -68,7 +68,7 @@ def install(files: Mapping[str, bytes], directory: Path, example: Mapping[str, t
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
-        save_file(plain(with_values({name: example[name] for name in inputs})), folder / EXAMPLE)
+        save_file(plain(with_values({name: example[name] for name in inputs if name in example})), folder / EXAMPLE)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from csc.codegen import tables_file
 
 from csc.ir import graph as g
-from csc.ir.program import Message, Program, Region
+from csc.ir.program import Message, Program, Region, Template, Variant
+
+BESIDE = -1  # the stage of what no step runs: see csc.ir.program.Features
 
 
 @dataclass(frozen=True)
 class Index:
-    """A Program by names.
+    """A Program by names, what its `features` have included.
 
     readers: how many regions read a value. types: `f32[2, 20, 48]` of every value between regions. arriving and
     leaving: messages by kind and stage. seeds: tables that are a microbatch's seed. functions: the function of
@@ -27,6 +29,8 @@ class Index:
     """
 
     program: Program
+    templates: Mapping[str, Template]
+    variants: Mapping[str, Variant]
     regions: Mapping[str, Region]
     readers: Mapping[str, int]
     types: Mapping[str, str]
@@ -45,15 +49,24 @@ def index(program: Program) -> Index:
     for message in program.messages:
         arriving.setdefault((message.kind, message.destination), []).append(message)
         leaving.setdefault((message.kind, message.source), []).append(message)
-    returned = {name: g.outputs(template.graph) for name, template in program.templates.items()}
+    left_out = program.features
+    if left_out is not None:  # what its function returns is what a stage would send
+        leaving["F", BESIDE] = [Message("F", BESIDE, BESIDE, left_out.values)]
+    regions, templates, variants = program.regions, dict(program.templates), dict(program.variants)
+    if left_out is not None:
+        regions = (*left_out.regions, *regions)
+        templates, variants = {**templates, **left_out.templates}, {**variants, **left_out.variants}
+    returned = {name: g.outputs(template.graph) for name, template in templates.items()}
     tables = tables_file.tables(program)
     return Index(
         program,
-        regions={region.name: region for region in program.regions},
-        readers=Counter(value for region in program.regions for value in set(region.activations)),
+        templates,
+        variants,
+        regions={region.name: region for region in regions},
+        readers=Counter(value for region in regions for value in set(region.activations)),
         types={
             value: g.type_text(node.meta["val"])
-            for region in program.regions
+            for region in regions
             for value, node in zip(region.outputs, returned[region.template])
         },
         trainable=frozenset(p.name for p in program.parameters if p.trainable),

@@ -59,9 +59,8 @@ def signature(graph: fx.Graph) -> Signature:
     )
 
 
-def layer_source(program: Program, variant: Variant, regions: Sequence[Region]) -> str:
+def layer_source(program: Program, variant: Variant, template: Template, regions: Sequence[Region]) -> str:
     """The text of layers/NAME.py."""
-    template = program.templates[variant.template]
     functions = [_forward(variant)]
     if variant.backward_input is not None:
         functions.append(_backward_input(variant))

@@ -49,6 +49,7 @@ def manifest(
         **({"fixed": {name: tensor.tolist() for name, tensor in fixed.items()}} if fixed else {}),
         **_weights(program),
         "messages": _messages(program),
+        **_features(program),
         "stages": [
             {
                 "stage": stage.index, "rank": stage.rank, "regions": list(stage.regions),
@@ -103,6 +104,26 @@ def _weights(program: Program) -> dict[str, Any]:
         "unused": [p.name for p in program.parameters if p.name not in holders],
         "constants": [{"name": name, "stages": stages} for name, stages in constant_holders.items()],
     }  # fmt: skip
+
+
+def _features(program: Program) -> dict[str, Any]:
+    """What makes the features that come with the batch, and how these lie in memory."""
+    found = program.features
+    if found is None:
+        return {}
+    computed, stored = compute_dtypes(program), {one.name: one.dtype for one in program.parameters}
+    made = {value: one for one in found.regions for value in one.outputs}
+    values = [(v, g.outputs(found.templates[made[v].template].graph)[made[v].outputs.index(v)]) for v in found.values]
+    return {
+        "features": {
+            "values": [
+                {"name": v, "entry": e, **_layout(node.meta["val"])} for e, (v, node) in zip(found.entries, values)
+            ],
+            "inputs": list(found.stage.inputs),
+            "constants": list(found.stage.constants),
+            "parameters": {name: _dtype(computed.get(name, stored[name])) for name in found.stage.parameters},
+        }
+    }
 
 
 def _repeated(program: Program) -> set[str]:

@@ -89,7 +89,7 @@ def _position(index: Index, position: int, stages: Sequence[Stage]) -> _Position
         tuple(stage.index for stage in stages),
         tuple(functions),
         (*docstring, *_order(index.program, position)),
-        _imports(writers),
+        imports(writers),
         "\n\n".join(functions.values()),
     )
 
@@ -98,7 +98,8 @@ def _file(docstring: Sequence[str], *parts: str) -> str:
     return "\n".join([*docstring, '"""', "", ""]) + "\n\n".join(parts)
 
 
-def _imports(writers: Sequence[StageWriter]) -> str:
+def imports(writers: Sequence[StageWriter]) -> str:
+    """What a file of these stages begins with."""
     stages = [writer.stage.index for writer in writers]
     lines = [
         "from csc.runtime.weight_names import under",

@@ -66,10 +66,10 @@ class StageNames:
         return self.variables[value]
 
     def template(self, segment: Segment) -> Template:
-        return self.program.templates[segment.first.template]
+        return self.index.templates[segment.first.template]
 
     def variant(self, segment: Segment) -> Variant:
-        return self.program.variants[segment.first.variant]
+        return self.index.variants[segment.first.variant]
 
     def stashed_name(self, index: int) -> str:
         return self.saved[index].replace("saved_", "stashed_", 1)

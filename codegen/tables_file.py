@@ -55,6 +55,9 @@ def function_names(program: Program, nodes: Tables) -> dict[tuple[str, ...], str
         wanted = tuple(computed(program, stage, nodes))
         if wanted and wanted not in names:
             names[wanted] = f"of_stage_{stage.index}"
+    beside = tuple(computed(program, program.features.stage, nodes)) if program.features is not None else ()
+    if beside and beside not in names:
+        names[beside] = "of_features"
     if program.loss_tokens:
         names[(program.loss_tokens,)] = program.loss_tokens
     return names

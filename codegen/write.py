@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 from csc.codegen.directory import CONSTANTS, EXAMPLE, MANIFEST, WEIGHTS, building, plain
+from csc.codegen.features_file import features_source
 from csc.codegen.index import index
 from csc.codegen.layer_file import layer_source
 from csc.codegen.manifest import manifest
@@ -22,6 +23,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 
 LAYERS = "layers/__init__.py"
+FEATURES = "features.py"
 ACTIONS = """\
 # F s m     forward of stage s for microbatch m            SEND F a>b m, RECV F a>b m   activations from stage a to b
 # B s m     backward: gradients of the stage's inputs      SEND B a>b m, RECV B a>b m   gradients from stage a to b
@@ -38,15 +40,18 @@ def sources(program: Program, options: Options) -> dict[str, str]:
     """Text by path of every emitted file but program.json."""
     files = {"__init__.py": "", LAYERS: "", "schedule.txt": _schedule(program)}
     used: dict[str, list] = {}
-    for region in program.regions:
+    found = index(program)
+    for region in found.regions.values():
         used.setdefault(region.variant, []).append(region)
     for name, regions in used.items():
-        files[f"layers/{name}.py"] = layer_source(program, program.variants[name], regions)
-    found = index(program)
+        variant = found.variants[name]
+        files[f"layers/{name}.py"] = layer_source(program, variant, found.templates[variant.template], regions)
     if found.functions:
         files["layers/tables.py"] = tables_source(program)
     modules = sorted(Path(path).stem for path in files if path.startswith("layers/") and path != LAYERS)
     files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
+    if program.features is not None:
+        files[FEATURES] = features_source(found, program.features)
     return files | rank_sources(found, options.mesh)
 
 
@@ -66,8 +71,8 @@ def write(
 ) -> Path:
     """Write the program directory. An earlier program of that name is replaced; anything else there is an InputError.
 
-    example: one microbatch, saved for `csc run`. weights: saved under the model's names if given. ranks: write the
-    files of these alone; program.json stays that of all.
+    example: one microbatch, saved for `csc run`, but for features that no user's batch has. weights: saved under the
+    model's names if given. ranks: write the files of these alone; program.json stays that of all.
     program.json also gets the seconds of every step of the compilation; they are no part of its fingerprint.
     """
     start = time.perf_counter()
@@ -79,14 +84,15 @@ def write(
     directory = Path(directory).resolve()
     with building(directory) as folder:
         files = sources(program, options)
-        needed = {name for stage in program.stages for name in stage.constants}
+        beside = [program.features.stage] if program.features is not None else []
+        needed = {name for stage in (*program.stages, *beside) for name in stage.constants}
         constants = save(plain({n: t for n, t in program.constants.items() if n in needed}))
         content = manifest(program, options, files, {CONSTANTS: constants})
         (folder / "layers").mkdir()
         for path, text in (files if wanted is None else of_ranks(files, options.mesh, wanted)).items():
             (folder / path).write_text(text)
         (folder / CONSTANTS).write_bytes(constants)
-        save_file(plain({i.name: example[i.name] for i in program.inputs}), folder / EXAMPLE)
+        save_file(plain({i.name: example[i.name] for i in program.inputs if i.name in example}), folder / EXAMPLE)
         if weights is not None:
             save_file(plain(weights), folder / WEIGHTS)
         steps = [*((r.name, r.seconds) for r in program.history), ("emission", time.perf_counter() - start)]

@@ -12,11 +12,13 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from csc.cache.features import FeatureCache
 from csc.driver.compiled import CompiledModel, Example, Factory
 from csc.driver.dividing import Divide
 from csc.driver.options import changed
@@ -52,6 +54,7 @@ def compile(
     check: bool | int | None = None,
     timeout: float = 600.0,
     divide: Divide | None = None,
+    cache_features: str | Path | FeatureCache | None = None,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -99,6 +102,9 @@ def compile(
         divide: Whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole"
             (for every microbatch) or a function from the batch to each sample's number of rows; or one function from
             the batch and a number to so many microbatches; see docs/guide.md.
+        cache_features: A directory. What a frozen encoder makes of images or sounds is kept there and taken from there
+            in later epochs and runs, and the program is planned without the encoder. csc.FeatureCache(directory,
+            limit=bytes) holds more or less than 100 GB; see docs/features.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:
@@ -131,9 +137,16 @@ def compile(
         **misspelt,
     )
 
+    features = cache_features
+    if features is not None and not isinstance(features, FeatureCache):
+        features = FeatureCache(features)
+    options = replace(options, features=features is not None)
+
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide)
+        return CompiledModel(
+            target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide, features=features
+        )
 
     if model is None:
         return build

@@ -54,7 +54,7 @@ def partition(program: Program, options: Options) -> Program:
         for unit in members:
             home[unit] = index
     built = tuple(
-        _stage(
+        stage_of(
             program,
             index,
             decided.placement[index],
@@ -235,7 +235,8 @@ def _messages(program: Program, problem: Problem, home: Sequence[int]) -> tuple[
     )
 
 
-def _stage(program: Program, index: int, rank: int, regions: Sequence[Region], divided: bool) -> Stage:
+def stage_of(program: Program, index: int, rank: int, regions: Sequence[Region], divided: bool) -> Stage:
+    """A stage of these regions, with what they read."""
     tables = list(dict.fromkeys(name for region in regions for name in region.shared))
     if program.loss_tokens and any(LOSS in region.outputs for region in regions):
         tables.append(program.loss_tokens)

@@ -16,6 +16,7 @@ from csc.passes.attention import attention
 from csc.passes.context import context
 from csc.passes.differentiate import differentiate
 from csc.passes.dropout import dropout
+from csc.passes.features import features
 from csc.passes.freeze import freeze
 from csc.passes.head import head
 from csc.passes.loss import loss
@@ -41,7 +42,7 @@ CAPTURE = "capture"
 TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate,
 )  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, recompute, split)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 

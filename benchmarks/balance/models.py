@@ -84,7 +84,7 @@ def _traced(name: str, tiles: int, text: int) -> Program:
 def _problem(program: Program, device: str) -> Problem:
     profile, sizes = hardware(device), value_bytes(program)
     units = tuple(
-        checkpointed(cost, sum(sizes[value][0] for value in region.activations))
+        checkpointed(cost, sum(sizes[value][0] for value in region.activations), program.variants[region.variant])
         for cost, region in zip(region_costs(program, profile), program.regions, strict=True)
     )
     return Problem(units, values(program), 2, 2, None, network(profile))

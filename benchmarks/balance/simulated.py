@@ -98,12 +98,9 @@ def cells(quick: bool = False) -> list[Cell]:
 
 def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     """The cell with so many batches of samples."""
-    rates, problem = rates_of(cell.model, cell.frozen, HARDWARE)
-    ranks, microbatches, replicas, count = cell.shape
+    rates, whole, planned, typical = _whole(cell)
+    ranks, _, _, count = cell.shape
     lengths = SETS[cell.lengths]()
-    typical = drawn(lengths, min(len(lengths), 4096), 0).mean(axis=0) * count / (microbatches * replicas)
-    whole = replace(mean(rates, problem, (1.0, *typical)), ranks=ranks, microbatches=microbatches)
-    planned = _planned(cell, whole)
     sums: dict[str, float] = dict.fromkeys((OURS, *RIVALS), 0.0)
     taken, took = dict.fromkeys(sums, 0.0), {}
     bounds, equals, decisions = 0.0, 0.0, []
@@ -128,6 +125,22 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
         cell, {name: total / batches for name, total in sums.items()}, bounds / batches, equals / batches,
         max(decisions), taken,
     )  # fmt: skip
+
+
+def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, Step, Floats]:
+    """The cell's plan, a step of these samples, and the features of a mean microbatch."""
+    rates, whole, planned, typical = _whole(cell)
+    return planned, _step(cell, rates, whole, planned, samples, typical), typical
+
+
+def _whole(cell: Cell) -> tuple[Rates, Problem, PipelinePlan, Floats]:
+    """The model's rates, the problem of its mean microbatch, the plan for that, and its features."""
+    rates, problem = rates_of(cell.model, cell.frozen, HARDWARE)
+    ranks, microbatches, replicas, count = cell.shape
+    lengths = SETS[cell.lengths]()
+    typical = drawn(lengths, min(len(lengths), 4096), 0).mean(axis=0) * count / (microbatches * replicas)
+    whole = replace(mean(rates, problem, (1.0, *typical)), ranks=ranks, microbatches=microbatches)
+    return rates, whole, _planned(cell, whole), typical
 
 
 def _planned(cell: Cell, whole: Problem) -> PipelinePlan:

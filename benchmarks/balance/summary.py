@@ -1,25 +1,28 @@
 """What the rows say together.
 
-summary(rows) -> {name: number}          document(rows) -> one JSON object          show(console, rows)
+summary(rows, paced) -> {name: number}      document(rows, paced) -> one JSON object      show(console, rows, paced)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.balance.paced import Paced
 from benchmarks.balance.rivals import RIVALS
 from benchmarks.balance.simulated import OURS, Row
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[Row], paced: Sequence[Paced] = ()) -> dict[str, float]:
     """over_equal_max: csc's step over that of equal microbatches, the worst cell under 1F1B; over_equal_many_geomean:
     where there are at least eight microbatches a rank; over_bound_geomean: over what no assignment is below; speedups
     of csc over random, over the best rival of each cell, and over any rival in any cell; decision_seconds_max: CPU.
+    paced_error_max: of measured over predicted seconds, where ranks were paced.
     """
     plain = [row for row in rows if row.cell.schedule == "1f1b"]
     many = [row for row in plain if row.cell.shape[1] >= 8 * row.cell.shape[0]]
@@ -32,6 +35,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "speedup_over_best_rival_geomean": _mean(best(row) / row.seconds[OURS] for row in rows),
         "worst_speedup_over_any_rival": min(best(row) / row.seconds[OURS] for row in rows),
         "decision_seconds_max": max(row.decision for row in rows),
+        **({"paced_error_max": max(abs(one.error) for one in paced)} if paced else {}),
         **{f"activations_over_equal_max_{name}": max(row.taken[name] for row in rows) for name in (OURS, *RIVALS)},
     }
 
@@ -46,17 +50,17 @@ def _mean(ratios: Iterable[float]) -> float:
     return geometric_mean(found) if found else float("nan")
 
 
-def document(rows: Sequence[Row]) -> dict[str, Any]:
+def document(rows: Sequence[Row], paced: Sequence[Paced] = ()) -> dict[str, Any]:
     """All rows and the summary."""
     each = [
         {"cell": row.cell.name, "seconds": row.seconds, "bound": row.bound, "equal": row.equal,
          "decision": row.decision, "activations_over_equal": row.taken}
         for row in rows
     ]  # fmt: skip
-    return {"summary": summary(rows), "rows": each}
+    return {"summary": summary(rows, paced), "rows": each, "paced": [asdict(one) for one in paced]}
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(console: Console, rows: Sequence[Row], paced: Sequence[Paced] = ()) -> None:
     """One line for each model, frozen set and lengths: the mean over shapes of a step over its bound."""
     columns = ("equal", *RIVALS, OURS)
     table = Table(title="step over its bound, mean of shapes")
@@ -72,5 +76,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         ratios += [lambda row, way=way: row.seconds[way] / row.bound for way in columns[1:]]  # type: ignore[misc]
         table.add_row(name, *(f"{_mean(map(ratio, own)):.3f}" for ratio in ratios))
     console.print(table)
-    for name, value in summary(rows).items():
+    for one in paced:
+        seconds = f"{one.measured:.3f} s measured, {one.predicted:.3f} s predicted"
+        console.print(f"paced, {one.cell}, {one.way}: {seconds} ({one.error:+.1%})", highlight=False)
+    for name, value in summary(rows, paced).items():
         console.print(f"{name:36} {value:.4g}")

@@ -6,7 +6,8 @@ Terms
   typical    a probe as most microbatches are, which is not fitted: by how much it is off is the error
 
     measured(compiled, layout, names, collated, typical) -> Costs
-    of_problems(program, problems, counted) -> Costs
+    of_problems(program, problems, counted) -> Costs      of_stages(problems, counted, stages, home, schedule) -> Costs
+    rates_of(problems, counted) -> (Rates, error)
     to_json(costs) -> dict          from_json(data) -> Costs
 
 A trace counts every pair of a row; rates are fitted to that. Samples that are packed in one row see themselves alone,
@@ -25,6 +26,7 @@ import numpy as np
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Program
+from csc.ir.schedule import Schedule
 from csc.planning.assign.layout import Floats, Layout
 from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import Rates, fitted, loads, mean
@@ -88,10 +90,21 @@ def of_problems(program: Program, problems: Sequence[Problem], counted: Floats) 
     assert program.schedule is not None
     place = {region.name: index for index, region in enumerate(program.regions)}
     stages = [[place[name] for name in stage.regions] for stage in program.stages]
-    placement = tuple(stage.rank for stage in program.stages)
+    return of_stages(problems, counted, stages, [stage.rank for stage in program.stages], program.schedule)
+
+
+def of_stages(
+    problems: Sequence[Problem],
+    counted: Floats,
+    stages: Sequence[Sequence[int]],
+    home: Sequence[int],
+    schedule: Schedule,
+) -> Costs:
+    """The same of any stages: the units of each, its rank, and the order of work."""
+    placement = tuple(home)
     limits = problems[-1].limits
     problems = [placed(one, stages, placement) for one in problems]  # each unit as it is on its own rank
-    rates, error = _rates(problems, counted)
+    rates, error = rates_of(problems, counted)
     whole = replace(mean(rates, problems[-1], counted[-1].tolist()), scale=None)
     found = pipeline(whole, stages)
     found = replace(found, loads=loads(rates, whole, stages, []))
@@ -102,7 +115,7 @@ def of_problems(program: Program, problems: Sequence[Problem], counted: Floats) 
             state[rank] += stage.state
         each = limits if isinstance(limits, tuple) else (limits,) * len(state)
         room = tuple(limit - held for limit, held in zip(each, state))
-    return Costs(found, placement, tuple(map(tuple, orders_of(program.schedule))), room, error)
+    return Costs(found, placement, tuple(map(tuple, orders_of(schedule))), room, error)
 
 
 def _listed(group: Sequence[int]) -> str:
@@ -152,8 +165,10 @@ def _probes(layout: Layout, typical: int) -> list[list[int]]:
     return [candidates[k] for k in (*chosen, *spare)] + [near.tolist()]
 
 
-def _rates(problems: Sequence[Problem], counted: Floats) -> tuple[Rates, float]:
-    """Of all features: those that the probes do not tell apart from others get nothing."""
+def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[Rates, float]:
+    """What each feature adds to each unit, and by how much the typical problem, the last one, is off. Features that the
+    probes do not tell apart from others add nothing.
+    """
     known, kept = counted[:-1], [0]
     order = [0, counted.shape[1] - 2, counted.shape[1] - 1, *range(1, counted.shape[1] - 2)]
     for feature in order[1:]:

@@ -73,10 +73,14 @@ def store() -> Store | None:
 
 
 def _limit() -> int:
-    text = os.environ.get("CSC_CACHE_LIMIT", str(LIMIT))
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", text.lower())
+    return size_in_bytes("CSC_CACHE_LIMIT", os.environ.get("CSC_CACHE_LIMIT", str(LIMIT)), "environment")
+
+
+def size_in_bytes(name: str, given: int | str, where: str) -> int:
+    """A number of bytes, which may be a text such as 2GB. name: what InputError calls what was given, if it is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", str(given).lower())
     if found is None:
-        raise InputError(f"CSC_CACHE_LIMIT is {text!r}", "environment", "write bytes, or a size such as 500MB or 2GB")
+        raise InputError(f"{name} is {given!r}", where, "write bytes, or a size such as 500MB or 2GB")
     return int(float(found[1]) * UNITS[found[2]])
 
 

@@ -51,7 +51,7 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
     """microbatch: one, as the user gives it; options: those of the program that differs."""
     plain = replace(
         options, mesh=Mesh(), microbatches=1, context=(), cuts=None, stages=None, placement=None, chunks=None,
-        schedule="auto", memory=None,
+        schedule="auto", memory=None, features=False,
     )  # fmt: skip
     program = compiler.finished(microbatch, plain)
     place = _values_part(program, compiler.model, compiler.complete(microbatch), microbatch, tolerance)

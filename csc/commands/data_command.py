@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from csc.commands.lengths_options import LENGTHS, BatchSizeOption, MultipleOption, PackedOption
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json
 from csc.simulation.look import seconds_text
@@ -18,22 +19,25 @@ SHOWN = 24  # sizes
 @on_target
 def data(
     opening: Opening,
-    lengths: Annotated[
-        Path, typer.Option("--lengths", help="an .npz with a column `tokens`, and one for each kind of units")
-    ],
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="samples of a step, of all replicas")] = 128,
-    multiple: Annotated[int, typer.Option("--multiple", min=1, help="widths of rows are multiples of it")] = 64,
-    packed: Annotated[bool, typer.Option("--packed/--padded", help="samples in one row, or a row for each")] = False,
+    lengths: Annotated[Path, typer.Option("--lengths", help=LENGTHS)],
+    batch_size: BatchSizeOption = 128,
+    multiple: MultipleOption = 64,
+    packed: PackedOption = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="random steps that are simulated")] = 8,
+    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page of it")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
     from csc.balance.lengths import of_file
     from csc.reports.data import of_lengths
+    from csc.reports.data_page import page as page_of
 
     with opening as compiled:
         found = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
+        title = f"{compiled.program.name}: lengths of {lengths.name}"
+    if page is not None:
+        page.write_text(page_of(found, title), encoding="utf-8")
     if json_output:
         print_json(found.as_dict())
         return

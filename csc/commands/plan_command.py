@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from csc.commands.forecast_table import bound_text, step_text
+from csc.commands.lengths_options import BatchSizeOption, LengthsOption, MultipleOption, PackedOption
+from csc.commands.lengths_plan_table import show_plan
 from csc.commands.limits_table import show_limits
 from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, RanksOption, on_target, over
@@ -35,6 +37,11 @@ def plan(
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for alternatives and changes, after the plan itself")
     ] = SECONDS,
+    lengths: LengthsOption = None,
+    batch_size: BatchSizeOption = 128,
+    batches: Annotated[int, typer.Option("--batches", min=2, help="with --lengths: random steps that are tried")] = 8,
+    multiple: MultipleOption = 64,
+    packed: PackedOption = False,
     output: OutputOption = None,
     page: PageOption = None,
     svg: SvgOption = None,
@@ -42,7 +49,13 @@ def plan(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """What limits the step, the alternatives with time and memory, and what changes would bring, each planned."""
+    """What limits the step, the alternatives with time and memory, and what changes would bring, each planned. With
+    --lengths: the mesh, microbatches and stages with the least mean step over random batches of such samples.
+    """
+    if lengths is not None:
+        with opening as compiled:
+            show_plan(over(ranks, compiled), lengths, batch_size, batches, multiple, packed, limit, json_output)
+        return
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
     from csc.reports.mesh_choice import choose

@@ -61,7 +61,8 @@ class NewProgram:
 @dataclass(frozen=True)
 class Asked:
     """A comparison. trainer: this process'; names: of the programs of these microbatches; ready: as the user gives
-    them, made of this batch; again: also if it was done; progress: told when it begins.
+    them, made of this batch; again: also if it was done; progress: told when it begins; complete: a microbatch as
+    programs take it of which all ranks run here.
     """
 
     trainer: Trainer
@@ -71,6 +72,7 @@ class Asked:
     options: Options
     again: bool
     progress: Progress
+    complete: Callable[[Mapping[str, Any]], dict[str, Any]]
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -140,7 +142,7 @@ class Checking:
         own: list[ComparedStep] = []
 
         def own_step() -> Step:
-            own.append(compared_step(asked.trainer, self._complete(asked)))
+            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
             return own[0].step
 
         if how:
@@ -200,9 +202,6 @@ class Checking:
                 self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)
         return found
 
-    def _complete(self, asked: Asked) -> list[dict[str, Any]]:
-        return [self._compiler.complete(microbatch) for microbatch in asked.ready]
-
     def _shared(self, asked: Asked) -> list[torch.Tensor]:
         """What ranks 0 and 1 must have alike to share a comparison."""
         model = self._compiler.model
@@ -224,7 +223,7 @@ class Checking:
             for program in programs[1:]:
                 trainer.add(program)
             with undisturbed(self._compiler.model):
-                return step_of(trainer, self._complete(asked))
+                return step_of(trainer, list(map(asked.complete, asked.ready)))
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc.cache.features import FeatureCache
 from csc.cache.store import store
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
@@ -81,6 +82,7 @@ class CompiledModel:
         check: bool | int | None = None,
         timeout: float = 600.0,
         divide: Divide | None = None,
+        features: FeatureCache | None = None,
     ) -> None:
         self._model = model
         self._example = example
@@ -91,6 +93,7 @@ class CompiledModel:
         self._steps = 0
         self._timeout = timeout
         self._dividing = Dividing(divide)
+        self._features = features
         self._before: Trainer | None = None  # what trained these parameters before `with_options`
         self._was: ModelGuards | None = None  # the model when the compiler captured it, for other options
         self._made: ProgramSet | None = None
@@ -129,7 +132,7 @@ class CompiledModel:
             met = self._training.met if self._training is not None else None
             self._made = ProgramSet(
                 self.compiler, self._directory, self._before, self.checks, self._was, self._timeout, met,
-                self._training,
+                self._training, self._features,
             )  # fmt: skip
         return self._made
 
@@ -180,7 +183,7 @@ class CompiledModel:
             self._model, options, self._example, home, self.compiler, self._cache, checked, self._timeout
         )
         other.progress = self.progress
-        other._dividing = self._dividing
+        other._dividing, other._features = self._dividing, self._features
         other._before = self._programs.trained
         other._was = self._programs.guards.model
         return other
@@ -249,6 +252,12 @@ class CompiledModel:
                 batch decides alone: a directory asks nothing.
         """
         wanted = None if ranks is None else checked_ranks(self.options.mesh, ranks)
+        if self._features is not None:
+            raise InputError(
+                "its steps take the features of a frozen encoder, which csc.run neither makes nor keeps",
+                str(directory),
+                "compile without cache_features to write a directory",
+            )
         home = Path(directory)
         programs = self._current_programs()
         guards = programs.compiled.finished(self.microbatch, self.options, self.progress).guards
@@ -364,7 +373,7 @@ class CompiledModel:
         """The entries of a batch that have to be loaded in this process; the others, features that only other ranks
         read, may be left out of a local batch. All ranks call it: the example's program is made if there is none.
         """
-        read = self._current().needs | self._programs.on_the_host
+        read = self._current().needs | self._programs.on_the_host | self._programs.encoded
         tensors, _ = split_batch(fullest(self.example) if isinstance(self.example, (list, tuple)) else self.example)
         return frozenset(name for name, one in tensors.items() if name in read or not one.is_floating_point())
 
@@ -500,7 +509,7 @@ class CompiledModel:
 
     def _measure(self, trainer: Trainer) -> None:
         """The metrics of the step, with the planned memory; the log has both once the first steps are over."""
-        self.metrics = dict(trainer.metrics)
+        self.metrics = {**trainer.metrics, **self._programs.feature_counts()}
         if self._planned[0] is not trainer:
             self._planned = (trainer, planned_memory(trainer.program, trainer.transport.ranks))
         planned = self._planned[1]
@@ -567,7 +576,7 @@ class CompiledModel:
             self._was = None
             self._made = ProgramSet(
                 self.compiler, self._directory, self._before, self.checks, None, self._timeout, programs.met,
-                self._training,
+                self._training, self._features,
             )  # fmt: skip
         else:
             programs.look()

@@ -46,7 +46,7 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def options_for(options: Options) -> Options:
     """Of programs that evaluate what these train. The stages come from there."""
     return replace(options, forward_only=True, freeze=None, cuts=None, stages=None, placement=None, schedule="auto",
-                   chunks=None, recompute=())  # fmt: skip
+                   chunks=None, recompute=(), features=False)  # fmt: skip
 
 
 def check_held(trained: Sequence[Manifest], made: Manifest) -> None:
@@ -54,7 +54,13 @@ def check_held(trained: Sequence[Manifest], made: Manifest) -> None:
     if made.mesh.pp == 1:
         return
     homes = {spec.name: set(spec.ranks) for manifest in reversed(trained) for spec in manifest.parameters}
+    kept = {name for manifest in trained if manifest.features is not None for name in manifest.features.parameters}
     for spec in made.parameters:
+        if spec.name in kept:
+            raise InputError(
+                f"evaluation runs the whole model, and with cache_features no rank has {spec.name!r}", "eval_step",
+                "evaluate compiled.gather() instead, or compile for pp=1",
+            )  # fmt: skip
         if not set(spec.ranks) <= homes.get(spec.name, set()):
             raise InputError(
                 f"in eval mode the model uses {spec.name!r} in another stage than in training, where its rank does not "

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from csc.errors import InputError
@@ -24,14 +24,22 @@ UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | 
     f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)
 }  # fmt: skip
 
-OTHERS = ("example", "directory", "cache", "check", "timeout", "divide")  # of csc.compile, which are no fields
+OTHERS = (
+    "example",
+    "directory",
+    "cache",
+    "check",
+    "timeout",
+    "divide",
+    "cache_features",
+)  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "full", "auto")
 
 
 def changed(options: Options, **changes: Any) -> Options:
     """The options with these changes, checked. None is what each field's own default means."""
-    unknown = changes.keys() - {field.name for field in fields(Options)}
+    unknown = changes.keys() - READERS.keys()
     if unknown:
         first = min(unknown)
         close = difflib.get_close_matches(first, [*READERS, *OTHERS], n=1)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
+from csc.cache.features import FeatureCache
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch
@@ -38,6 +39,7 @@ from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
+from csc.driver.kept_features import KeptFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.ir.unstorable import Unstorable
@@ -72,12 +74,14 @@ class ProgramSet:
         timeout: float = 600.0,
         meeting: Meeting | None = None,
         training: ProgramSet | None = None,
+        features: FeatureCache | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
-        training: the programs that train what these evaluate.
+        training: the programs that train what these evaluate; features: where those of frozen encoders are kept.
         """
+        self.features = KeptFeatures(features, compiler.model) if features is not None else None
         self._training = training
         self._timeout = timeout
         self._meeting = meeting
@@ -151,7 +155,7 @@ class ProgramSet:
             trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
-            asked = Asked(trainer, keys, given, batch, options, again, progress)
+            asked = Asked(trainer, keys, given, batch, options, again, progress, self._complete_here)
             self.checking.compare(asked, self.meeting(options), self._group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
@@ -238,13 +242,38 @@ class ProgramSet:
         """The batch entries that functions of the model which run on the host take."""
         return frozenset(entry for call in self.guards.host.calls for _, entry in call.arguments)
 
+    def feature_counts(self) -> dict[str, float]:
+        """How many units of features this process has taken from disk, and encoded, since this was asked last."""
+        return self.features.counts() if self.features is not None else {}
+
+    @property
+    def encoded(self) -> frozenset[str]:
+        """The batch entries that this process makes features of, or knows them by."""
+        read = self.features is not None and any(one.reads_features for one in self.trainers)
+        return self.features.inputs if self.features is not None and read else frozenset()
+
     def checked_places(self, matches: Sequence[Match]) -> list[Microbatch]:
         """Microbatches that are served, as programs take them. InputError if one's placeholders do not fit its
         features.
         """
         for number, match in enumerate(matches):
             self._places[match.key].check(match.batch, f"microbatch {number}" if len(matches) > 1 else "the batch")
-        return [match.batch for match in matches]
+        if self.features is None:
+            return [match.batch for match in matches]
+        return [self.features.complete(match, self._reads_features(n, len(matches))) for n, match in enumerate(matches)]
+
+    def _complete_here(self, microbatch: Microbatch) -> dict[str, Any]:
+        """A microbatch that is served as a program of which all ranks run here takes it."""
+        match = self._match(microbatch)
+        return dict(match.batch) if self.features is None else self.features.complete(match, True)
+
+    def _reads_features(self, number: int, count: int) -> bool:
+        """Whether ranks of this process read the features of one of so many microbatches: those of all replicas, or of
+        their own.
+        """
+        trainer = next(iter(self._trainers.values()))
+        own = count == trainer.microbatches
+        return trainer.reads_features and (own or number // trainer.microbatches in trainer.replicas)
 
     def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
@@ -264,6 +293,8 @@ class ProgramSet:
                 f"the program that was compiled for this batch is not for it: {match.why}", "batch",
                 "let what the model makes of a batch on the host depend on the batch alone",
             )  # fmt: skip
+        if self.features is not None:
+            self.features.add(match, loaded)
         variants = (count, match.answers)
         if variants in self._trainers:
             self._trainers[variants].add(loaded)

@@ -200,6 +200,23 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What no step runs: regions above which nothing trains, whose values come with the batch (pass `features`).
+
+    regions: in order of execution. templates, variants: theirs; a variant has an F alone, under a name that none of the
+    step has. values: what the step's regions read of them. entries: the batch's name of each of these values. stage: of
+    these regions, beside those of the step; its index and rank are none's.
+    """
+
+    regions: tuple[Region, ...]
+    templates: Mapping[str, Template]
+    variants: Mapping[str, Variant]
+    values: tuple[str, ...]
+    entries: tuple[str, ...]
+    stage: Stage
+
+
+@dataclass(frozen=True)
 class Message:
     """Values (kind F) or their gradients (kind B) that go from one stage to another for every microbatch."""
 
@@ -263,6 +280,7 @@ class Options:
     forward_only: no parameter trains: the program has F alone, and saves nothing.
     zero: what data-parallel ranks divide among each other: 0 nothing, 1 the state of the optimizer, 2 gradients
     too, 3 parameters too.
+    features: what a frozen encoder makes comes with the batch (pass `features`).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -285,6 +303,7 @@ class Options:
     part: bool = False
     forward_only: bool = False
     zero: int = 0
+    features: bool = False
 
 
 @dataclass(frozen=True)
@@ -364,6 +383,7 @@ class Program:
     templates: Mapping[str, Template] = field(default_factory=dict)
     regions: tuple[Region, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
+    features: Features | None = None
     stages: tuple[Stage, ...] = ()
     messages: tuple[Message, ...] = ()
     plan: Plan | None = None

@@ -6,6 +6,7 @@ Terms
   example  the model's example microbatch: samples are costed as more and fewer of its rows and units
 
     of_lengths(compiled, lengths, batch_size, multiple, packed, steps) -> DataReport
+    probes(compiled, lengths) -> Probes          what samples are costed by
 """
 
 from __future__ import annotations
@@ -23,18 +24,30 @@ from csc.balance.sample_costs import Costs, of_problems
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
+from csc.ir.program import Program
 from csc.passes.pipeline_problem import problem
 from csc.planning.assign.layout import Floats, Size
 from csc.planning.assign.step import Step
 from csc.reports.varied_sizes import Length, Sampler, lengths, sampler
 
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+BINS = 48  # of a histogram
 WIDTHS = (1.0, 1.5, 2.0)  # of the example's
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """counts: samples in bins of one width, from `first` to `last`."""
+
+    first: float
+    last: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class DataReport:
-    """distribution: by name the values below which the parts SHARES of the samples are, and the mean. seconds: of a
+    """distribution: by name the values below which the parts SHARES of the samples are, and the mean; histograms: by
+    name; units: the names of kinds, in the order that sizes have them; batch_size: samples of a step. seconds: of a
     step by way, the mean; sizes: of microbatches (units of each kind, rows, width); outside: microbatches of the steps
     that had none of them; error: of the costs, relative.
     """
@@ -46,6 +59,9 @@ class DataReport:
     outside: int
     microbatches: int
     error: float
+    batch_size: int
+    units: tuple[str, ...]
+    histograms: dict[str, Histogram]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,8 +96,16 @@ def of_lengths(
     return DataReport(
         len(table), {name: _shares(column) for name, column in columns.items()},
         {way: seconds / steps for way, seconds in sums.items()}, decider.sizes, outside,
-        steps * mesh.dp * microbatches, costs.error,
+        steps * mesh.dp * microbatches, costs.error, batch_size, table.names,
+        {name: _histogram(column) for name, column in columns.items()},
     )  # fmt: skip
+
+
+def _histogram(column: Floats) -> Histogram:
+    """Of at most BINS bins, and no more than there are whole numbers."""
+    first, last = float(column.min()), float(column.max())
+    counts, _ = np.histogram(column, bins=max(1, min(BINS, round(last - first) + 1)), range=(first, last))
+    return Histogram(first, last, tuple(counts.tolist()))
 
 
 def _shares(column: Floats) -> dict[str, float]:
@@ -96,20 +120,37 @@ def _dealt(step: Step, order: Sequence[int]) -> float:
 
 
 def _costs(compiled: CompiledModel, table: Lengths) -> Costs:
-    """Of the example's rows and units, two and three times as many, and of rows of other widths."""
+    found = probes(compiled, table)
+    return of_problems(
+        compiled.program, [problem(one, compiled.options) for one in found.programs], found.counted
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The model at several sizes, and the features of each."""
+
+    programs: tuple[Program, ...]
+    counted: Floats
+
+
+def probes(compiled: CompiledModel, table: Lengths) -> Probes:
+    """Of the example's rows and units, two and three times as many, and of rows of other widths. InputError for an
+    example whose sizes cannot vary.
+    """
     source = sampler(compiled)
     text = _text(source)
     rows, _ = shape_of(compiled.microbatch)
     units = _units(compiled, len(table.names))
     points = [(copies, _wide(text, share)) for copies in (1, 2, 3) for share in WIDTHS]
     points.append((2, _wide(text, 1.25)))
-    problems = [problem(source.program(copies, {text: wide}), compiled.options) for copies, wide in points]
     counted = []
     for copies, wide in points:
         own = [copies * one for one in units]
         positions = copies * rows * wide
         counted.append([1.0, *own, *(one**2 for one in own), positions, positions * wide])
-    return of_problems(compiled.program, problems, np.array(counted, dtype=np.float64))
+    programs = tuple(source.program(copies, {text: wide}) for copies, wide in points)
+    return Probes(programs, np.array(counted, dtype=np.float64))
 
 
 def _wide(text: Length, share: float) -> int:

@@ -60,8 +60,11 @@ class LoadedProgram:
     def constants(self, rank: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """The constants that the stages of a position on the pp axis read, on `device`."""
         own = {stage.stage for stage in self.manifest.stages_of(rank)}
-        names = [c.name for c in self.manifest.constants if own.intersection(c.stages)]
-        found = read_tensors(self.directory / "constants.safetensors", names)
+        return self.named_constants([c.name for c in self.manifest.constants if own.intersection(c.stages)], device)
+
+    def named_constants(self, names: Iterable[str], device: torch.device | str) -> dict[str, torch.Tensor]:
+        """These constants, on `device`."""
+        found = read_tensors(self.directory / "constants.safetensors", list(names))
         return {name: tensor.to(device) for name, tensor in found.items()}
 
 
@@ -232,17 +235,30 @@ def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
     """The functions of a rank's stages, from rank_R.py. In a file for several stages each name ends in the stage:
     `forward_3`.
 
-    The file is imported as a member of the program's package, so that `from .layers import x` works in it. No
-    bytecode is written: a cached file could outlive an edit made within the same second. ProgramError for code
-    that does not import, with file and line, and for functions that are missing.
+    ProgramError for code that does not import, with file and line, and for functions that are missing.
     """
-    file = program.directory / f"rank_{rank}.py"
+    return _found(program, rank, _imported(program, f"rank_{rank}"), program.directory / f"rank_{rank}.py")
+
+
+def encoder(program: LoadedProgram) -> Callable[..., Any]:
+    """forward(batch, {}, weights, constants) -> ({value: features}, None) of features.py. ProgramError."""
+    found = getattr(_imported(program, "features"), "forward", None)
+    if not callable(found):
+        raise ProgramError("function forward is missing", str(program.directory / "features.py"), "Mend it")
+    return found
+
+
+def _imported(program: LoadedProgram, name: str) -> ModuleType:
+    """A file as a member of the program's package, so that `from .layers import x` works in it. No bytecode is written:
+    a cached file could outlive an edit made within the same second.
+    """
+    file = program.directory / f"{name}.py"
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         importlib.invalidate_caches()  # the directory may have been written a moment ago
         if program.package not in sys.modules:
             _import_package(program)
-        module = importlib.import_module(f"{program.package}.rank_{rank}")
+        return importlib.import_module(f"{program.package}.{name}")
     except SyntaxError as error:
         raise ProgramError(
             f"syntax error: {error.msg}", f"{error.filename}, line {error.lineno}", "Mend that line"
@@ -253,7 +269,6 @@ def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
         raise ProgramError(f"importing it raised {type(error).__name__}: {error}", where, "Mend that line") from error
     finally:
         sys.dont_write_bytecode = writes
-    return _found(program, rank, module, file)
 
 
 def _import_package(program: LoadedProgram) -> None:

@@ -23,6 +23,7 @@ from csc.runtime.specs import (
     ConstantSpec,
     ContextMaskSpec,
     ContextSpec,
+    FeatureSpec,
     InputSpec,
     LossSpec,
     Manifest,
@@ -84,6 +85,7 @@ def manifest(table: Any, where: str) -> Manifest:
         messages=messages,
         stages=stages,
         loss=_loss(top, len(stages)),
+        features=_features(top),
         contexts=_contexts(top, mesh, stages),
         random=top.get("random", bool, False),
         zero=_zero(top),
@@ -120,6 +122,22 @@ def _loss(top: Fields, stages: int) -> LossSpec:
         raise ProgramError(f"loss weight {weight!r} is none of {', '.join(LOSS_WEIGHTS)}", top.where, REMEDY)
     stage = _end(loss, "stage", stages)
     return LossSpec(stage, weight, loss.get("rows", str, ""), _finite(loss, "added"), _finite(loss, "least"))
+
+
+def _features(top: Fields) -> FeatureSpec | None:
+    table = top.get("features", dict, {})
+    if not table:
+        return None
+    row = Fields(table, f"{top.where}, features")
+    values, named = row.rows("values"), row.get("parameters", dict)
+    dtypes = Fields(named, f"{row.where}, parameters")
+    return FeatureSpec(
+        tuple(one.get("entry", str) for one in values),
+        tuple(_value(one) for one in values),
+        row.names("inputs"),
+        row.names("constants"),
+        {name: dtypes.dtype(name) for name in named},
+    )
 
 
 def _once(what: str, names: Sequence[Any], where: str) -> None:
@@ -245,14 +263,16 @@ def _message(row: Fields, count: int) -> MessageSpec:
     kind = row.get("kind", str)
     if kind not in ("F", "B"):
         raise ProgramError(f"message kind {kind!r} is neither F nor B", row.where, REMEDY)
-    values = []
-    for value in row.rows("values"):
-        spec = ValueSpec(value.get("name", str), value.sizes("shape"), value.sizes("stride"), value.dtype())
-        if overlaps(spec.shape, spec.stride):
-            raise ProgramError(
-                f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: elements overlap",
-                value.where,
-                "Send a contiguous copy",
-            )
-        values.append(spec)
-    return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), tuple(values))
+    values = tuple(map(_value, row.rows("values")))
+    return MessageSpec(kind, _end(row, "source", count), _end(row, "destination", count), values)
+
+
+def _value(row: Fields) -> ValueSpec:
+    found = ValueSpec(row.get("name", str), row.sizes("shape"), row.sizes("stride"), row.dtype())
+    if overlaps(found.shape, found.stride):
+        raise ProgramError(
+            f"value {found.name!r} of shape {list(found.shape)} has stride {list(found.stride)}: elements overlap",
+            row.where,
+            "Send a contiguous copy",
+        )
+    return found

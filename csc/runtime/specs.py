@@ -146,6 +146,19 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class FeatureSpec:
+    """What makes the features that come with the batch: features.py, of these inputs, constants and parameters, each
+    with the dtype that it is computed with. entries: the batch's names of its values.
+    """
+
+    entries: tuple[str, ...]
+    values: tuple[ValueSpec, ...]
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    parameters: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True)
 class ContextMaskSpec:
     """One of the masks of spread tokens: how many layers have it."""
 
@@ -195,6 +208,7 @@ class Manifest:
     plan: Mapping[str, Any]
     files: Mapping[str, str]  # hashes of what may be edited
     tensors: Mapping[str, str]  # and of what may not
+    features: FeatureSpec | None = None  # what of the model no step runs
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a position on the pp axis runs, in order."""

@@ -172,6 +172,17 @@ class Trainer:
         read = {name for ranks in self._members for rank in ranks for name in _read(rank)}
         return frozenset(read.union(*(batches.shared(manifest) for manifest in self._manifests)))
 
+    @property
+    def replicas(self) -> frozenset[int]:
+        """Of this process' ranks."""
+        return frozenset(rank.replica for rank in self._ranks)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether this process' ranks read features that come with the batch, in any of the programs."""
+        found = [one.features for one in self._manifests if one.features is not None]
+        return any(entry in self.needs for one in found for entry in one.entries)
+
     def reads(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a completed microbatch that its program reads: the one that reads most of it."""
         return batches.read(self._manifests, microbatch)

@@ -132,9 +132,16 @@ class Loads:
         )
 
     @cached_property
-    def tables(self) -> dict[str, list[list[float]]]:
-        """Of each of FIGURES [stage][microbatch]. Sums of features in their order, none below 0."""
-        return {name: self._rows([[getattr(one, name) for one in rates] for rates in self.stages]) for name in FIGURES}
+    def _tables(self) -> dict[str, list[list[float]]]:
+        return {}
+
+    def table(self, figure: str) -> list[list[float]]:
+        """One of FIGURES [stage][microbatch]: sums of features in their order, none below 0. Made when it is asked for:
+        who compares many assignments asks for seconds alone.
+        """
+        if figure not in self._tables:
+            self._tables[figure] = self._rows([[getattr(one, figure) for one in rates] for rates in self.stages])
+        return self._tables[figure]
 
     @cached_property
     def sizes(self) -> dict[Message, list[float]]:
@@ -144,7 +151,7 @@ class Loads:
     @cached_property
     def work(self) -> list[float]:
         """Seconds of each microbatch on all stages together."""
-        rows = [row for name in FIGURES[:3] for row in self.tables[name]]
+        rows = [row for name in FIGURES[:3] for row in self.table(name)]
         return [sum(row[m] for row in rows) for m in range(len(self.features))]
 
     def _rows(self, rates: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -173,7 +180,7 @@ class Pipeline:
         """What the stages take of this microbatch."""
         if self.loads is None:
             return self.stages
-        tables = self.loads.tables
+        tables = {name: self.loads.table(name) for name in FIGURES}
         return tuple(
             _with(stage, {name: tables[name][s][microbatch] for name in FIGURES}) for s, stage in enumerate(self.stages)
         )

@@ -31,6 +31,7 @@ from csc.planning.schedules.memory import reserve
 from csc.planning.schedules.timing import makespan, peaks
 
 MOVES = 24  # a move takes as long as a candidate of the portfolio
+SIZE = 128  # microbatches times stages from which on there are fewer, so that a decision takes no longer
 PARTS = (0.05, 0.2, 0.5)  # of the others' size, for the first microbatch
 LENGTHS = (1, 2, 4, 6)  # of a ramp, in p - 1
 Figures = tuple[float, float]  # by how many bytes the room is exceeded, seconds
@@ -67,7 +68,7 @@ def assign(
     found = []
     for own in of_replica:
         cost = partial(_cost, step, room)
-        found.append(polished(_best(step, own, cost), moves, cost))
+        found.append(polished(_best(step, own, cost), moves * SIZE // max(SIZE, _size(step)), cost))
     taken = step.peaks(found)
     if room is not None and any(peak > limit for peak, limit in zip(taken, room)):
         raise InputError(
@@ -75,6 +76,11 @@ def assign(
             f"{min(room):.4g}", "memory", "take more microbatches, or a schedule that holds fewer of them",
         )  # fmt: skip
     return _assignment(step, found)
+
+
+def _size(step: Step) -> int:
+    """What a candidate's simulation takes grows with it."""
+    return step.microbatches * len(step.placement)
 
 
 def _assignment(step: Step, found: Sequence[Groups]) -> Assignment:

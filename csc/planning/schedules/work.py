@@ -104,7 +104,7 @@ class WorkTables:
         loads = self.pipeline.loads
         if loads is None:
             return [[getattr(stage, figure)] * self.microbatches for stage in self.pipeline.stages]
-        return [[row[mb] for mb in self.sequence] for row in loads.tables[figure]]
+        return [[row[mb] for mb in self.sequence] for row in loads.table(figure)]
 
     @cached_property
     def seconds(self) -> list[list[float]]:
