@@ -45,7 +45,9 @@ class Hardware:
     """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
     every kernel takes besides its work; ranks_per_node: devices that the `within` wires join; reserved: bytes of
     `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
-    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls.
+    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls. collective: the
+    wire of collectives within a node; None: that of messages. action: seconds that the runtime takes for an F, B or W
+    besides its kernels; 0 where it runs ahead of the device.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Hardware:
     reserved: float = 0.0
     answered: bool = False
     attention: tuple[float, float] | None = None
+    collective: Wire | None = None
+    action: float = 0.0
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
@@ -119,13 +123,7 @@ def hardware(name: str | Path) -> Hardware:
 def _hardware(top: _Table, stem: str) -> Hardware:
     peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
     attention = top.table("attention", optional=True)
-    wires = []
-    for name in ("within", "between"):
-        wire = network.table(name)
-        wires.append(
-            Wire(wire.number("latency", 0.0, LONGEST, zero=True), wire.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
-        )
-        wire.done()
+    wires = {name: network.table(name, optional=name == "collective") for name in ("within", "between", "collective")}
     found = Hardware(
         name=top.text("name", stem),
         description=top.text("description", ""),
@@ -135,20 +133,27 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         matmul_efficiency=top.number("matmul_efficiency", 0.0, 1.0),
         bandwidth_efficiency=top.number("bandwidth_efficiency", 0.0, 1.0),
         launch=top.number("launch", 0.0, LONGEST, zero=True),
-        within=wires[0],
-        between=wires[1],
+        within=_wire(wires["within"]),
+        between=_wire(wires["between"]),
         ranks_per_node=network.whole("ranks_per_node"),
         reserved=top.number("reserved", 0.0, LARGEST_MEMORY, zero=True, default=0.0),
         answered=network.switch("answered"),
         attention=(attention.number("forward", 0.0, 1.0), attention.number("backward", 0.0, 1.0))
         if attention.content
         else None,
+        collective=_wire(wires["collective"]) if wires["collective"].content else None,
+        action=top.number("action", 0.0, LONGEST, zero=True, default=0.0),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
-    for table in (top, peak, network, measured, attention):
+    for table in (top, peak, network, measured, attention, *wires.values()):
         table.done()
     return found
+
+
+def _wire(table: _Table) -> Wire:
+    latency = table.number("latency", 0.0, LONGEST, zero=True)
+    return Wire(latency, table.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
 
 
 class _Table:
@@ -232,6 +237,7 @@ def toml_text(hardware: Hardware) -> str:
         f"bandwidth_efficiency = {hardware.bandwidth_efficiency!r}",
         f"launch = {hardware.launch!r}",
         *([f"reserved = {hardware.reserved!r}"] if hardware.reserved else []),
+        *([f"action = {hardware.action!r}"] if hardware.action else []),
         "",
         "[peak]",
         *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),
@@ -240,7 +246,8 @@ def toml_text(hardware: Hardware) -> str:
         f"ranks_per_node = {hardware.ranks_per_node}",
         *(["answered = true"] if hardware.answered else []),
     ]
-    for name, wire in (("within", hardware.within), ("between", hardware.between)):
+    named = {"within": hardware.within, "between": hardware.between, "collective": hardware.collective}
+    for name, wire in ((name, wire) for name, wire in named.items() if wire is not None):
         lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]
     if hardware.attention:
         forward, backward = hardware.attention

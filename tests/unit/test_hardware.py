@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.analysis.hardware import PROFILES, Hardware, hardware, names, toml_text
+from csc.analysis.hardware import PROFILES, Hardware, Wire, hardware, names, toml_text
 from csc.errors import InputError
 from csc.simulation.pipeline import Link, Network
 
@@ -66,14 +66,15 @@ third = st.floats(min_value=0, max_value=1e6)
 @given(
     text=st.text(), memory=positive, bandwidth=positive, efficiency=share, launch=st.floats(0, 1),
     measured=st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), st.tuples(third, third, third)),
+    collective=st.none() | st.builds(Wire, st.floats(0, 1), positive), action=st.floats(0, 1),
 )  # fmt: skip
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, text: str, memory: float, bandwidth: float, efficiency: float,
-    launch: float, measured: dict,
+    launch: float, measured: dict, collective: Wire | None, action: float,
 ) -> None:  # fmt: skip
     profile = replace(
         hardware("a40"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
-        launch=launch, measured=measured, measured_on="here" if measured else "",
+        launch=launch, measured=measured, measured_on="here" if measured else "", collective=collective, action=action,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("profile") / "a40.toml"
     path.write_text(toml_text(profile), encoding="utf-8")
@@ -101,6 +102,9 @@ WRONG = [
     ("latency = 10e-6", "latency = -1.0", "network.within.latency", "0 or more"),
     ("bandwidth = 25e9", "bandwidth = 1e16", "network.between.bandwidth", "at most 1e+15"),
     ("[peak]", "[peak_]", "peak", "is missing"),
+    ("[peak]", "[network.collective]\nlatency = 1e-5\n[peak]", "network.collective.bandwidth", "is missing"),
+    ("[peak]", "[network.colective]\nlatency = 1e-5\n[peak]", "network.colective", "did you mean collective?"),
+    ("launch = 5e-6", "launch = 5e-6\naction = -1e-6", "action", "0 or more"),
     ("[peak]", "[measured]\nabc = [1.0, 2.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", "[measured]\nabc = [1.0, -2.0, 0.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", 'peak = 3\n[peak_]', "peak", "is no table"),
