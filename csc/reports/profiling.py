@@ -392,7 +392,7 @@ def _columns(base: Hardware, parameters: tuple[float, float, float], work: Kerne
     """What x, y and z are multiplied by in the time of the work, given which calls are bound by compute."""
     compute = memory = 0.0
     for call in work.calls:
-        flops = call.flops / base.peak[call.dtype] if call.flops else 0.0
+        flops = call.flops / (base.peak[call.dtype] * base.share(call.flops)) if call.flops else 0.0
         moved = call.bytes / base.bandwidth
         if flops * parameters[0] > moved * parameters[1]:
             compute += flops

@@ -34,6 +34,18 @@ def test_the_profiles_of_the_house() -> None:
         assert profile.reached_bandwidth < profile.bandwidth
 
 
+def test_products_by_size() -> None:
+    """As the table at its sizes, by the logarithm between them, as the nearest outside; attention has its own rate."""
+    h100 = hardware("h100")
+    full = h100.peak["bfloat16"] * h100.matmul_efficiency
+    known = [(1.0, 0.25), (2.7e8, 0.25), (2.1e9, 0.58), (math.sqrt(2.1e9 * 8.6e9), 0.685), (3.4e10, 1.0), (1e15, 1.0)]
+    for flops, share in known:
+        assert h100.rate("bfloat16", "aten::mm", flops) == pytest.approx(full * share)
+    assert h100.rate("bfloat16") == full
+    assert h100.rate("bfloat16", "csc::attention", 1e6) == h100.rate("bfloat16", "csc::attention")
+    assert hardware("a100").rate("bfloat16", "aten::mm", 1e6) == hardware("a100").rate("bfloat16")
+
+
 def test_what_data_sheets_say() -> None:
     """Ratios that do not depend on how a figure is rounded."""
     a100, h100, h200, a40 = (hardware(name) for name in ("a100", "h100", "h200", "a40"))
@@ -73,10 +85,10 @@ def test_what_is_written_is_read_back(
     launch: float, measured: dict, collective: Wire | None, action: float,
 ) -> None:  # fmt: skip
     profile = replace(
-        hardware("a40"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
+        hardware("h100"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
         launch=launch, measured=measured, measured_on="here" if measured else "", collective=collective, action=action,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("profile") / "a40.toml"
+    path = tmp_path_factory.mktemp("profile") / "h100.toml"
     path.write_text(toml_text(profile), encoding="utf-8")
     assert hardware(path) == profile
 
@@ -105,6 +117,11 @@ WRONG = [
     ("[peak]", "[network.collective]\nlatency = 1e-5\n[peak]", "network.collective.bandwidth", "is missing"),
     ("[peak]", "[network.colective]\nlatency = 1e-5\n[peak]", "network.colective", "did you mean collective?"),
     ("launch = 5e-6", "launch = 5e-6\naction = -1e-6", "action", "0 or more"),
+    ("[peak]", "[matmul]\nflops = [1e9, 1e10]\nshare = [0.5, 1.5]\n[peak]", "matmul.share", "shares at most 1"),
+    ("[peak]", "[matmul]\nflops = [1e10, 1e9]\nshare = [0.5, 1.0]\n[peak]", "matmul.flops", "one size for each"),
+    ("[peak]", "[matmul]\nflops = [1e9]\nshare = [0.5, 1.0]\n[peak]", "matmul.flops", "one size for each"),
+    ("[peak]", "[matmul]\nflops = []\nshare = []\n[peak]", "matmul.flops", "write numbers above 0"),
+    ("[peak]", "[matmul]\nflops = [1e9]\n[peak]", "matmul.share", "is missing"),
     ("[peak]", "[measured]\nabc = [1.0, 2.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", "[measured]\nabc = [1.0, -2.0, 0.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", 'peak = 3\n[peak_]', "peak", "is no table"),
