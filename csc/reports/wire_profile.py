@@ -4,8 +4,8 @@ Terms
   message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
   action    what the runtime does for one F, B or W besides its kernels: measured on a stage that computes nothing
 
-    measure(device) -> Host                    processes of their own, over gloo, or NCCL on two GPUs
-    python -m csc.reports.wire_profile RANK FOLDER cpu|cuda        one of the two processes
+    measure(device) -> Host                    processes of their own, over gloo, or on two GPUs
+    python -m csc.reports.wire_profile RANK FOLDER DEVICE          one of the two processes
 
 Both are wires with a latency and a bandwidth, from a small and a large size; the fastest tenth counts, as what else the
 machine does only ever adds to it.
@@ -35,7 +35,7 @@ from csc.runtime.transport import InProcess
 from csc.simulation.pipeline import Pipeline, StageWork
 
 TURNS = 50
-SIZES = {"cpu": (64, 4 << 20), "cuda": (64, 256 << 20)}  # bytes; GPUs need large ones to reach their bandwidth
+SIZES, LARGE = (64, 4 << 20), (64, 256 << 20)  # bytes; GPUs need large ones to reach their bandwidth
 LIMIT = 120.0  # seconds after which a process that says nothing is given up
 MICROBATCHES, STEPS = 64, 5
 
@@ -51,7 +51,7 @@ class Host:
 
 def measure(device: torch.device) -> Host:
     """A few seconds. CscError if the processes fail."""
-    if device.type != "cpu" and torch.cuda.device_count() < 2:
+    if device.type != "cpu" and devices.count(device) < 2:
         return Host(None, None, action_seconds())
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "csc.reports.wire_profile"]
@@ -97,22 +97,21 @@ def action_seconds() -> float:
 
 def _rank(rank: int, folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+    device, backend = devices.placed(kind, rank, 2)
+    sizes = SIZES if device.type == "cpu" else LARGE
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
+        backend,
         init_method=f"file://{(folder / 'meeting').resolve()}",
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=LIMIT),
     )
     found: dict[str, list[float]] = {"message": [], "collective": []}
-    for size in SIZES[kind]:
+    for size in sizes:
         found["message"].append(_fastest(_there_and_back(rank, size, device), device) / 2)
         found["collective"].append(_fastest(_everyone(size, device), device))
     if rank == 0:
-        rows = {name: _wire(times, SIZES[kind]) for name, times in found.items()}
+        rows = {name: _wire(times, sizes) for name, times in found.items()}
         (folder / "wires.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()

@@ -185,6 +185,6 @@ def test_processes_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_alone_keeps_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(wire_profile.devices, "count", lambda device: 1)
     found = wire_profile.measure(torch.device("cuda"))
     assert found.message is None and found.collective is None and found.action > 0
