@@ -3,7 +3,7 @@
 Terms: an *accelerator* is a kind of device that torch knows by a type, with a module of torch of the same name; all
 other devices are treated as the CPU is. A *wire* is where tensors lie when a process group moves them.
 
-    default(), current(), present(device, where), placed(type, local, neighbours)      which device
+    default(), current(), present(device, where), placed(type, local, neighbours), count(device)       which device
     at(device), use(device), synchronize(device)                                       working on it
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
@@ -108,6 +108,12 @@ def present(device: torch.device, where: str) -> torch.device:
     if not one.module.is_available():
         raise _absent(one, where, "run it on a machine with a GPU")
     return device if device.index is not None else torch.device(one.type, one.module.current_device())
+
+
+def count(device: torch.device) -> int:
+    """How many of its kind this machine has; of a device that is no accelerator 1."""
+    one = _accelerator(device)
+    return 1 if one is None else int(one.module.device_count())
 
 
 def placed(device: torch.device | str, local: int, neighbours: int) -> tuple[torch.device, str]:

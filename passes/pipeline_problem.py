@@ -62,7 +62,7 @@ def problem(program: Program, options: Options) -> Problem:
     left = [None] * options.mesh.pp if most is None else list(most)
     found = Problem(
         units, values(program), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
-        scale=None, gathering=gathering(own, options), waiting=True,
+        scale=None, gathering=gathering(own, options), waiting=True, action=max(one.action for one in own),
     )  # fmt: skip
     alike: dict[tuple[str, float | None], list[int]] = {}
     for rank in range(options.mesh.pp):

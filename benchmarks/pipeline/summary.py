@@ -16,7 +16,8 @@ Means are geometric. In the summary
                                         chunks, on three splits) that fits the device, in that rival's own bytes on its
                                         fullest rank, everything counted: parameters, gradients, optimizer state, what
                                         regions work with, activations, messages that wait, the process' own
-  speedup_over_best_rival               csc keeps to the activations of the rival itself
+  speedup_over_best_rival               csc keeps to the activations of the rival itself. No plan could gain more than
+                                        what the rival is over the bound of all plans, which the details have
   peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
   published_error                       of tokens per second that others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
@@ -100,6 +101,12 @@ def details(simulated: Sequence[Row], paced: Sequence[Measured]) -> Figures:
         "any_plan_over_the_bound_of_all_plans_equal_memory_geomean": geomean(
             row.plans["equal"].makespan / row.shared_bound for row in simulated
         ),
+        **{
+            f"best_rival_over_the_bound_of_all_plans_geomean, {name}": geomean(
+                seconds / row.shared_bound for row in rows if (seconds := _best_rival(row))
+            )
+            for name, rows in _by_frozen(simulated).items()
+        },
         "any_plan_over_one_stage_bound_geomean": geomean(row.plans["double"].over_single for row in simulated),
         "any_plan_over_one_stage_bound_equal_memory_geomean": geomean(
             row.plans["equal"].over_single for row in simulated
@@ -135,6 +142,18 @@ def _over_best_rival(row: Row) -> float | None:
     """csc's plan in the memory of the fastest rival, against that rival; None if there is none that csc fits into."""
     found = [pair for pair in row.pairs if pair.baseline.name in NAMES and pair.baseline.seconds]
     return min(found, key=lambda pair: pair.baseline.seconds or math.inf).speedup if found else None
+
+
+def _best_rival(row: Row) -> float | None:
+    """Seconds of the fastest rival, whatever it holds."""
+    seconds = [pair.baseline.seconds for pair in row.pairs if pair.baseline.name in NAMES and pair.baseline.seconds]
+    return min(seconds, default=None)
+
+
+def _by_frozen(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The cases that the aims tell apart."""
+    trained = [row for row in rows if row.case.frozen == "all trainable"]
+    return {"all trained": trained, "something frozen": [row for row in rows if row not in trained]}
 
 
 def over_torch(paced: Sequence[Measured]) -> dict[str, float]:

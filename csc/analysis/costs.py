@@ -224,7 +224,7 @@ def seconds(
         compute = 0.0
         if call.flops:
             done = call.flops * visible.get(call.mask, 1.0)
-            compute = done / hardware.rate(call.dtype, call.op)
+            compute = done / hardware.rate(call.dtype, call.op, call.flops)
         takes = max(compute, call.bytes / hardware.reached_bandwidth)
         if call.meets is not None:
             met = exchanges.seconds(call.meets, wires)

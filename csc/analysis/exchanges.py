@@ -66,7 +66,7 @@ def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
         listed = mesh.groups(group)
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         if len(listed[0]) > 1:
-            found[axis] = (len(listed[0]), hardware.between if apart else hardware.within)
+            found[axis] = (len(listed[0]), hardware.between if apart else hardware.collective or hardware.within)
     return found
 
 

@@ -17,6 +17,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,10 @@ class Hardware:
     """One device and its network. peak: FLOP/s by dtype name; memory: bytes; bandwidth: bytes/s; launch: seconds that
     every kernel takes besides its work; ranks_per_node: devices that the `within` wires join; reserved: bytes of
     `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
-    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls.
+    attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls. collective: the
+    wire of collectives within a node; None: that of messages. matmul: (FLOPs, share) of products by size, rising: what
+    they reach of `matmul_efficiency`, by the logarithm between two and as the nearest outside; none: all of it. action:
+    seconds that the runtime takes for an F, B or W besides its kernels; 0 where it runs ahead of the device.
     """
 
     name: str
@@ -62,22 +66,37 @@ class Hardware:
     reserved: float = 0.0
     answered: bool = False
     attention: tuple[float, float] | None = None
+    collective: Wire | None = None
+    matmul: tuple[tuple[float, float], ...] = ()
+    action: float = 0.0
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
-    def rate(self, dtype: str, op: str = "") -> float:
-        """FLOP/s that matmuls of a dtype reach, or an operator that is none. InputError if the profile does not have
-        the dtype. One product of complex numbers is four of their parts.
+    def rate(self, dtype: str, op: str = "", flops: float = math.inf) -> float:
+        """FLOP/s that matmuls of a dtype reach, of so many FLOPs, or an operator that is none. InputError if the
+        profile does not have the dtype. One product of complex numbers is four of their parts.
         """
         if dtype in PARTS:
-            return self.rate(PARTS[dtype]) / 4
+            return self.rate(PARTS[dtype], flops=flops) / 4
         if dtype not in self.peak:
             raise InputError(
                 f"the profile has no peak rate for {dtype}", f"hardware {self.name}", f"add peak.{dtype}, in FLOP/s"
             )
         if self.attention is not None and "attention" in op:
             return self.peak[dtype] * self.attention["backward" in op]
-        return self.peak[dtype] * self.matmul_efficiency
+        return self.peak[dtype] * self.matmul_efficiency * self.share(flops)
+
+    def share(self, flops: float) -> float:
+        """What a product of so many FLOPs reaches of `matmul_efficiency`."""
+        if not self.matmul or flops >= self.matmul[-1][0]:
+            return self.matmul[-1][1] if self.matmul else 1.0
+        before = self.matmul[0]
+        for size, share in self.matmul:
+            if flops < size:
+                way = math.log(flops / before[0]) / math.log(size / before[0]) if flops > before[0] else 0.0
+                return before[1] + way * (share - before[1])
+            before = (size, share)
+        return before[1]
 
     @property
     def reached_bandwidth(self) -> float:
@@ -119,13 +138,8 @@ def hardware(name: str | Path) -> Hardware:
 def _hardware(top: _Table, stem: str) -> Hardware:
     peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
     attention = top.table("attention", optional=True)
-    wires = []
-    for name in ("within", "between"):
-        wire = network.table(name)
-        wires.append(
-            Wire(wire.number("latency", 0.0, LONGEST, zero=True), wire.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
-        )
-        wire.done()
+    wires = {name: network.table(name, optional=name == "collective") for name in ("within", "between", "collective")}
+    matmul = top.table("matmul", optional=True)
     found = Hardware(
         name=top.text("name", stem),
         description=top.text("description", ""),
@@ -135,20 +149,28 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         matmul_efficiency=top.number("matmul_efficiency", 0.0, 1.0),
         bandwidth_efficiency=top.number("bandwidth_efficiency", 0.0, 1.0),
         launch=top.number("launch", 0.0, LONGEST, zero=True),
-        within=wires[0],
-        between=wires[1],
+        within=_wire(wires["within"]),
+        between=_wire(wires["between"]),
         ranks_per_node=network.whole("ranks_per_node"),
         reserved=top.number("reserved", 0.0, LARGEST_MEMORY, zero=True, default=0.0),
         answered=network.switch("answered"),
         attention=(attention.number("forward", 0.0, 1.0), attention.number("backward", 0.0, 1.0))
         if attention.content
         else None,
+        collective=_wire(wires["collective"]) if wires["collective"].content else None,
+        matmul=matmul.sizes("flops", "share") if matmul.content else (),
+        action=top.number("action", 0.0, LONGEST, zero=True, default=0.0),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
-    for table in (top, peak, network, measured, attention):
+    for table in (top, peak, network, measured, attention, matmul, *wires.values()):
         table.done()
     return found
+
+
+def _wire(table: _Table) -> Wire:
+    latency = table.number("latency", 0.0, LONGEST, zero=True)
+    return Wire(latency, table.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
 
 
 class _Table:
@@ -203,6 +225,19 @@ class _Table:
             raise self._wrong(name, f"is {value!r}", "write the seconds of F, B and W: [0.1, 0.1, 0.0]")
         return (float(value[0]), float(value[1]), float(value[2]))
 
+    def sizes(self, sizes: str, shares: str) -> tuple[tuple[float, float], ...]:
+        """Rising sizes, and for each a share in (0, 1]."""
+        rows = []
+        for name, most in ((sizes, math.inf), (shares, 1.0)):
+            value = self._get(name, None, "a list of numbers")
+            good = isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value)
+            if not good or not all(0 < v <= most and math.isfinite(v) for v in value):
+                raise self._wrong(name, f"is {value!r}", "write numbers above 0, shares at most 1: [1e9, 1e10]")
+            rows.append([float(v) for v in value])
+        if len(rows[0]) != len(rows[1]) or any(a >= b for a, b in pairwise(rows[0])):
+            raise self._wrong(sizes, "does not rise, or has another length", f"write one size for each of {shares}")
+        return tuple(zip(*rows))
+
     def done(self) -> None:
         """Raise InputError if the file has a field here that nothing reads."""
         for name in self.content:
@@ -232,6 +267,7 @@ def toml_text(hardware: Hardware) -> str:
         f"bandwidth_efficiency = {hardware.bandwidth_efficiency!r}",
         f"launch = {hardware.launch!r}",
         *([f"reserved = {hardware.reserved!r}"] if hardware.reserved else []),
+        *([f"action = {hardware.action!r}"] if hardware.action else []),
         "",
         "[peak]",
         *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),
@@ -240,11 +276,15 @@ def toml_text(hardware: Hardware) -> str:
         f"ranks_per_node = {hardware.ranks_per_node}",
         *(["answered = true"] if hardware.answered else []),
     ]
-    for name, wire in (("within", hardware.within), ("between", hardware.between)):
+    named = {"within": hardware.within, "between": hardware.between, "collective": hardware.collective}
+    for name, wire in ((name, wire) for name, wire in named.items() if wire is not None):
         lines += ["", f"[network.{name}]", f"latency = {wire.latency!r}", f"bandwidth = {wire.bandwidth!r}"]
     if hardware.attention:
         forward, backward = hardware.attention
         lines += ["", "[attention]", f"forward = {forward!r}", f"backward = {backward!r}"]
+    if hardware.matmul:
+        sizes, shares = zip(*hardware.matmul)
+        lines += ["", "[matmul]", f"flops = {list(sizes)!r}", f"share = {list(shares)!r}"]
     if hardware.measured:
         lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
         lines.append(f"on = {_quoted(hardware.measured_on)}")

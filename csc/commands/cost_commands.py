@@ -56,6 +56,7 @@ def profile(
     opening: Opening,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write it, as a .toml for --hardware")] = None,
     budget: Annotated[float, typer.Option("--seconds", min=0.0, help="how long to measure, at most")] = 20.0,
+    wires: Annotated[bool, typer.Option(help="measure messages between processes and the runtime, too")] = True,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -64,7 +65,7 @@ def profile(
     from csc.reports.profiling import profile as measured
 
     with opening as compiled:
-        found = measured(compiled, _one(compiled), budget, output)
+        found = measured(compiled, _one(compiled), budget, output, wires)
     if json_output:
         print_json(found.as_dict())
         return

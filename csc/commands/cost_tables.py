@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from csc.analysis.hardware import Wire
 from csc.commands.printing import table as folding
 from csc.reports.cost_report import CostReport, CostRow
 from csc.reports.profiling import Profile
@@ -89,11 +90,18 @@ def profile_table(found: Profile) -> Table:
     return table
 
 
+def wire_text(wire: Wire) -> str:
+    """Its latency and bandwidth."""
+    return f"{seconds_text(wire.latency)} and {bytes_text(wire.bandwidth)}/s"
+
+
 def profile_summary(found: Profile) -> str:
     """What was fitted, and how near the model comes."""
     fitted = found.hardware
     return (
         f"fitted: matmuls {fitted.matmul_efficiency:.1%} of the peak, memory {bytes_text(fitted.reached_bandwidth)}/s, "
         f"{seconds_text(fitted.launch)} a kernel\n"
+        f"a message {wire_text(fitted.within)}, a collective {wire_text(fitted.collective or fitted.within)}, "
+        f"an action {seconds_text(fitted.action)} beside its kernels\n"
         f"model against measured: {found.error:+.1%} of a microbatch, {found.mean_error:.1%} on average over all parts"
     )

@@ -86,7 +86,8 @@ class Problem:
     """`units` stand in an order in which they can run. ranks: length of the pp axis. memory: bytes of one rank, for
     state and activations; None: no limit. scale: for each microbatch what its
     seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the shards of others.
-    waiting: messages that wait to be sent or taken have to fit into the memory, too.
+    waiting: messages that wait to be sent or taken have to fit into the memory, too. action: seconds that a rank takes
+    for each F, B and W of a stage, besides those of its units.
 
     kinds: of the ranks; none if all are alike. With kinds, seconds of units are the least that any of them takes, for
     F, B and W apart, and `memory` is the largest, so that what holds for every plan on such ranks holds for these.
@@ -102,6 +103,7 @@ class Problem:
     gathering: Link = field(default_factory=Link)
     kinds: tuple[Kind, ...] = ()
     waiting: bool = False
+    action: float = 0.0
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -218,17 +220,17 @@ def pipeline(
         units = [problem.units[u] for u in members]
         for u in members:
             home[u] = index
-        has_b = any(unit.has_b for unit in units)
+        has_b, has_w = any(unit.has_b for unit in units), any(unit.has_w for unit in units)
         saved = sum(unit.saved for unit in units if unit.has_b)
         kept = sum(unit.kept for unit in units if unit.has_w)
         gathered = sum(unit.gathered for unit in units)
         built.append(
             StageWork(
-                forward=sum(unit.forward for unit in units),
-                backward_input=sum(unit.backward_input for unit in units),
-                backward_weight=sum(unit.backward_weight for unit in units),
+                forward=sum(unit.forward for unit in units) + problem.action,
+                backward_input=sum(unit.backward_input for unit in units) + has_b * problem.action,
+                backward_weight=sum(unit.backward_weight for unit in units) + has_w * problem.action,
                 has_b=has_b,
-                has_w=any(unit.has_w for unit in units),
+                has_w=has_w,
                 saved=saved,
                 kept=kept,
                 fused=min(max((unit.fused for unit in units), default=0.0), max(0.0, kept - saved)),

@@ -23,7 +23,8 @@ from csc.planning.segment_bounds import segments
 
 Order = tuple[int, ...]
 
-SHARES = (0.25, 0.5, 1.0)  # of the ways to a stage and back
+SHARES = (0.25, 0.5, 1.0)  # of the ways to a stage and back; the first is the best one where there is time for one
+MANY = 8_000  # ranks times units beyond which that is so, and orders are not searched for
 FREE = 0.5  # the share for orders
 FRONTIERS = 300  # of the short chains, and 3,000 with the cells; where there are more, units are taken together
 CELLS = 3_000
@@ -45,7 +46,7 @@ def _searched(problem: Problem) -> list[Order]:
     cells = 1
     for kind in problem.kinds:
         cells *= len(kind.ranks) + 1
-    if cells > CELLS or problem.ranks > len(problem.units):
+    if cells > CELLS or problem.ranks > len(problem.units) or _large(problem):
         return []
     lumps = lumped(problem, max(1, min(FRONTIERS, CELLS // cells)))
     found = branches(lumps.problem)
@@ -69,7 +70,7 @@ def partitions(
     for limit in limits:
         each = limit or (lambda depth: float(min(problem.microbatches, depth)))
         in_flight = None if problem.memory is None else [float(each(depth)) for depth in range(problem.ranks + 1)]
-        for share in SHARES:
+        for share in SHARES[: 1 if _large(problem) else None]:
             best = least_cap(lots(lumps.problem, found, in_flight, share), floor, order, within=CLOSE)
             if best is not None:
                 listed.append(lumps.stages(on_ranks(lumps.problem, found, tables, best[1])[0]))
@@ -79,3 +80,7 @@ def partitions(
     cuts = contiguous(roomy, home)
     listed += [] if cuts is None else [cuts]
     return list(dict.fromkeys(listed))
+
+
+def _large(problem: Problem) -> bool:
+    return problem.ranks * len(problem.units) > MANY

@@ -37,6 +37,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, Variant, compute_dtypes
 from csc.passes.dropout import SEED
+from csc.reports import wire_profile
 from csc.reports.varied_sizes import sampler
 
 Role = tuple[str, str]
@@ -92,13 +93,19 @@ class Profile:
 
 
 def profile(
-    compiled: CompiledModel, base: str | Path | None = None, budget: float = 20.0, output: Path | None = None
+    compiled: CompiledModel,
+    base: str | Path | None = None,
+    budget: float = 20.0,
+    output: Path | None = None,
+    wires: bool = True,
 ) -> Profile:
     """Measure the compiled model's variants on one microbatch of its example, where the model is, and fit `base` to it.
 
     base: the profile whose peaks, memory and network are kept; None: the one named like the device. budget: seconds to
     measure for; a few steps run whatever they take. output: where to write the profile, as a .toml file for
-    `--hardware`, which it is named like. Raises InputError if the device has no profile, or `output` another suffix.
+    `--hardware`, which it is named like. wires: measure messages, collectives and the runtime, too
+    (csc.reports.wire_profile); what lies between nodes is kept from `base`. Raises InputError if the device has no
+    profile, or `output` another suffix.
     """
     if output is not None and output.suffix != ".toml":
         raise InputError(
@@ -118,11 +125,20 @@ def profile(
     rows = [
         VariantRow(name, keys[name], regions[name], measured[name], _modelled(works[name], fitted)) for name in works
     ]
+    if wires:
+        fitted = _with_wires(fitted, wire_profile.measure(device), device)
     found = replace(fitted, measured_on=described(device), measured={keys[n]: measured[n] for n in measured})
     if output is not None:
         found = replace(found, name=output.stem)
         output.write_text(toml_text(found), encoding="utf-8")
     return Profile(found, rows)
+
+
+def _with_wires(fitted: Hardware, host: wire_profile.Host, device: torch.device) -> Hardware:
+    """The runtime runs ahead of a GPU: what it does for an action takes no time of the device."""
+    if host.message is not None:
+        fitted = replace(fitted, within=host.message, collective=host.collective)
+    return replace(fitted, action=host.action) if device.type == "cpu" else fitted
 
 
 def profile_of(device: torch.device) -> str:
@@ -376,7 +392,7 @@ def _columns(base: Hardware, parameters: tuple[float, float, float], work: Kerne
     """What x, y and z are multiplied by in the time of the work, given which calls are bound by compute."""
     compute = memory = 0.0
     for call in work.calls:
-        flops = call.flops / base.peak[call.dtype] if call.flops else 0.0
+        flops = call.flops / (base.peak[call.dtype] * base.share(call.flops)) if call.flops else 0.0
         moved = call.bytes / base.bandwidth
         if flops * parameters[0] > moved * parameters[1]:
             compute += flops

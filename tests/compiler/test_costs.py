@@ -310,7 +310,7 @@ def test_seconds_are_a_roofline(first: list[Call], second: list[Call], profile: 
     work, more = Kernels(tuple(first)), Kernels(tuple(second))
     expected = 0.0
     for call in first:
-        compute = call.flops / (profile.peak[call.dtype] * profile.matmul_efficiency)
+        compute = call.flops / (profile.peak[call.dtype] * profile.matmul_efficiency * profile.share(call.flops))
         expected += max(compute, call.bytes / (profile.bandwidth * profile.bandwidth_efficiency)) + profile.launch
     assert seconds(work, profile) == pytest.approx(expected, rel=1e-9)
     assert seconds(work + more, profile) == pytest.approx(seconds(work, profile) + seconds(more, profile), rel=1e-9)

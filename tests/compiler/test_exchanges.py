@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,3 +81,8 @@ def test_context_parallel_attention_takes_the_longer_of_work_and_keys() -> None:
     place = next(i for i, region in enumerate(whole.regions) if region.name.endswith("layers.1"))
     alone, beside = (region_costs(whole, h100, mesh=mesh)[place] for mesh in (None, Mesh(cp=2)))
     assert 0 < beside.forward - alone.forward < h100.within.latency + TOKENS * KEYS * 4 / h100.within.bandwidth
+
+
+def test_wires_of_collectives_are_their_own_where_the_profile_has_one() -> None:
+    own = replace(hardware("h100"), collective=Wire(1e-3, 1e9))
+    assert wires(Mesh(cp=2, tp=8), own) == {"tp": (8, Wire(1e-3, 1e9)), "cp": (2, own.between)}

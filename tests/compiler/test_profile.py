@@ -17,8 +17,9 @@ from csc.analysis.hardware import Hardware, hardware
 from csc.analysis.kernels import Call, Kernels
 from csc.commands import main as cli
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import CscError, InputError
 from csc.ir.program import Options
+from csc.reports import wire_profile
 from csc.reports.profiling import Part, fit, measure, profile, profile_of
 from csc.reports.varied_sizes import sampler
 from tests.compiler import small
@@ -102,7 +103,7 @@ def test_every_part_is_measured(make: object, batch: object) -> None:
 @pytest.mark.slow
 def test_a_measured_plan_says_so(tmp_path: Path) -> None:
     compiled = CompiledModel(small.mixed(), Options(), small.mixed_batch(2))
-    found = profile(compiled, budget=0.0, output=tmp_path / "here.toml")
+    found = profile(compiled, budget=0.0, output=tmp_path / "here.toml", wires=False)
     again = hardware(tmp_path / "here.toml")
     assert again == found.hardware and again.name == "here"
     program = sampler(compiled).program()
@@ -161,14 +162,29 @@ def test_csc_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     target, file = f"{tmp_path}/train.py:model", tmp_path / "mine.toml"
     assert command(monkeypatch, "profile", target, "--seconds", 0, "-o", file) == 0
     shown = capsys.readouterr().out
-    assert "model against measured" in shown and "body" in shown
-    assert command(monkeypatch, "profile", target, "--seconds", 0, "--json", "--hardware", file) == 0
+    assert "model against measured" in shown and "body" in shown and "a collective" in shown
+    mine = hardware(file)
+    assert mine.collective is not None and mine.within != hardware("cpu").within and mine.action > 0
+    assert command(monkeypatch, "profile", target, "--seconds", 0, "--json", "--hardware", file, "--no-wires") == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["variant"] for row in found["variants"]} == {"project_forward_only", "body_first", "head"}
     assert found["hardware"]["measured"].keys() == hardware(file).measured.keys()
     assert command(monkeypatch, "cost", target, "--json", "--hardware", file) == 0
     costs = json.loads(capsys.readouterr().out)
     assert costs["seconds"] == f"measured on {hardware(file).measured_on}"
+    assert found["hardware"]["action"] == mine.action  # kept, as the network is
     keys = {row["variant"]: row["key"] for row in found["variants"]}
     for row in costs["regions"]:
         assert tuple(row["seconds"].values()) == hardware(file).measured[keys[row["template"]]]
+
+
+def test_processes_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(CscError, match=r"cannot be measured: they end without a word.*--no-wires"):
+        wire_profile.measure(torch.device("cpu"))
+
+
+def test_a_gpu_alone_keeps_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_profile.devices, "count", lambda device: 1)
+    found = wire_profile.measure(torch.device("cuda"))
+    assert found.message is None and found.collective is None and found.action > 0

@@ -193,6 +193,17 @@ def test_bad_input() -> None:
         plan(problem, chunks=4)
 
 
+def test_what_the_runtime_takes_for_an_action_counts_for_each() -> None:
+    """Ten microbatches through one stage: F, B and W of each. Where it takes much, more chunks are not worth it."""
+    problem = replace(problem_of(chain(range(8)), [(1.0, True)] * 8, 1, 10), action=0.5)
+    busy = sum(unit.work for unit in problem.units) * 10
+    assert plan(problem, "1f1b").makespan == pytest.approx(busy + 0.5 * 3 * 10)
+    many = replace(problem, ranks=2, microbatches=4)
+    free, dear = plan(replace(many, action=0.0), effort=0.2), plan(replace(many, action=5.0), effort=0.2)
+    assert len(dear.stages) < len(free.stages)
+    check(replace(many, action=5.0), dear)
+
+
 def test_all_schedules_can_be_planned() -> None:
     problem = mllm([(3, 1.0)], (5, 1.0), 2, ("encoder",), microbatches=4)
     spans = {name: plan(problem, name).makespan for name in SCHEDULES}

@@ -14,6 +14,7 @@ from csc.planning.kind_bound import spread
 from csc.planning.partition_bound import lower_bound, round_trip, shared_lower_bound
 from csc.planning.plan import plan
 from csc.planning.problem import Kind, Problem, pipeline, placed, unequal
+from csc.planning.unequal import orders, partitions
 from csc.simulation.pipeline import Link, Network, Place
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import assignments, best_makespan, bound_of, chain, members, mllm, problem_of, problems
@@ -119,3 +120,16 @@ def test_ranks_that_are_of_no_kind_are_named() -> None:
     problem = mllm([(6, 1.0)], (10, 2.0), 4, microbatches=8)
     with pytest.raises(InputError, match="name the ranks"):
         plan(replace(slower(problem, (3,), (1.0, 1.0, 1.0)), ranks=5))
+
+
+def test_a_large_problem_is_looked_at_once_for_each_order() -> None:
+    """64 ranks of two kinds and 130 units: no search for orders, one partition for each, and the cuts in order."""
+    both = slower(problem_of(chain(range(130)), [(1.0, True)] * 130, 64, 999), tuple(range(40, 64)), (2.0, 2.0, 2.0))
+    found = orders(both)
+    assert [list(order) for order in found] == [list(range(64)), [*range(40, 64), *range(40)]]
+    for order in found:
+        listed = partitions(both, order, [None])
+        assert 1 <= len(listed) <= 2
+        for stages in listed:
+            assert sorted(u for members in stages for u in members) == list(range(130))
+            assert max(len(members) * (1 + (rank >= 40)) for members, rank in zip(stages, order)) <= 4

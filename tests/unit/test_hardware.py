@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.analysis.hardware import PROFILES, Hardware, hardware, names, toml_text
+from csc.analysis.hardware import PROFILES, Hardware, Wire, hardware, names, toml_text
 from csc.errors import InputError
 from csc.simulation.pipeline import Link, Network
 
@@ -32,6 +32,18 @@ def test_the_profiles_of_the_house() -> None:
         assert profile.within.bandwidth >= profile.between.bandwidth
         assert profile.rate("bfloat16") < profile.peak["bfloat16"]
         assert profile.reached_bandwidth < profile.bandwidth
+
+
+def test_products_by_size() -> None:
+    """As the table at its sizes, by the logarithm between them, as the nearest outside; attention has its own rate."""
+    h100 = hardware("h100")
+    full = h100.peak["bfloat16"] * h100.matmul_efficiency
+    known = [(1.0, 0.25), (2.7e8, 0.25), (2.1e9, 0.58), (math.sqrt(2.1e9 * 8.6e9), 0.685), (3.4e10, 1.0), (1e15, 1.0)]
+    for flops, share in known:
+        assert h100.rate("bfloat16", "aten::mm", flops) == pytest.approx(full * share)
+    assert h100.rate("bfloat16") == full
+    assert h100.rate("bfloat16", "csc::attention", 1e6) == h100.rate("bfloat16", "csc::attention")
+    assert hardware("a100").rate("bfloat16", "aten::mm", 1e6) == hardware("a100").rate("bfloat16")
 
 
 def test_what_data_sheets_say() -> None:
@@ -66,16 +78,17 @@ third = st.floats(min_value=0, max_value=1e6)
 @given(
     text=st.text(), memory=positive, bandwidth=positive, efficiency=share, launch=st.floats(0, 1),
     measured=st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), st.tuples(third, third, third)),
+    collective=st.none() | st.builds(Wire, st.floats(0, 1), positive), action=st.floats(0, 1),
 )  # fmt: skip
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, text: str, memory: float, bandwidth: float, efficiency: float,
-    launch: float, measured: dict,
+    launch: float, measured: dict, collective: Wire | None, action: float,
 ) -> None:  # fmt: skip
     profile = replace(
-        hardware("a40"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
-        launch=launch, measured=measured, measured_on="here" if measured else "",
+        hardware("h100"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
+        launch=launch, measured=measured, measured_on="here" if measured else "", collective=collective, action=action,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("profile") / "a40.toml"
+    path = tmp_path_factory.mktemp("profile") / "h100.toml"
     path.write_text(toml_text(profile), encoding="utf-8")
     assert hardware(path) == profile
 
@@ -101,6 +114,14 @@ WRONG = [
     ("latency = 10e-6", "latency = -1.0", "network.within.latency", "0 or more"),
     ("bandwidth = 25e9", "bandwidth = 1e16", "network.between.bandwidth", "at most 1e+15"),
     ("[peak]", "[peak_]", "peak", "is missing"),
+    ("[peak]", "[network.collective]\nlatency = 1e-5\n[peak]", "network.collective.bandwidth", "is missing"),
+    ("[peak]", "[network.colective]\nlatency = 1e-5\n[peak]", "network.colective", "did you mean collective?"),
+    ("launch = 5e-6", "launch = 5e-6\naction = -1e-6", "action", "0 or more"),
+    ("[peak]", "[matmul]\nflops = [1e9, 1e10]\nshare = [0.5, 1.5]\n[peak]", "matmul.share", "shares at most 1"),
+    ("[peak]", "[matmul]\nflops = [1e10, 1e9]\nshare = [0.5, 1.0]\n[peak]", "matmul.flops", "one size for each"),
+    ("[peak]", "[matmul]\nflops = [1e9]\nshare = [0.5, 1.0]\n[peak]", "matmul.flops", "one size for each"),
+    ("[peak]", "[matmul]\nflops = []\nshare = []\n[peak]", "matmul.flops", "write numbers above 0"),
+    ("[peak]", "[matmul]\nflops = [1e9]\n[peak]", "matmul.share", "is missing"),
     ("[peak]", "[measured]\nabc = [1.0, 2.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", "[measured]\nabc = [1.0, -2.0, 0.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", 'peak = 3\n[peak_]', "peak", "is no table"),

@@ -1,0 +1,160 @@
+"""What messages, collectives and the runtime itself take on the machine at hand.
+
+Terms
+  message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
+  action    what the runtime does for one F, B or W besides its kernels: measured on a stage that computes nothing
+
+    measure(device) -> Host                    processes of their own, over gloo, or on two GPUs
+    python -m csc.reports.wire_profile RANK FOLDER DEVICE          one of the two processes
+
+Both are wires with a latency and a bandwidth, from a small and a large size; the fastest tenth counts, as what else the
+machine does only ever adds to it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from csc import devices
+from csc.analysis.hardware import Wire
+from csc.errors import CscError
+from csc.planning.schedules import SCHEDULES
+from csc.runtime.emulated import emulated, run
+from csc.runtime.transport import InProcess
+from csc.simulation.pipeline import Pipeline, StageWork
+
+TURNS = 50
+SIZES, LARGE = (64, 4 << 20), (64, 256 << 20)  # bytes; GPUs need large ones to reach their bandwidth
+LIMIT = 120.0  # seconds after which a process that says nothing is given up
+MICROBATCHES, STEPS = 64, 5
+
+
+@dataclass(frozen=True)
+class Host:
+    """message, collective: between two neighbours; None where there is one GPU alone. action: seconds."""
+
+    message: Wire | None
+    collective: Wire | None
+    action: float
+
+
+def measure(device: torch.device) -> Host:
+    """A few seconds. CscError if the processes fail."""
+    if device.type != "cpu" and devices.count(device) < 2:
+        return Host(None, None, action_seconds())
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "csc.reports.wire_profile"]
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), name, device.type], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=LIMIT)[1] for process in running]
+        except subprocess.TimeoutExpired as error:
+            raise _failed(f"they did not end within {LIMIT:.0f} s") from error
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        for process, text in zip(running, said):
+            if process.returncode:
+                raise _failed(text.strip().splitlines()[-1] if text.strip() else "they end without a word")
+        found = json.loads(Path(name, "wires.json").read_text())
+    return Host(Wire(*found["message"]), Wire(*found["collective"]), action_seconds())
+
+
+def _failed(why: str) -> CscError:
+    return CscError(
+        f"messages between two processes cannot be measured: {why}",
+        "profile",
+        "Pass --no-wires to keep the network of the profile that it starts from",
+    )
+
+
+def action_seconds() -> float:
+    """Of the runtime for one F, B or W that computes nothing, in this process."""
+    numbers = Pipeline((StageWork(0.0),), {})
+    program = emulated(numbers, SCHEDULES["zb-h1"](numbers, (0,), MICROBATCHES))
+    spans = []
+    for timeline in run(program, InProcess(program.program), STEPS):
+        events = [timed for timed in timeline[0] if timed.action.computes]
+        spans.append((events[-1].end - events[0].start) / len(events))
+    return min(spans)
+
+
+def _rank(rank: int, folder: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    device, backend = devices.placed(kind, rank, 2)
+    sizes = SIZES if device.type == "cpu" else LARGE
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{(folder / 'meeting').resolve()}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    found: dict[str, list[float]] = {"message": [], "collective": []}
+    for size in sizes:
+        found["message"].append(_fastest(_there_and_back(rank, size, device), device) / 2)
+        found["collective"].append(_fastest(_everyone(size, device), device))
+    if rank == 0:
+        rows = {name: _wire(times, sizes) for name, times in found.items()}
+        (folder / "wires.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _wire(times: list[float], sizes: tuple[int, int]) -> Wire:
+    """From the seconds of a small and a large message."""
+    small, large = times
+    return Wire(small, (sizes[1] - sizes[0]) / max(large - small, large / 2))
+
+
+def _there_and_back(rank: int, size: int, device: torch.device) -> Callable[[], None]:
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def turn() -> None:
+        if rank == 0:
+            dist.send(message, 1)
+            dist.recv(message, 1)
+        else:
+            dist.recv(message, 0)
+            dist.send(message, 0)
+
+    return turn
+
+
+def _everyone(size: int, device: torch.device) -> Callable[[], None]:
+    """As csc's collectives run: `size` bytes come to each rank from the other."""
+    given = torch.zeros(2 * size, dtype=torch.uint8, device=device)
+    made = torch.empty_like(given)
+    return lambda: dist.all_to_all_single(made, given)
+
+
+def _fastest(turn: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a turn."""
+    times = []
+    for _ in range(TURNS):
+        devices.synchronize(device)
+        start = time.perf_counter()
+        turn()
+        devices.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[TURNS // 10]
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
