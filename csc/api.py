@@ -117,25 +117,11 @@ def compile(
     options = changed(
         Options(),
         mesh=mesh if mesh is not None else Mesh(),
-        freeze=freeze,
-        cuts=cuts,
-        stages=stages,
-        placement=placement,
-        schedule=schedule,
-        chunks=chunks,
-        hardware=hardware,
-        memory=memory,
-        microbatches=microbatches,
-        loss_weight=loss_weight,
-        precision=precision,
-        keep_fp32=keep_fp32,
-        loss_chunk=loss_chunk,
-        recompute=recompute,
-        context=context,
-        fuse=fuse,
-        zero=zero,
+        freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
+        hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
+        keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse, zero=zero,
         **misspelt,
-    )
+    )  # fmt: skip
 
     features = cache_features
     if features is not None and not isinstance(features, FeatureCache):

@@ -203,9 +203,8 @@ class Stage:
 class Features:
     """What no step runs: regions above which nothing trains, whose values come with the batch (pass `features`).
 
-    regions: in order of execution. templates, variants: theirs; a variant has an F alone, under a name that none of the
-    step has. values: what the step's regions read of them. entries: the batch's name of each of these values. stage: of
-    these regions, beside those of the step; its index and rank are none's.
+    templates, variants: of the regions; a variant has an F alone, under a name of its own. values: what the step reads
+    of them. entries: the batch's names of these. stage: of these regions; its index and rank are none's.
     """
 
     regions: tuple[Region, ...]
@@ -278,8 +277,7 @@ class Options:
     part: the stages and the schedule are those of a program that does more, beside which this one runs: regions that
     it lacks are left out, and so are their B, W and messages.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
-    zero: what data-parallel ranks divide among each other: 0 nothing, 1 the state of the optimizer, 2 gradients
-    too, 3 parameters too.
+    zero: what data-parallel ranks divide: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
     features: what a frozen encoder makes comes with the batch (pass `features`).
     """
 

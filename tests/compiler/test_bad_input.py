@@ -222,11 +222,6 @@ def test_a_mesh_that_is_none(mesh: Any, what: str) -> None:
     refused(lambda: csc.compile(Base(), mesh=mesh), what, "mesh", "")
 
 
-def test_axes_of_later_versions() -> None:
-    what, remedy = "the mesh asks for cp=2 and tp=2", "leave one of them at 1"
-    refused(lambda: csc.compile(Base(), mesh="tp=2,cp=2"), what, "mesh", remedy)
-
-
 def test_a_cut_that_names_no_region(models: Models) -> None:
     step = lambda: models("text", mesh="pp=2", cuts=["layer.2"]).program  # noqa: E731
     refused(step, "'layer.2'", "cuts", "layers.2")
