@@ -18,6 +18,7 @@ from csc.kernels.triton_forward import forward_kernel
 
 from tests.aot.building import SHARED_BYTES, Case, Resources, build, kernels, key
 from tests.aot.recorded import recorded, resources
+from tests.tiers import long
 
 MASKS = {"no mask": (0, False), "one rule": (1, False), "kinds": (1, True), "two rules": (2, True)}
 
@@ -58,9 +59,7 @@ def update(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in COMPILED], ids=str
-)
+@pytest.mark.parametrize("case", [case if case in FAST else long(case) for case in COMPILED], ids=str)
 def test_resources(case: Case, update: bool) -> None:
     """Compiled always, and what is recorded is what the compiler gives."""
     found = resources(case, True) if update else build(case)

@@ -81,7 +81,7 @@ def documents() -> list[torch.Tensor]:
     return [1 + (start * 7 + torch.arange(length)) % 90 for start, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "cp=2", long("dp=2,pp=2")])
+@pytest.mark.parametrize("mesh", [long("pp=2"), "cp=2", long("dp=2,pp=2")])
 def test_samples_packed_in_one_row_see_themselves_alone(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
     """Programs for the loader's sizes are there before the first step."""
     dataset = documents()

@@ -41,6 +41,7 @@ def test_two_layers_are_measured() -> None:
     assert own["capture"] + own["after"] == pytest.approx(own["seconds"]) and own["lines"] > 10
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIVALS)
 def test_rivals_trace_a_model(name: str) -> None:

@@ -32,6 +32,7 @@ from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
+from tests.tiers import long
 
 DECODER = {
     "hidden_size": 32,
@@ -146,6 +147,7 @@ def test_layers_that_are_no_chain_are_refused(inside: bool) -> None:
         expand(program, {component: Stack(9)})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_capture_without_weights_is_that_with_weights(shallow: Program) -> None:
     heavy = build(SMALL, SHALLOW).to(torch.bfloat16)
@@ -278,7 +280,7 @@ def test_there_are_nine_configurations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["VLM-L", "ALM-L", "VALM-S"])
+@pytest.mark.parametrize("name", ["VLM-L", long("ALM-L"), long("VALM-S")])
 def test_a_configuration_of_full_size(name: str) -> None:
     configuration = CONFIGURATIONS[name]
     whole = problem(configuration, "projector only", hardware("a40"), ranks=6, microbatches=24)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.startup import MIB, measure, prepare
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_a_rank_holds_its_shard_and_a_constant(tmp_path: Path) -> None:
     """Of 128 MiB, a second copy, or the other rank's shard, would be far above the limit."""

@@ -19,6 +19,7 @@ from csc.reports.verification import verify
 from tests.compiler.check_gradients import differing
 from tests.compiler.conftest import Models
 from tests.models import hf, plain
+from tests.tiers import long
 
 FLOAT32 = 1e-5  # what is promised; 1.2e-6 is the most that was seen
 
@@ -61,7 +62,7 @@ def test_llava_with_replicas_and_microbatches(models: Models) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=4,pp=2"])
+@pytest.mark.parametrize("mesh", [long("cp=2"), "cp=4,pp=2"])
 def test_plain_model_with_skips_into_the_middle(models: Models, mesh: str) -> None:
     """DeepStack adds to a slice of the sequence and concatenates; labels are shifted by slicing; weights are tied."""
     parity(models("plain", plain.plain_batch(length=30), mesh=mesh), 164)
@@ -73,6 +74,7 @@ def test_packed_documents(models: Models, mesh: str) -> None:
     parity(models("packed", mesh=mesh), 30)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_speech_in_front_of_text(models: Models) -> None:
     parity(models("whisper", hf.whisper_batch(length=40), mesh="cp=2,pp=2"), 59)

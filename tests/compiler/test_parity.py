@@ -13,6 +13,7 @@ from csc.reports.verification import Verification, verify
 from tests.compiler.conftest import MODELS, Models
 from tests.exactness import FLOAT32
 from tests.models import hf, plain
+from tests.tiers import long
 
 # name -> (model, frozen components, how many parameters get a gradient)
 LLAVA: dict[str, tuple[str, list[str] | None, int]] = {
@@ -111,7 +112,7 @@ def test_plain_model_with_every_wiring(models: Models, case: str, stages: int) -
     check(verify(models("plain", mesh={"pp": stages}, freeze=PLAIN[case])), FLOAT32)
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("plain_untied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["plain", long("plain_untied")])
 def test_plain_model_in_microbatches_on_replicas(models: Models, name: str) -> None:
     check(verify(models(name, mesh="pp=4,dp=2", microbatches=2)), FLOAT32)
 

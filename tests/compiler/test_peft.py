@@ -20,6 +20,7 @@ from tests.compiler.peft_models import adapted, base, llama, peft_model, text_ba
 from tests.compiler.test_parity import check, training_only
 from tests.exactness import FLOAT32
 from tests.models import hf
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def lora() -> csc.CompiledModel:
     return csc.compile(peft_model("llava"), mesh="pp=2", example=hf.llava_batch(2))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [long(2), 3])
 def test_lora_on_the_llm_with_a_frozen_encoder(lora: csc.CompiledModel, stages: int) -> None:
     check(verify(lora.with_options(mesh={"pp": stages})), FLOAT32, 16)
 
@@ -55,10 +56,12 @@ def mixed() -> csc.CompiledModel:
     return csc.compile(model, mesh="pp=2", example=text_batch(2))
 
 
+@pytest.mark.long
 def test_dora_new_tokens_and_a_trained_head(mixed: csc.CompiledModel) -> None:
     check(verify(mixed), FLOAT32, 6 * 3 + 1 + 1)
 
 
+@pytest.mark.long
 def test_new_tokens_alone_in_tied_embeddings() -> None:
     """The new rows are one parameter that the input embedding and the head read, on two stages."""
     model = adapted(llama(tied=True), trainable_token_indices=[97, 98])

@@ -67,6 +67,7 @@ def test_rows_are_what_compiling_so_gives(run: Run) -> None:  # noqa: F811
         assert named(found["changes"], name)["makespan"] == pytest.approx(json.loads(done.out)["makespan"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_schedule_that_was_given(run: Run, tmp_path: Path) -> None:  # noqa: F811
     written = tmp_path / "program"
@@ -99,6 +100,7 @@ def test_more_memory_runs_less_again(run: Run) -> None:  # noqa: F811
     assert more["makespan"] == pytest.approx(free["makespan"], rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_tables(run: Run) -> None:  # noqa: F811
     done = run("plan", *SHARED, *PATIENT, "--memory", "1100KiB")

@@ -23,6 +23,7 @@ from csc.simulation.simulate import simulate
 from tests.compiler import small
 from tests.exactness import FLOAT32
 from tests.models.hf import valm, valm_batch
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,7 @@ def test_every_layout_has_the_gradients_of_eager(
     assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
 
 
-@pytest.mark.parametrize("freeze", [None, ["vision_tower"]])
+@pytest.mark.parametrize("freeze", [None, long(["vision_tower"])])
 def test_all_schedules_of_the_same_stages_give_the_same_bits(
     compiled: csc.CompiledModel, freeze: list[str] | None
 ) -> None:

@@ -22,7 +22,6 @@ CHOSEN = [
     "compiler/test_one_sample.py::test_models_that_start_with_one_sample[SmolVLM]",
     "compiler/test_parity.py::test_llava_has_eager_gradients_bit_for_bit[all trainable-3]",
     "compiler/test_parity.py::test_bfloat16_is_bit_equal[3]",
-    "compiler/test_parity.py::test_whisper_and_llama[all trainable-3]",
     "compiler/test_precision.py::test_the_casts_are_those_written_by_hand",
     "composition/test_model.py::test_the_class_token_can_stay",
 ]

@@ -41,6 +41,7 @@ def test_llava_trains_alike_in_one_process_and_under_torchrun() -> None:
     assert alone[0] < 4.6  # ten steps from log(100) = 4.605
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_packed_documents_train_alike_in_one_process_and_on_ranks() -> None:
     """Four context-parallel ranks, other documents in every step."""
@@ -51,6 +52,7 @@ def test_packed_documents_train_alike_in_one_process_and_on_ranks() -> None:
     assert alone[0] < 3.5  # ten steps from log(100) = 4.605
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_a_composed_model_learns_to_see_and_hear() -> None:
     said = output("examples/compose.py")
@@ -63,6 +65,7 @@ def test_a_composed_model_learns_to_see_and_hear() -> None:
     assert losses_in("".join(ranks), step=20) == [float(loss) for loss in alone]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_lora_reads_digits_and_its_adapters_come_back() -> None:
     shown = output("examples/lora.py")
@@ -80,6 +83,7 @@ def test_an_edited_rank_file_and_an_edited_order_run() -> None:
     assert re.search(r"refused: .*schedule\.txt", shown)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_70_billion_parameters_for_1024_ranks_take_no_gigabyte(tmp_path: Path) -> None:
     command = (

@@ -178,7 +178,7 @@ def test_no_budget_still_gives_a_schedule() -> None:
     verify(schedule, pipeline.messages, pipeline.has_b, pipeline.has_w, 7)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(0, 5))
 def test_local_search_keeps_to_the_rules_and_never_gets_worse(case: Case, seed: int) -> None:
     work = WorkTables.of(case.pipeline, case.placement, case.microbatches)

@@ -89,6 +89,7 @@ def test_programs_without_a_plan_cannot_be_paced(tmp_path: Path) -> None:
         emulated_program(load(handmade.write(tmp_path / "q", dp=2)))
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_paced_processes_take_at_least_the_simulated_time(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p", schedule="1f1b")

@@ -137,6 +137,7 @@ def test_six_ranks_with_tied_weights_and_replicas(tmp_path: Path) -> None:
     ranks(worker.run, 6, "replicas", handmade.write(tmp_path / "p", dp=2, microbatches=2))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_silent_rank_counts_as_lost_after_the_timeout(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p")

@@ -28,7 +28,7 @@ def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(spreads())
 def test_every_visible_pair_is_computed_once(drawn: tuple[ContextSpec, list[Mask]]) -> None:
     spec, masks = drawn
