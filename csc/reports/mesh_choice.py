@@ -173,7 +173,7 @@ class _Choosing:
         if samples not in self.microbatches:
             cut = self.compiled.with_options(microbatches=self.samples // samples)
             self.microbatches[samples] = cut.microbatch
-        return compiled.divided(self.microbatches[samples])
+        return compiled.inspected.divided(self.microbatches[samples])
 
 
 def _end(planned: PipelinePlan, program: Program, options: Options) -> float:
