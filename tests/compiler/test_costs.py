@@ -33,7 +33,7 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
-from csc.capture.trace.export import loss_of
+from csc.capture.trace.traced_model import loss_of
 from csc.commands import main as cli
 from csc.commands.cost_tables import cost_tables
 from csc.driver.compiled import CompiledModel

@@ -20,7 +20,9 @@ from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError
 from csc.ir.program import Options
 from csc.reports import wire_profile
-from csc.reports.profiling import Part, fit, measure, profile, profile_of
+from csc.reports.part_times import measure
+from csc.reports.profiling import profile, profile_of
+from csc.reports.roofline_fit import Part, fit
 from csc.reports.varied_sizes import sampler
 from tests.compiler import small
 from tests.models import plain

@@ -12,10 +12,7 @@ LINES_OF_CODE, LINES = 60, 400
 # Why they are longer.
 FILES = {
     "csc/torch_private.py": "every private name of torch, one short function each",
-    "csc/analysis/visibility.py": "one table of what operations do to masks",
-    "csc/capture/trace/export.py": "one trace, from the model to the exported program",
     "csc/driver/program_set.py": "the programs of a model as ranks agree on them",
-    "csc/reports/profiling.py": "one measurement, from a template to the fitted costs",
     "csc/runtime/trainer.py": "one step, from microbatches to gradients",
     "passes/sharding.py": "one table of what operations do to spread tokens",
 }
