@@ -300,17 +300,17 @@ class ProgramSet:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
                 own |= self._training.trained_now
                 self._shards |= self._training.shards_now
-                self._data = self._training.trained.data if self._training.trained is not None else None
+                self._data = self._training.trained.own.data if self._training.trained is not None else None
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
                 kept=self._shards, data=self._data,
             )  # fmt: skip
-            if self._data is not None and made.data is not self._data:
+            if self._data is not None and made.own.data is not self._data:
                 self._data.replaced = True
-            self._shards, self._data = {**made.shards, **self._shards}, made.data
+            self._shards, self._data = {**made.own.shards, **self._shards}, made.own.data
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
-                first.know(made)
+                first.own.know(made.own)
             self._trainers[variants] = made
         self._served.setdefault(count, set()).add(match.key)
         self._places[match.key] = packed.places
@@ -327,14 +327,14 @@ class ProgramSet:
     @property
     def trained_now(self) -> Mapping[str, torch.Tensor]:
         """The parameters of this process' ranks that train, but for those that the model has others for since."""
-        held = self.last.held if self.last is not None else {}
+        held = self.last.own.wholes if self.last is not None else {}
         replaced = self.guards.changed().parameters
         return {name: parameter for name, parameter in held.items() if name not in replaced}
 
     @property
     def shards_now(self) -> Mapping[str, Kept]:
         """Of parameters that ranks divide, what this process trains, but for those that the model has others for."""
-        kept = self.last.shards if self.last is not None else {}
+        kept = self.last.own.shards if self.last is not None else {}
         replaced = self.guards.changed().parameters
         return {name: one for name, one in kept.items() if name not in replaced}
 
@@ -378,6 +378,6 @@ class ProgramSet:
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
-        self._shards |= self._before.shards
-        self._data = self._before.data
+        self._shards |= self._before.own.shards
+        self._data = self._before.own.data
         self._before = None
