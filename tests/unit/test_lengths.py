@@ -12,7 +12,6 @@ LINES_OF_CODE, LINES = 60, 400
 # Why they are longer.
 FILES = {
     "csc/torch_private.py": "every private name of torch, one short function each",
-    "passes/sharding.py": "one table of what operations do to spread tokens",
 }
 
 
