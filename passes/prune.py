@@ -16,7 +16,7 @@ from csc.ir.groups import Group
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
 from csc.ir.rewrite import add_call, narrow_outputs, replace_call
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 
 def prune(program: Program, options: Options) -> Program:

@@ -50,7 +50,7 @@ from csc.runtime.shards import Kept
 from csc.runtime.starting import check_world
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
-from csc.torch_private import is_profiled
+from csc.torch_private.processes import is_profiled
 
 log = logging.getLogger("csc")
 
