@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline.worker JOBS RANKS RESULTS
 
-JOBS is a file of JSON, a list of jobs (see benchmarks.pipeline.paced); RESULTS a directory in which result_I.json
-appears as soon as job I is done. The ranks are forked after the imports, which would take longer than the runs. A rank
-that fails writes error_RANK.txt and ends, and with it the others.
+JOBS is a file of JSON, a list of jobs (see benchmarks.pipeline.emulated_ranks); RESULTS a directory in which
+result_I.json appears as soon as job I is done. The ranks are forked after the imports, which would take longer than the
+runs. A rank that fails writes error_RANK.txt and ends, and with it the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from benchmarks.pipeline.torch_emulated import Span, prepare
 from benchmarks.pipeline.torch_gradients import check
-from benchmarks.pipeline.torch_paced import Span, prepare
 from csc.ir.schedule import parse
 from csc.reports.wire_profile import SIZES, fastest, there_and_back, wire
 from csc.runtime.c10d import Distributed
