@@ -42,7 +42,7 @@ from csc.ir.flags import FlagsAsked
 from csc.ir.miss import Miss
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.ir.sizes import exactly
-from csc.torch_private.sizes import conditions_of_models, one_is_no_special_size
+from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 log = logging.getLogger("csc")
 

@@ -31,7 +31,7 @@ from csc.ir.program import Options, Program, Region, compute_dtypes
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.torch_private.tracing import pytree
+from csc.torch_private.traces import pytree
 
 NUMBERS = torch.tensor(-1)  # the seed of a microbatch that leaves nothing to chance
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from csc.torch_private.tracing import TorchDispatchMode
+from csc.torch_private.traces import TorchDispatchMode
 
 UNIFORM = 0.25
 NORMAL = 0.5

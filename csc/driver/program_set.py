@@ -38,8 +38,8 @@ from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
-from csc.driver.handing_out import HandingOut, own_rank
 from csc.driver.kept_features import KeptFeatures
+from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.data_shards import DataShards
@@ -86,7 +86,7 @@ class ProgramSet:
         self._compiler = compiler
         alike = training.compiled if training is not None else None
         self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
-        self._handing = HandingOut(compiler, self.compiled, directory)
+        self._broadcast = ProgramBroadcast(compiler, self.compiled, directory)
         self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
@@ -152,7 +152,7 @@ class ProgramSet:
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
             asked = Asked(trainer, keys, given, batch, options, again, progress, self._complete_here)
-            self.checking.compare(asked, self.meeting(options), self._handing.group)
+            self.checking.compare(asked, self.meeting(options), self._broadcast.group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of
@@ -274,11 +274,11 @@ class ProgramSet:
     def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
         count = options.microbatches
-        directory = self._handing.directory(sum(map(len, self._served.values())))
+        directory = self._broadcast.directory(sum(map(len, self._served.values())))
         meeting = self.meeting(options)
 
         def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
-            packed, how = self._handing.shared(microbatch, options, directory, progress)
+            packed, how = self._broadcast.shared(microbatch, options, directory, progress)
             return NOTHING, (packed, how, load(directory, own_rank()))
 
         packed, how, loaded = meeting.hold("compile", make)
@@ -322,7 +322,7 @@ class ProgramSet:
     def of_first(self, make: Callable[[], dict[str, bytes]], options: Options) -> dict[str, bytes]:
         """What `make` returns on the first rank, on every rank. All ranks call it."""
         self.meeting(options)
-        return self._handing.of_first(make)
+        return self._broadcast.of_first(make)
 
     @property
     def trained_now(self) -> Mapping[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.torch_private.exported import OpOverload
-from csc.torch_private.tracing import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 
 def values_of(arguments: Any) -> Any:

@@ -40,7 +40,7 @@ from csc.ir.program import (
 )
 from csc.ir.unstorable import Unstorable
 from csc.torch_private.exported import OpOverload
-from csc.torch_private.tracing import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 FORMAT = 2
 _KEPT = (

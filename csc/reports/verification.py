@@ -22,7 +22,7 @@ from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.program import Options
-from csc.torch_private.tracing import pytree
+from csc.torch_private.traces import pytree
 
 # As far from the gradient in float64 as this many times eager's own is as exact as eager.
 AS_EXACT = 2.0

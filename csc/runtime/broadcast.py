@@ -3,7 +3,7 @@
 Terms: the *first* rank is rank 0 of the default process group. Names and sizes travel as JSON, contents as they are,
 in chunks: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
 
-    handing_group() -> group                         every rank creates it, in the same order of things
+    broadcast_group() -> group                         every rank creates it, in the same order of things
     first_makes(make, group) -> {name: bytes}        None if `make` gave None on the first rank
     told(error, doing) -> [text]                     an error as texts, for a rank that raises `heard(texts)`
     with answering(who, doing):                      RankLost, if who went away
@@ -29,7 +29,7 @@ CHUNK = 32 * 2**20  # bytes
 Files = Mapping[str, bytes]
 
 
-def handing_group() -> dist.ProcessGroup:
+def broadcast_group() -> dist.ProcessGroup:
     """A group of all ranks. All of them call it."""
     return dist.new_group(backend="gloo", timeout=LONGEST)
 

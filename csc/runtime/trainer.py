@@ -40,11 +40,11 @@ from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.held_parameters import HeldParameters
 from csc.runtime.inductor import fuse
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
+from csc.runtime.own_parameters import OwnParameters
 from csc.runtime.parameter_gradients import receive
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
@@ -92,7 +92,7 @@ class Trainer:
         self.program = program
         self.device = _device(program, device)
         self.transport = transport or _transport(program, self.device, timeout, meeting)
-        self.own = HeldParameters(program, self.transport, self.device, weights, kept, data)
+        self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
         self._members: list[list[Rank]] = []

@@ -18,7 +18,7 @@ from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership as Members
 from csc.runtime.loaded_program import load
 from csc.runtime.transport import InProcess
-from csc.torch_private.tracing import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 from tests.launching import ranks
 
 csc = torch.ops.csc

@@ -21,10 +21,10 @@ from csc.torch_private import autograd as private_autograd
 from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
 from csc.torch_private import processes as private_processes
-from csc.torch_private import sizes as private_sizes
-from csc.torch_private import tracing as private_tracing
+from csc.torch_private import symbolic_sizes as private_sizes
+from csc.torch_private import traces as private_traces
 
-ROOMS = (private_autograd, private_exported, private_hooks, private_processes, private_sizes, private_tracing)
+ROOMS = (private_autograd, private_exported, private_hooks, private_processes, private_sizes, private_traces)
 
 
 def test_every_name_has_a_contract_here() -> None:
@@ -51,11 +51,11 @@ def test_op_overload() -> None:
 
 def test_fake_tensor_mode() -> None:
     """Ops on fake tensors give shapes, strides and dtypes and no numbers; real constants are let in."""
-    mode = private_tracing.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = private_traces.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         product = torch.empty(3, 4) @ torch.empty(4, 5)
         strided = torch.empty_strided((2, 3), (1, 2))
-    assert isinstance(product, private_tracing.FakeTensor)
+    assert isinstance(product, private_traces.FakeTensor)
     assert product.shape == (3, 5)
     assert product.fake_mode is mode
     with mode:
@@ -64,9 +64,9 @@ def test_fake_tensor_mode() -> None:
 
 
 def test_fake_tensor() -> None:
-    mode = private_tracing.FakeTensorMode()
+    mode = private_traces.FakeTensorMode()
     fake = mode.from_tensor(torch.zeros(2, 2, dtype=torch.bfloat16))
-    assert isinstance(fake, private_tracing.FakeTensor)
+    assert isinstance(fake, private_traces.FakeTensor)
     assert (fake.dtype, fake.device.type) == (torch.bfloat16, "cpu")
 
 
@@ -79,9 +79,9 @@ def test_make_fx() -> None:
             y = torch.ops.aten.sin.default(x)
         return (y, *torch.autograd.grad([y], [x], seeds))
 
-    mode = private_tracing.FakeTensorMode()
+    mode = private_traces.FakeTensorMode()
     with mode:
-        graph = private_tracing.make_fx(step, tracing_mode="real")([torch.empty(3)], [torch.empty(3)]).graph
+        graph = private_traces.make_fx(step, tracing_mode="real")([torch.empty(3)], [torch.empty(3)]).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert "aten.sin.default" in targets
     assert "aten.cos.default" in targets
@@ -97,7 +97,7 @@ def test_unwatched() -> None:
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    with Mode(), private_tracing.unwatched():
+    with Mode(), private_traces.unwatched():
         assert torch.zeros(2).shape == (2,)
     assert seen == []
 
@@ -105,10 +105,10 @@ def test_unwatched() -> None:
 def test_replaying() -> None:
     """Code takes itself for exported, its tensors have no data, and sizes are plain; values become symbols."""
     real = torch.arange(6.0)
-    with private_tracing.replaying() as fake:
+    with private_traces.replaying() as fake:
         assert torch.compiler.is_exporting()
         tensor = fake(real)
-        assert isinstance(tensor, private_tracing.FakeTensor) and type(tensor.shape[0]) is int
+        assert isinstance(tensor, private_traces.FakeTensor) and type(tensor.shape[0]) is int
         assert (tensor + real).shape == (6,)
         assert isinstance(tensor.sum().item(), torch.SymFloat)
     assert not torch.compiler.is_compiling()
@@ -141,7 +141,10 @@ def test_conditions_of_models() -> None:
     """Those of the model's own code are told from those that torch makes within an operation."""
     rows = {0: torch.export.Dim.AUTO}
     found: dict[Any, dict[Any, int]] = {}
-    with private_sizes.one_is_no_special_size(), private_sizes.conditions_of_models(found.__setitem__):
+    with (
+        private_sizes.one_is_no_special_size(),
+        private_sizes.conditions_of_models(found.__setitem__),
+    ):
         exported = torch.export.export(
             Alone(), (torch.zeros(3, 2), torch.zeros(4, 5)), dynamic_shapes=(rows, rows),
             strict=False, prefer_deferred_runtime_asserts_over_guards=True,
@@ -155,18 +158,18 @@ def test_conditions_of_models() -> None:
 
 def test_each_computed() -> None:
     """Of modes that are made in it, not of others."""
-    with private_tracing.each_computed():
-        within = private_tracing.FakeTensorMode()
-    assert (within.cache_enabled, private_tracing.FakeTensorMode().cache_enabled) == (False, True)
+    with private_traces.each_computed():
+        within = private_traces.FakeTensorMode()
+    assert (within.cache_enabled, private_traces.FakeTensorMode().cache_enabled) == (False, True)
 
 
 def test_python_kernels() -> None:
     """Where sizes are symbols, operations that are made of others run as torch's Python code for them."""
     environment = ShapeEnv()
-    with private_tracing.FakeTensorMode(shape_env=environment) as mode:
+    with private_traces.FakeTensorMode(shape_env=environment) as mode:
         fake = mode.from_tensor(torch.ones(6, 4))
-        with private_tracing.python_kernels():
-            graph = private_tracing.make_fx(lambda x: x.t().reshape(-1), tracing_mode="real")(fake).graph
+        with private_traces.python_kernels():
+            graph = private_traces.make_fx(lambda x: x.t().reshape(-1), tracing_mode="real")(fake).graph
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert names[0] == "aten.t.default"
     assert "aten.reshape.default" not in names
@@ -209,7 +212,7 @@ def test_unchanged_modules() -> None:
             return self.inner(x)
 
     x, conv, linear = torch.ones(1, 2), nn.Conv2d(1, 1, 1), nn.Linear(2, 2)
-    with private_tracing.unchanged_modules():
+    with private_traces.unchanged_modules():
         torch.export.export(Casting(), (x,), strict=False)
         weight = linear.weight
         assert linear.half().weight.dtype == torch.float16 and linear.float().weight.dtype == torch.float32
@@ -221,15 +224,15 @@ def test_fx_traceback() -> None:
     """`current_meta` set while tracing: its entry "custom" is copied to the nodes that are made."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with private_tracing.fx_traceback.preserve_node_meta():
-            before = private_tracing.fx_traceback.current_meta
-            private_tracing.fx_traceback.current_meta = {"custom": {"csc": {"name": "marked"}}}
+        with private_traces.fx_traceback.preserve_node_meta():
+            before = private_traces.fx_traceback.current_meta
+            private_traces.fx_traceback.current_meta = {"custom": {"csc": {"name": "marked"}}}
             y = torch.sin(x)
-            private_tracing.fx_traceback.current_meta = before
+            private_traces.fx_traceback.current_meta = before
             return torch.cos(y)
 
-    with private_tracing.FakeTensorMode():
-        graph = private_tracing.make_fx(step, tracing_mode="real")(torch.empty(3)).graph
+    with private_traces.FakeTensorMode():
+        graph = private_traces.make_fx(step, tracing_mode="real")(torch.empty(3)).graph
     marks = {str(n.target): n.meta.get("custom", {}).get("csc") for n in graph.nodes if n.op == "call_function"}
     assert marks["aten.sin.default"] == {"name": "marked"}
     assert not marks["aten.cos.default"]
@@ -258,9 +261,9 @@ def test_hint() -> None:
 
 def test_lists_from() -> None:
     """Inside, `tolist()` of a traced tensor is ours; that of real tensors, and afterwards, is torch's."""
-    with private_tracing.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         fake, other = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    with private_tracing.lists_from(lambda tensor, own: [7, 8] if tensor is fake else own()):
+    with private_traces.lists_from(lambda tensor, own: [7, 8] if tensor is fake else own()):
         assert fake.tolist() == [7, 8]
         assert torch.arange(2).tolist() == [0, 1]
         with pytest.raises(Exception, match="_local_scalar_dense"):
@@ -271,9 +274,9 @@ def test_lists_from() -> None:
 
 def test_without_messages(caplog: pytest.LogCaptureFixture) -> None:
     """What a fake tensor cannot do is logged outside, and not inside."""
-    with private_tracing.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         one, other = torch.empty(2), torch.empty(3)
-        with private_tracing.without_messages(), pytest.raises(RuntimeError):
+        with private_traces.without_messages(), pytest.raises(RuntimeError):
             torch.ops.aten.add.Tensor(one, other)
         assert not caplog.records
         with pytest.raises(RuntimeError):
@@ -284,7 +287,7 @@ def test_without_messages(caplog: pytest.LogCaptureFixture) -> None:
 def test_parameter_reads() -> None:
     """Sees parameters among the arguments of operations, also when no gradient is asked for."""
     linear = nn.Linear(2, 2)
-    with private_tracing.outside_tracing(), private_tracing.ParameterReads() as reads:
+    with private_traces.outside_tracing(), private_traces.ParameterReads() as reads:
         assert torch.equal(torch.arange(3) + 1, torch.tensor([1, 2, 3]))
         assert not reads.any
         linear(torch.ones(1, 2))
@@ -352,9 +355,9 @@ def test_is_autocast_region() -> None:
 
 def test_in_functorch_transform() -> None:
     seen = []
-    torch.vmap(lambda x: seen.append(private_tracing.in_functorch_transform()) or x)(torch.zeros(2))
+    torch.vmap(lambda x: seen.append(private_traces.in_functorch_transform()) or x)(torch.zeros(2))
     assert seen == [True]
-    assert not private_tracing.in_functorch_transform()
+    assert not private_traces.in_functorch_transform()
 
 
 def test_outside_tracing() -> None:
@@ -363,7 +366,7 @@ def test_outside_tracing() -> None:
 
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with private_tracing.outside_tracing():
+            with private_traces.outside_tracing():
                 seen.append((torch.arange(4) * 2).tolist())
             return x + 1
 
@@ -414,17 +417,17 @@ def test_under_autograd() -> None:
 
 
 def test_pytree() -> None:
-    leaves, structure = private_tracing.pytree.tree_flatten(({"a": 1, "b": [2, None]}, 3))
-    assert private_tracing.pytree.tree_unflatten([10, 20, None, 30], structure) == ({"a": 10, "b": [20, None]}, 30)
+    leaves, structure = private_traces.pytree.tree_flatten(({"a": 1, "b": [2, None]}, 3))
+    assert private_traces.pytree.tree_unflatten([10, 20, None, 30], structure) == ({"a": 10, "b": [20, None]}, 30)
     assert leaves == [1, 2, None, 3]
-    assert private_tracing.pytree.tree_leaves([1, (2,)]) == [1, 2]
-    assert private_tracing.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
+    assert private_traces.pytree.tree_leaves([1, (2,)]) == [1, 2]
+    assert private_traces.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
 
 
 def test_torch_dispatch_mode() -> None:
     """It sees what a dropout is made of, also in backward."""
 
-    class Names(private_tracing.TorchDispatchMode):
+    class Names(private_traces.TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
@@ -498,10 +501,10 @@ def test_modes_that_are_on() -> None:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
-    assert private_tracing.modes_that_are_on() == []
+    assert private_traces.modes_that_are_on() == []
     with Function() as one, Dispatch() as other:
-        assert private_tracing.modes_that_are_on() == [one, other]
-    assert private_tracing.modes_that_are_on() == []
+        assert private_traces.modes_that_are_on() == [one, other]
+    assert private_traces.modes_that_are_on() == []
 
 
 class Halved(torch.autograd.Function):
@@ -634,10 +637,10 @@ def test_global_backward_hooks() -> None:
 
 
 def test_address_of_storage() -> None:
-    with private_tracing.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         x = torch.ones(2, 3)
-        assert private_tracing.address_of_storage(x) == private_tracing.address_of_storage(x[1:].detach())
-        assert private_tracing.address_of_storage(x) != private_tracing.address_of_storage(x.clone())
+        assert private_traces.address_of_storage(x) == private_traces.address_of_storage(x[1:].detach())
+        assert private_traces.address_of_storage(x) != private_traces.address_of_storage(x.clone())
 
 
 def test_plain_checkpoints() -> None:
@@ -647,7 +650,7 @@ def test_plain_checkpoints() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(lambda y: checkpoint(torch.tanh, y, use_reentrant=False) * 2, x, use_reentrant=False)
 
-    with private_tracing.plain_checkpoints():
+    with private_traces.plain_checkpoints():
         found = torch.export.export(Nested(), (torch.ones(3),), strict=False)
     assert not any(private_exported.is_no_grad_region(node.target) for node in found.graph.nodes)
     x = torch.ones(3, requires_grad=True)
@@ -660,7 +663,7 @@ def test_tensors_of_data_can_be_traced_and_nothing_is_left_behind() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.Tensor(numpy.arange(3))
 
-    with private_tracing.tensors_of_data():
+    with private_traces.tensors_of_data():
         program = torch.export.export(Legacy(), (torch.ones(3),), strict=False)
     assert program.module()(torch.ones(3)).tolist() == [1, 2, 3]
     made = torch.Tensor([1, 2])
@@ -668,10 +671,10 @@ def test_tensors_of_data_can_be_traced_and_nothing_is_left_behind() -> None:
 
 
 def test_random_state_changes_with_each_draw() -> None:
-    before = private_tracing.random_state()
-    assert private_tracing.random_state() == before
+    before = private_traces.random_state()
+    assert private_traces.random_state() == before
     torch.rand(1)
-    assert private_tracing.random_state() != before
+    assert private_traces.random_state() != before
 
 
 def test_is_profiled() -> None:

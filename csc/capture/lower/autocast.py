@@ -25,7 +25,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.rewrite import values_of
 from csc.torch_private.exported import OpOverload
-from csc.torch_private.tracing import TorchDispatchMode, pytree, without_messages
+from csc.torch_private.traces import TorchDispatchMode, pytree, without_messages
 
 CAST = torch.ops.aten._to_copy.default
 Work = list[tuple[str, tuple[torch.dtype, ...]]]

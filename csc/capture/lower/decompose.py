@@ -22,7 +22,7 @@ from csc.capture.lower.writes import without_writes
 from csc.errors import ProgramError
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload, is_taken_apart, parts_of
-from csc.torch_private.tracing import make_fx, python_kernels
+from csc.torch_private.traces import make_fx, python_kernels
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 

@@ -28,7 +28,7 @@ from csc.ir import graph as g
 from csc.ir.program import Checkpoint
 from csc.ir.rewrite import add_call, replace_call
 from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
-from csc.torch_private.tracing import FakeTensor, FakeTensorMode
+from csc.torch_private.traces import FakeTensor, FakeTensorMode
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(

@@ -23,7 +23,7 @@ from csc.analysis.operators.table import links
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.torch_private.tracing import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front

@@ -22,7 +22,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
-from csc.torch_private.tracing import python_kernels
+from csc.torch_private.traces import python_kernels
 
 aten = torch.ops.aten
 

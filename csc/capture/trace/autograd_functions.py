@@ -34,7 +34,7 @@ from csc.torch_private.autograd import (
     is_reentrant_checkpoint,
 )
 from csc.torch_private.hooks import backward_hooks, global_backward_hooks, gradient_hooks
-from csc.torch_private.tracing import in_functorch_transform, pytree, unwatched
+from csc.torch_private.traces import in_functorch_transform, pytree, unwatched
 
 Apply = Callable[..., Any]
 

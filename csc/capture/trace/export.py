@@ -28,7 +28,7 @@ from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
 from csc.ir.asked import Decision
 from csc.ir.calls import Call
-from csc.torch_private.sizes import conditions_of_models, one_is_no_special_size
+from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from csc.capture.trace.training_mode import as_traced
 from csc.capture.values.row_index import PREFIX
 from csc.ir.asked import Decision
 from csc.ir.calls import Call
-from csc.torch_private.tracing import replaying
+from csc.torch_private.traces import replaying
 
 log = logging.getLogger("csc")
 

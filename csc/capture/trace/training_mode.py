@@ -13,7 +13,7 @@ from torch import nn
 from csc.capture.dedup.layers import Layers
 from csc.capture.trace.hf_varlen import one_attention
 from csc.capture.trace.mutations import attributes_kept
-from csc.torch_private.tracing import (
+from csc.torch_private.traces import (
     each_computed,
     plain_checkpoints,
     tensors_of_data,

@@ -1,8 +1,9 @@
 """A new program on every rank: found in the cache or compiled by the first one, handed to the others, written to disk.
 
-handing = HandingOut(compiler, compiled, directory)
-handing.shared(microbatch, options, directory, progress) -> (Packed, how it came about)      all ranks call it
-handing.directory(index)             where a program is written           handing.of_first(make) -> files
+broadcast = ProgramBroadcast(compiler, compiled, directory)
+broadcast.shared(microbatch, options, directory, progress) -> (Packed, how it came about)    all ranks call it
+broadcast.directory(index)           where a program is written
+broadcast.of_first(make) -> files    what the first rank makes
 own_rank() -> [rank]                 None: this process runs all of them
 """
 
@@ -23,14 +24,14 @@ from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.ir.program import Options
 from csc.ir.unstorable import Unstorable
-from csc.runtime.broadcast import first_makes, handing_group
+from csc.runtime.broadcast import broadcast_group, first_makes
 
 log = logging.getLogger("csc")
 
 Microbatch = Mapping[str, Any]
 
 
-class HandingOut:
+class ProgramBroadcast:
     """Of one model's programs. directory: where they are written; None: a temporary one, removed with this object."""
 
     def __init__(self, compiler: Compiler, compiled: CompiledPrograms, directory: Path | None) -> None:
@@ -44,7 +45,7 @@ class HandingOut:
         if own_rank() is None:
             return None
         if self._group is None:
-            self._group = handing_group()
+            self._group = broadcast_group()
         return self._group
 
     def of_first(self, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 Terms: *held* are the parameters of this process' ranks, each once. Of several processes each holds its part of those
 that ranks divide (csc.runtime.shards, csc.runtime.data_shards).
 
-    own = HeldParameters(program, transport, device, weights, kept, data)
+    own = OwnParameters(program, transport, device, weights, kept, data)
     own.trained -> specs          .stepped(name) -> nn.Parameter         .data: what of them is stepped in shards
     own.values, .wholes, .shards  by name: all, as they are computed with; kept whole; boxes, for the next trainer
     own.load(path)      .save(directory)      .collect(into)      .refresh()                all ranks call these
@@ -34,7 +34,7 @@ from csc.runtime.words import NOTHING, Said
 log = logging.getLogger("csc")
 
 
-class HeldParameters:
+class OwnParameters:
     """Of the ranks of this process. given, kept, data: as for csc.runtime.trainer.Trainer."""
 
     def __init__(
@@ -86,7 +86,7 @@ class HeldParameters:
             shared = [Shared("parameter", spec.name, spec.ranks) for spec in divided]
             self._transport.compare_values(shared, wholes)
 
-    def know(self, other: HeldParameters) -> None:
+    def know(self, other: OwnParameters) -> None:
         """Of the parameters of a program for other decisions of the model. InputError if ranks of several processes
         would have to train a parameter that they did not have before. All ranks call it.
         """
