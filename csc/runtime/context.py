@@ -1,12 +1,12 @@
 """What an emitted program asks of a context-parallel group: attention over the tokens of all its ranks, and wholes.
 
-    attach(rank, microbatch) -> the microbatch with "context": {component: Plan}      nothing to do with cp = 1
+    attach(rank, microbatch) -> the microbatch with "context": {component: ContextPlan}     nothing to do with cp = 1
     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
-    Plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
-    Plan.plan                   int64: its number, by which csc::context_attention and its like find it
-    Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
-    Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
-    Plan.gather(x, dim) -> whole                Plan.gather_backward(d_whole, dim) -> dx
+    plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
+    plan.plan                   int64: its number, by which csc::context_attention and its like find it
+    plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
+    plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
+    plan.gather(x, dim) -> whole                plan.gather_backward(d_whole, dim) -> dx
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
 rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.kv_exchange), or
