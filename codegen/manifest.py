@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from csc.codegen.tables_file import seeds
+from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM
 
 import csc
 from csc.ir import graph as g
@@ -60,7 +61,7 @@ def manifest(
             for stage in program.stages
         ],
         **_context(program),
-        **({"random": True} if seeds(program) else {}),
+        **({"random": _draws(program)} if seeds(program) else {}),
         "loss": {"stage": _loss_stage(program), "weight": program.loss_weight, **_loss_count(program)},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
@@ -176,6 +177,18 @@ def _context(program: Program) -> dict[str, Any]:
         for one in program.contexts
     ]  # fmt: skip
     return {"context": rows} if rows else {}
+
+
+def _draws(program: Program) -> list[dict[str, Any]]:
+    """The random numbers that a microbatch draws, in the order of the model's code; p: of dropout, else null."""
+    found = []
+    graphs = [("", program.shared), *((one.name, program.templates[one.template].graph) for one in program.regions)]
+    for region, graph in graphs:
+        for node in g.calls(graph) if graph is not None else ():
+            if node.target in (DROPOUT, UNIFORM, NORMAL):
+                given = g.bind(node)
+                found.append({"region": region, "index": given["index"], "p": given.get("p")})
+    return found
 
 
 def _inputs(context: Context) -> list[str]:

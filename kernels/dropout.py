@@ -2,6 +2,7 @@
 
     csc::dropout(x, p, seed, index, tokens, dim, whole) -> like x
     csc::uniform(seed, index, size, dtype, device), csc::normal(...) -> [size]
+    kept(sizes, p, seed, index, device) -> bool [sizes]        the mask of csc::dropout, of all tokens
 
 seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
 from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
@@ -39,6 +40,14 @@ def _generator(seed: torch.Tensor, index: int, device: torch.device) -> torch.Ge
     return torch.Generator(device).manual_seed(mixed(int(seed), index))
 
 
+def kept(sizes: Sequence[int], p: float, seed: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
+    """Which elements a dropout with probability p leaves."""
+    keep = torch.empty(list(sizes), dtype=torch.bool, device=device)
+    if int(seed) < 0:
+        return keep.fill_(1 - p > CONSTANT_UNIFORM)
+    return keep.bernoulli_(1 - p, generator=_generator(seed, index, device))
+
+
 @torch.library.custom_op("csc::dropout", mutates_args=())
 def _dropout(
     x: torch.Tensor,
@@ -52,11 +61,7 @@ def _dropout(
     sizes = list(x.shape)
     if tokens is not None:
         sizes[dim] = whole
-    keep = torch.empty(sizes, dtype=torch.bool, device=x.device)
-    if int(seed) < 0:
-        keep.fill_(1 - p > CONSTANT_UNIFORM)
-    else:
-        keep.bernoulli_(1 - p, generator=_generator(seed, index, x.device))
+    keep = kept(sizes, p, seed, index, x.device)
     if tokens is not None:
         keep = keep.index_select(dim, tokens)
     return torch.mul(x, keep).mul_(1 / (1 - p) if p < 1 else 0.0)

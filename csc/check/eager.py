@@ -3,8 +3,8 @@
 Terms: a batch goes through the model *whole*, as it is, once. Listed microbatches go through it one by one; how they
 count is seen by the targets that the loss is a mean over, and by the loss of all of them as one batch where they fit.
 
-    eager_step(model, batch, trainable, rule) -> Step
-    loss_again(model, batch, trainable, rule) -> loss   of another forward
+    eager_step(model, batch, trainable, rule, chance) -> Step
+    loss_again(model, batch, trainable, rule, chance) -> loss   of another forward
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
     joined(microbatches) -> batch            None if they do not fit together
 """
@@ -47,18 +47,24 @@ class Step:
     half: bool = False
 
 
-def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> Step:
+def eager_step(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    trainable: Set[str],
+    rule: str = "auto",
+    chance: WithoutChance | None = None,
+) -> Step:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
     trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
     listed microbatches combine: "mean", "sum", "tokens" (counted targets of the loss), or "auto", as in one batch of
-    all of them.
+    all of them. chance: what stands for random numbers, if not constants.
     """
     with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             parameter.grad = None
-        mode = WithoutChance()
+        mode = chance or WithoutChance()
         torch.manual_seed(0)
         with mode:
             loss, sure = _loss(model, batch, rule)
@@ -68,13 +74,19 @@ def eager_step(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[
     return Step(float(loss.detach()), gradients, mode.unknown, sure, mode.half)
 
 
-def loss_again(model: nn.Module, batch: Batch | Sequence[Batch], trainable: Set[str], rule: str = "auto") -> float:
+def loss_again(
+    model: nn.Module,
+    batch: Batch | Sequence[Batch],
+    trainable: Set[str],
+    rule: str = "auto",
+    chance: WithoutChance | None = None,
+) -> float:
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
     """
     with (
         torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model),
-        WithoutChance(),
+        chance or WithoutChance(),
     ):  # fmt: skip
         torch.manual_seed(0)
         return float(_loss(model, batch, rule)[0].detach())

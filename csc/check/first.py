@@ -24,7 +24,9 @@ from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
+from csc.check.numbers import WithoutChance
 from csc.check.rounding import moved
+from csc.check.same_masks import SameMasks
 from csc.errors import DifferenceError, InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options
@@ -34,6 +36,7 @@ log = logging.getLogger("csc")
 # What is put down to rounding without asking: in float32 sums in another order, more so over several ranks of a layer.
 EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
 ROOM = 0.5  # of a device's memory
+WRONG = "what csc would train is not what eager PyTorch trains"
 BUG = (
     "is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains all the "
     "same"
@@ -75,28 +78,38 @@ def check(
     ready: Sequence[Mapping[str, Any]],
     options: Options,
     steady: bool = False,
+    masks: Callable[[], SameMasks] | None = None,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
     own_step: what the program makes of the batch with the model's weights; asked for after eager PyTorch has run.
     trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
-    the model's forward does the same each time. DifferenceError that names the region where both part, InputError if
-    the model is another function in each step; the model and its gradients are as before in any case.
+    the model's forward does the same each time. masks: of the dropout in own_step, from the first one on; None: nothing
+    is left to chance there. Where eager PyTorch cannot take them, or has another loss with them, nothing is compared.
+    DifferenceError that names the region where both part, InputError if the model is another function in each step; the
+    model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
     rule = options.loss_weight
     given = batch if rule == "auto" else ready
+
+    def chance() -> WithoutChance:
+        return WithoutChance(masks() if masks is not None else None)
+
+    first = chance()
     try:
-        right = eager_step(model, given, trainable, rule)
+        right = eager_step(model, given, trainable, rule, first)
     except torch.OutOfMemoryError:
         return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
     except Exception as error:  # the user's model, on the user's batch
         return Checked(skipped=f"eager PyTorch fails on the whole batch: {type(error).__name__}: {_first_line(error)}")
+    if first.masks is not None and not first.masks.fit:
+        return Checked(skipped="eager PyTorch draws other random numbers than the program lists")
     if rule != "auto" and len(ready) > 1:
         _compare_with_whole(model, batch, trainable, right.loss, rule)
     if not steady:  # at once: what goes round returns to where it was
-        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
+        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule, chance()))
     began = time.perf_counter()
     found = own_step()
     own = time.perf_counter() - began
@@ -105,8 +118,17 @@ def check(
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
     tolerance, epsilon = _tolerance(right, options)
     result = judge(
-        right, found.loss, found.gradients, tolerance, lambda: moved(model, given, trainable, rule, right, epsilon)
+        right,
+        found.loss,
+        found.gradients,
+        tolerance,
+        lambda: moved(model, given, trainable, rule, right, epsilon, chance()),
     )
+    if not result.good and masks is not None:
+        if result.loss_wrong:  # whose fault that is cannot be told: masks may have come in another order
+            return Checked(skipped=f"with dropout as the program lists it, {_told(result)}")
+        told = f"with the same dropout, {_told(result)}; the loss is right"
+        raise DifferenceError(f"{WRONG}: {told}", type(model).__name__, f"It {BUG}")
     if steady and not result.good:
         _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
     seconds = time.perf_counter() - start
@@ -167,7 +189,7 @@ def _difference(
     elif whole:
         what += f", and on this mesh ({mesh}) it is not"
     told = "; ".join(filter(None, (_told(result), what)))
-    return DifferenceError(f"what csc would train is not what eager PyTorch trains: {told}", where or name, remedy)
+    return DifferenceError(f"{WRONG}: {told}", where or name, remedy)
 
 
 def _told(result: Judgement) -> str:

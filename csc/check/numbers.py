@@ -1,9 +1,10 @@
 """Eager PyTorch without chance: every random number is the same one.
 
 Two programs that draw different numbers cannot be compared. Here every uniform number is UNIFORM and every normal one
-NORMAL, as a compiled program has them when its step is run with `chance=False` (csc.kernels.dropout).
+NORMAL, as a compiled program has them when its step is run with `chance=False` (csc.kernels.dropout); or dropout has
+the masks of a step of a program.
 
-    with WithoutChance() as mode: ...         mode.unknown: random operations that were left as they are;
+    with WithoutChance(masks) as mode: ...    mode.unknown: random operations that were left as they are;
                                               mode.half: whether something was computed in 16 bits
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from csc.check.same_masks import SameMasks
 from csc.torch_private.traces import TorchDispatchMode
 
 UNIFORM = 0.25
@@ -24,11 +26,12 @@ aten = torch.ops.aten
 
 class WithoutChance(TorchDispatchMode):
     """unknown: names of operations that drew from torch's generator all the same. half: whether any result has a
-    floating dtype of 16 bits, as under torch.autocast.
+    floating dtype of 16 bits, as under torch.autocast. masks: of dropout, if it is to drop something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, masks: SameMasks | None = None) -> None:
         super().__init__()
+        self.masks = masks
         self.unknown: set[str] = set()
         self.half = False
 
@@ -39,6 +42,12 @@ class WithoutChance(TorchDispatchMode):
             self.half |= isinstance(result, torch.Tensor) and result.dtype in HALF
             return result
         packet = func.overloadpacket
+        if self.masks is not None:
+            dropped = self._masked(func, self.masks, *args)
+            if dropped is not None:
+                return dropped
+            if not _draws_nothing(func, args, kwargs):
+                self.masks.refuse()
         if packet is aten.bernoulli and func is aten.bernoulli.default:
             return (args[0] > UNIFORM).to(args[0].dtype)
         if packet is aten.bernoulli:
@@ -60,6 +69,16 @@ class WithoutChance(TorchDispatchMode):
         if not _draws_nothing(func, args, kwargs):
             self.unknown.add(str(func))
         return result
+
+    @staticmethod
+    def _masked(func: Any, masks: SameMasks, x: Any = None, p: Any = 0.5, train: Any = True, *_: Any) -> Any:
+        """The result of an operation that dropout is made of; None if it is another."""
+        if func is aten.bernoulli_.float:  # p: of what stays
+            return x.copy_(masks.take(x.shape, 1 - p, x.device))
+        if func is aten.native_dropout.default and train is not False and 0 < p < 1:
+            mask = masks.take(x.shape, p, x.device)
+            return x * mask / (1 - p), mask
+        return None
 
 
 def _dropped(x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:

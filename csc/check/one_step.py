@@ -1,18 +1,20 @@
-"""One step of a program, for comparison: nothing left to chance, `.grad` as it was afterwards.
+"""One step of a program, for comparison: `.grad` as it was afterwards.
 
-step_of(trainer, microbatches) -> Step
-compared_step(trainer, microbatches) -> ComparedStep         that can be kept as the training step that it is
+step_of(trainer, microbatches) -> Step                           nothing left to chance
+compared_step(trainer, microbatches, chance) -> ComparedStep     that can be kept as the training step that it is
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from csc import devices
 from csc.check.eager import Step
+from csc.runtime import seeds
 from csc.runtime.trainer import Trainer
 
 
@@ -41,23 +43,34 @@ def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]
     return compared_step(trainer, microbatches).step
 
 
-def compared_step(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> ComparedStep:
-    """The same, with the loss as a tensor."""
+def compared_step(
+    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], chance: bool = False
+) -> ComparedStep:
+    """The same, with the loss as a tensor. chance: random numbers are drawn as in training, and torch's generator goes
+    on as it does there.
+    """
     parameters = dict(trainer.named_parameters())
     before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         trainer.zero_grad()
         given = [trainer.reads(one) for one in microbatches]
-        with devices.forked(trainer.device):
-            state = _generator(trainer.device)
-            loss = trainer.train_step(given, chance=False)
-            drawn = not torch.equal(state, _generator(trainer.device))
+        with nullcontext() if chance else devices.forked(trainer.device):
+            expected = _after_draw(trainer.device) if chance else _generator(trainer.device)
+            loss = trainer.train_step(given, chance=chance)
+            drawn = not torch.equal(expected, _generator(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         unknown = frozenset({"modules that csc runs as they are"} if drawn else ())
         return ComparedStep(Step(float(loss), gradients, unknown), loss)
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
+
+
+def _after_draw(device: torch.device) -> torch.Tensor:
+    """What a step leaves of the generators if it draws its seed and no more."""
+    with devices.forked(device):
+        seeds.draw()
+        return _generator(device)
 
 
 def _generator(device: torch.device) -> torch.Tensor:

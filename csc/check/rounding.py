@@ -15,6 +15,7 @@ from torch import nn
 
 from csc.check.differences import relative
 from csc.check.eager import Step, eager_step
+from csc.check.numbers import WithoutChance
 from csc.torch_private.traces import TorchDispatchMode, pytree
 
 LOSS = ""  # under this name stands how far the loss moves
@@ -23,11 +24,19 @@ ADDING = ("mm", "convolution", "scaled_dot_product", "attention", "sum", "mean",
 
 
 def moved(
-    model: nn.Module, batch: Any | Sequence[Any], trainable: Set[str], rule: str, right: Step, epsilon: float
+    model: nn.Module,
+    batch: Any | Sequence[Any],
+    trainable: Set[str],
+    rule: str,
+    right: Step,
+    epsilon: float,
+    chance: WithoutChance | None = None,
 ) -> Mapping[str, float]:
-    """By parameter, and under LOSS. epsilon: the relative size of the change, that of a bit."""
+    """By parameter, and under LOSS. epsilon: the relative size of the change, that of a bit. right: made with such a
+    `chance` (see eager_step), too.
+    """
     with _nudged(model, epsilon), _Perturbed(epsilon):
-        other = eager_step(model, batch, trainable, rule)
+        other = eager_step(model, batch, trainable, rule, chance)
     loss = abs(other.loss - right.loss) / max(abs(right.loss), torch.finfo(torch.float32).tiny)
     return {LOSS: loss, **relative(right.gradients, other.gradients)}
 

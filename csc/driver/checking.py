@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
@@ -29,12 +30,14 @@ from csc.check.eager import Step, undisturbed
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
 from csc.check.one_step import ComparedStep, compared_step, step_of
+from csc.check.same_masks import SameMasks
 from csc.codegen.directory import install
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError
 from csc.ir.program import Options
 from csc.kernels.opaque import is_opaque
+from csc.runtime import seeds
 from csc.runtime.broadcast import first_makes
 from csc.runtime.loaded_program import load
 from csc.runtime.meeting import Meeting
@@ -139,20 +142,58 @@ class Checking:
     def _alone(self, asked: Asked) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
         how = self._how(asked)
+        if not how:
+            return
+        random = asked.trainer.program.manifest.random
+        keeps = self._kept is not None and how == WHOLE and not any(map(is_opaque, self._compiler.model.modules()))
+        masks = self._masks(asked) if keeps and random else None
+        if masks is not None and self._with_masks(asked, masks):
+            return
+        keeps = keeps and not random
         own: list[ComparedStep] = []
 
         def own_step() -> Step:
             own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
             return own[0].step
 
-        if how:
-            model = self._compiler.model
-            again = asked.trainer.program.manifest.random or any(map(is_opaque, model.modules()))
-            keeps = self._kept is not None and how == WHOLE and not again
-            with nullcontext() if keeps else undisturbed(model):
-                found = self._found(how, asked, own_step, keeps)
-            if self._kept is not None and found.kept:
-                self._kept.extend(own)
+        with nullcontext() if keeps else undisturbed(self._compiler.model):
+            found = self._found(how, asked, own_step, keeps)
+        if found.kept:
+            self._keep(own)
+
+    def _keep(self, own: Sequence[ComparedStep]) -> None:
+        assert self._kept is not None
+        self._kept.extend(own)
+
+    def _masks(self, asked: Asked) -> Callable[[], SameMasks] | None:
+        """Of the training step that comes, where eager PyTorch can be given them: the same program for all of a batch,
+        dropout alone, and a batch that the model takes at once.
+        """
+        draws = asked.trainer.program.manifest.draws
+        at_once = isinstance(asked.batch, Mapping) and asked.options.loss_weight == "auto"
+        if not at_once or len(set(asked.names)) > 1 or any(draw.p is None for draw in draws):
+            return None
+        with devices.forked(asked.trainer.device):
+            drawn = seeds.draw()
+        return lambda: SameMasks(draws, drawn, len(asked.ready))
+
+    def _with_masks(self, asked: Asked, masks: Callable[[], SameMasks]) -> bool:
+        """Compare the training step with an eager one that has its dropout. False: nothing came of it, nothing is left
+        of it.
+        """
+        own: list[ComparedStep] = []
+        drawing = torch.get_rng_state()
+
+        def own_step() -> Step:
+            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), chance=True))
+            return own[0].step
+
+        found = self._found(WHOLE, asked, own_step, keeps=True, masks=masks)
+        if found.kept:
+            self._keep(own)
+            return True
+        torch.set_rng_state(drawing)
+        return False
 
     def _of_several(self, asked: Asked, group: dist.ProcessGroup) -> None:
         """On rank 0. Rank 1 runs the program meanwhile, if it has the same model and batch; the others wait."""
@@ -182,8 +223,17 @@ class Checking:
         due = self.due(asked.options.microbatches)
         return [name for name in dict.fromkeys(asked.names) if name in due]
 
-    def _found(self, how: str, asked: Asked, own_step: Callable[[], Step], keeps: bool = False) -> Checked:
-        """What the comparison finds; the log has it, and the cache remembers it. keeps: the own step is kept, too."""
+    def _found(
+        self,
+        how: str,
+        asked: Asked,
+        own_step: Callable[[], Step],
+        keeps: bool = False,
+        masks: Callable[[], SameMasks] | None = None,
+    ) -> Checked:
+        """What the comparison finds; the log has it, and the cache remembers it. keeps: the own step is kept, too.
+        masks: of its dropout.
+        """
         asked.progress(CHECK)
         made = self._made[asked.options.microbatches]
         if how == BY_LAYER:
@@ -191,10 +241,13 @@ class Checking:
             found = check_by_layer(self._compiler, asked.ready, asked.options, files)
         else:
             found = check(
-                self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady
+                self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady, masks
             )
             self._steady = self._steady or not found.skipped
         found = replace(found, kept=keeps and not found.skipped)
+        if found.skipped and masks is not None:
+            log.info("compared with nothing left to chance: %s", found.skipped)
+            return found
         self.latest = found
         (log.warning if found.skipped else log.info)("%s", found)
         if not found.skipped:

@@ -38,9 +38,9 @@ class Fields:
             raise ProgramError(f"field {key!r} is {short(value)}, which nothing is", self.where, REMEDY)
         return value
 
-    def rows(self, key: str) -> list[Fields]:
+    def rows(self, key: str, default: Any = ...) -> list[Fields]:
         """Of a list of objects."""
-        return [Fields(row, f"{self.where}, {key}[{i}]") for i, row in enumerate(self.get(key, list))]
+        return [Fields(row, f"{self.where}, {key}[{i}]") for i, row in enumerate(self.get(key, list, default))]
 
     def sizes(self, key: str) -> tuple[int, ...]:
         """Whole numbers from 0 on."""

@@ -23,6 +23,7 @@ from csc.runtime.specs import (
     ConstantSpec,
     ContextMaskSpec,
     ContextSpec,
+    DrawSpec,
     FeatureSpec,
     InputSpec,
     LossSpec,
@@ -87,13 +88,20 @@ def manifest(table: Any, where: str) -> Manifest:
         loss=_loss(top, len(stages)),
         features=_features(top),
         contexts=_contexts(top, mesh, stages),
-        random=top.get("random", bool, False),
+        draws=tuple(_draw(row) for row in top.rows("random", [])),
         zero=_zero(top),
         frozen=top.names("frozen", []),
         plan=top.get("plan", dict, {}),
         files=files,
         tensors=top.hashes("tensors", {}),
     )
+
+
+def _draw(row: Fields) -> DrawSpec:
+    p = row.get("p", (int, float, type(None)))
+    if p is not None and not 0 <= p <= 1:
+        raise ProgramError(f"field 'p' is {p}, which no probability is", row.where, REMEDY)
+    return DrawSpec(row.get("region", str), row.get("index", int), p)
 
 
 def _zero(top: Fields) -> int:

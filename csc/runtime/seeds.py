@@ -5,6 +5,7 @@ It is NO_CHANCE for a step that is compared with another program's (csc.kernels.
 
     draw() -> int                                              this process' draw
     attach(rank, microbatches, drawn) -> generator -> microbatches with "random": the seed of each
+    of_microbatch(drawn, index) -> "random" of the microbatch with this index in the global batch
     seed_of(random, "model.layers.3.") -> seed of that region in a microbatch
 
 A microbatch is known by its place in the global batch (replica after replica), a region by its name: neither depends on
@@ -42,10 +43,12 @@ def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[s
     step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
     yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
     first = rank.replica * len(microbatches)
-    return [
-        {**batch, "random": torch.tensor(_of(int(step), first + i), dtype=torch.int64)}
-        for i, batch in enumerate(microbatches)
-    ]
+    return [{**batch, "random": of_microbatch(int(step), first + i)} for i, batch in enumerate(microbatches)]
+
+
+def of_microbatch(drawn: int, index: int) -> torch.Tensor:
+    """The seed of a microbatch, by its index in the global batch, where the step's seed is `drawn`."""
+    return torch.tensor(_of(drawn, index), dtype=torch.int64)
 
 
 def seed_of(random: torch.Tensor, region: str) -> torch.Tensor:

@@ -186,6 +186,15 @@ class ContextSpec:
 
 
 @dataclass(frozen=True)
+class DrawSpec:
+    """Random numbers of a region: its index-th. p: the probability of dropout; None: it draws something else."""
+
+    region: str
+    index: int
+    p: float | None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """program.json, checked field by field."""
 
@@ -202,13 +211,18 @@ class Manifest:
     stages: tuple[StageSpec, ...]
     loss: LossSpec
     contexts: tuple[ContextSpec, ...]
-    random: bool  # its microbatches take a seed
+    draws: tuple[DrawSpec, ...]  # what a microbatch draws, in the order of the model's code; then it takes a seed
     zero: int  # what ranks of `Group.DATA` divide: see csc.ir.program.Options
     frozen: tuple[str, ...]
     plan: Mapping[str, Any]
     files: Mapping[str, str]  # hashes of what may be edited
     tensors: Mapping[str, str]  # and of what may not
     features: FeatureSpec | None = None  # what of the model no step runs
+
+    @property
+    def random(self) -> bool:
+        """Its microbatches take a seed."""
+        return bool(self.draws)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a position on the pp axis runs, in order."""

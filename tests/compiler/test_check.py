@@ -98,8 +98,7 @@ def test_a_compared_step_is_kept_for_its_own_batch_alone() -> None:
     assert all(torch.equal(p.grad, right[name].grad) for name, p in checked.model.named_parameters())
 
 
-def test_where_numbers_are_drawn_the_first_step_draws_them() -> None:
-    """In the comparison nothing is: it cannot be the training step."""
+def test_where_numbers_are_drawn_a_checked_first_step_draws_them_too() -> None:
     batch, found = small.text_batch(4), []
     for check in (True, False):
         model = csc.compile(small.dropped(), example=batch, cache=False, check=check)

@@ -1,0 +1,53 @@
+"""The masks of a program's dropout, for eager PyTorch: then a training step itself can be compared with eager's.
+
+Terms: a program lists what a microbatch draws in the order of the model's code, and each draw follows from a seed and
+the place of the draw (csc.kernels.dropout). Eager PyTorch runs the whole batch, so its mask is that of one microbatch
+after the other, along the first dimension.
+
+    masks = SameMasks(draws, drawn, microbatches)
+    masks.take(shape, p, device) -> [shape], bool       of the next dropout that eager PyTorch makes
+    masks.fit                                           whether eager made the program's draws, and no others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from csc.kernels.dropout import kept
+from csc.runtime import seeds
+from csc.runtime.specs import DrawSpec
+
+ROUNDING = 1e-6  # between p and 1 - (1 - p)
+
+
+class SameMasks:
+    """draws: of a microbatch, all of them dropout; drawn: the seed of the step; microbatches: in the global batch."""
+
+    def __init__(self, draws: Sequence[DrawSpec], drawn: int, microbatches: int) -> None:
+        self._draws = draws
+        self._seeds = [seeds.of_microbatch(drawn, index) for index in range(microbatches)]
+        self._taken = 0
+        self._strange = False
+
+    def take(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
+        """What the program leaves, where eager's dropout has probability p; everything once they do not fit."""
+        draw = self._draws[self._taken] if self._taken < len(self._draws) else None
+        self._taken += 1
+        parts = len(self._seeds)
+        if draw is None or draw.p is None or abs(draw.p - p) > ROUNDING or not shape or shape[0] % parts:
+            self.refuse()
+            return torch.ones(list(shape), dtype=torch.bool, device=device)
+        sizes = [shape[0] // parts, *shape[1:]]
+        ours = [seeds.seed_of(seed, f"{draw.region}.") for seed in self._seeds]
+        return torch.cat([kept(sizes, draw.p, seed, draw.index, device) for seed in ours])
+
+    def refuse(self) -> None:
+        """Eager PyTorch draws something that is no dropout."""
+        self._strange = True
+
+    @property
+    def fit(self) -> bool:
+        """Whether each was taken once, and nothing else was drawn."""
+        return not self._strange and self._taken == len(self._draws)

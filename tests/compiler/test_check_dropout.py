@@ -1,0 +1,134 @@
+"""The check of a model with dropout: eager PyTorch gets the program's masks, and the compared step trains."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import csc
+from csc.check.eager import eager_step
+from csc.check.numbers import WithoutChance
+from csc.check.same_masks import SameMasks
+from csc.driver.compiler import Compiler
+from csc.errors import DifferenceError
+from csc.runtime.trainer import Trainer
+from tests.compiler import small
+
+BATCH = small.text_batch(4)
+
+
+def compiled(model: nn.Module, **options: Any) -> csc.CompiledModel:
+    return csc.compile(model, **{"example": BATCH, "cache": False, **options})
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,cp=2", "tp=2"])
+def test_the_step_with_dropout_that_was_compared_is_the_training_step(
+    mesh: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed again; gradients, and what is drawn after the step, are those of an unchecked one."""
+    runs: list[bool] = []
+    run = Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda *given, **named: runs.append(True) or run(*given, **named))
+    found = []
+    for check in (True, False):
+        model = compiled(small.dropped(), mesh=mesh, microbatches=2, check=check)
+        torch.manual_seed(5)
+        with caplog.at_level(logging.INFO, "csc"):
+            loss = model.train_step(BATCH)
+        found.append((loss, gradients(model.model), torch.rand(2)))
+    assert len(runs) == 2 and "s beside the step itself" in caplog.text and "nothing left" not in caplog.text
+    (loss, own, after), (plain, right, then) = found
+    assert torch.equal(loss, plain) and torch.equal(after, then)
+    assert own.keys() == right.keys() and all(torch.equal(own[name], right[name]) for name in right)
+
+
+def test_eager_with_the_masks_is_the_step_and_drops_something() -> None:
+    """By hand, whatever the check says: the gradients of a step under eager PyTorch with its seed's masks."""
+    model = compiled(small.dropped(), microbatches=2, check=False)
+    torch.manual_seed(5)
+    drawn = int(torch.randint(2**62, (), dtype=torch.int64))
+    torch.manual_seed(5)
+    loss = model.train_step(BATCH)
+    masks = SameMasks(model.trainer().program.manifest.draws, drawn, 2)
+    names = gradients(model.model).keys()
+    right = eager_step(model.model, BATCH, names, chance=WithoutChance(masks))
+    constant = eager_step(model.model, BATCH, names)
+    assert masks.fit and float(loss) == pytest.approx(right.loss, rel=1e-6) != pytest.approx(constant.loss, rel=1e-3)
+    for name, found in gradients(model.model).items():
+        torch.testing.assert_close(found, right.gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_backward_with_another_mask_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing shows it where nothing is left to chance: each mask lets everything through."""
+    emit = Compiler.emit
+    before, after = "(d_dropout, p=0.1, seed=seed, index=0)", "(d_dropout, p=0.1, seed=seed, index=1)"
+
+    def edited(*given: Any) -> Any:
+        file = emit(*given) / "layers" / "drop.py"
+        assert file.read_text().count(before) == 1
+        file.write_text(file.read_text().replace(before, after))
+        return file.parent.parent
+
+    monkeypatch.setattr(Compiler, "emit", edited)
+    model = compiled(small.dropped())
+    with pytest.raises(
+        DifferenceError, match=r"with the same dropout, 1 of 27 gradients differ, that of 'embed\.weight'"
+    ):
+        model.train_step(BATCH)
+    assert not gradients(model.model)
+
+
+class Again(small.Dropped):
+    """Its dropout is made once more in the backward: eager PyTorch draws more often than the program lists."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(tokens))
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Noisy(small.Dropped):
+    """Draws something beside dropout."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(tokens))
+        hidden = hidden + 0.1 * torch.randn_like(hidden)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Mixing(small.Dropped):
+    """Samples do not stand together along the first dimension of what is dropped."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(tokens).transpose(0, 1)).transpose(0, 1)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Again, "eager PyTorch draws"), (Noisy, ""), (Mixing, "with dropout as")])
+def test_other_models_are_compared_with_nothing_left_to_chance(
+    kind: type[nn.Module], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And their first step is as without a check."""
+    found = []
+    for check in (True, False):
+        torch.manual_seed(0)
+        model = compiled(kind(), microbatches=2, check=check)
+        torch.manual_seed(5)
+        with caplog.at_level(logging.INFO, "csc"):
+            loss = model.train_step(BATCH)
+        found.append((loss, gradients(model.model)))
+    assert "checked against eager PyTorch: loss" in caplog.text and "beside the step" not in caplog.text
+    assert (f"compared with nothing left to chance: {said}" in caplog.text) == bool(said), caplog.text
+    (loss, own), (plain, right) = found
+    assert torch.equal(loss, plain) and all(torch.equal(own[name], right[name]) for name in right)
