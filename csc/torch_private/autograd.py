@@ -10,15 +10,7 @@ import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.utils import checkpoint as checkpoints
 
-__all__ = [
-    "FunctionCtx",
-    "applied_functions",
-    "backward_of",
-    "has_setup",
-    "is_of_torch",
-    "is_reentrant_checkpoint",
-    "under_autograd",
-]
+__all__ = ["FunctionCtx"]  # of torch, as they are
 
 
 @contextmanager

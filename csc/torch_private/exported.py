@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-__all__ = [
-    "OpOverload",
-    "is_autocast_region",
-    "is_no_grad_region",
-    "is_taken_apart",
-    "parts_of",
-]
+__all__ = ["OpOverload"]  # of torch, as they are
 
 
 def is_no_grad_region(target: Any) -> bool:

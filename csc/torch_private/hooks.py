@@ -7,14 +7,6 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
-__all__ = [
-    "backward_hooks",
-    "global_backward_hooks",
-    "gradient_hooks",
-    "hooks_of_all_modules",
-    "hooks_of_tensor",
-]
-
 
 def hooks_of_all_modules() -> list[tuple[str, Any]]:
     """(kind, hooks) of what `torch.nn.modules.module.register_module_*_hook` registers for every module.

@@ -7,12 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "compiler_errors",
-    "is_profiled",
-    "unattended_workers",
-]
-
 
 def unattended_workers(batches: Iterator[Any]) -> Iterator[Any]:
     """The iterator of a DataLoader, whose workers' deaths are found when a batch is waited for (within five seconds).

@@ -16,15 +16,7 @@ from torch.fx.experimental import _config as size_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy import functions as size_functions
 
-__all__ = [
-    "SIZE_FUNCTIONS",
-    "GuardOnDataDependentSymNode",
-    "assume_several",
-    "assumed_of_sizes",
-    "conditions_of_models",
-    "hint",
-    "one_is_no_special_size",
-]
+__all__ = ["GuardOnDataDependentSymNode"]  # of torch, as they are
 
 # Functions of whole numbers that sizes are made of, beside sympy's own.
 SIZE_FUNCTIONS = {

@@ -26,23 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "ParameterReads",
     "TorchDispatchMode",
-    "address_of_storage",
-    "each_computed",
     "fx_traceback",
-    "in_functorch_transform",
-    "lists_from",
     "make_fx",
-    "modes_that_are_on",
-    "outside_tracing",
-    "plain_checkpoints",
     "python_kernels",
     "pytree",
-    "replaying",
-    "unchanged_modules",
-    "unwatched",
-]
+]  # of torch, as they are
 
 
 def modes_that_are_on() -> list[Any]:
