@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.ir.mesh import Mesh
 from csc.runtime.loaded_program import load
 
@@ -87,7 +88,7 @@ def main() -> None:
             first = csc.compile(build(given.layers), example=example, **options)
             compiled = first
         else:
-            compiled = CompiledModel(first.model, first.with_options(**options).options, example, None, first.compiler)
+            compiled = compiled_model(first.model, first.with_options(**options).options, example, None, first.compiler)
         compiled.history()
         found = measure(compiled)
         print(json.dumps(found) if given.json else "  ".join(f"{n} {_shown(v)}" for n, v in found.items()))

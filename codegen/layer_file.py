@@ -17,7 +17,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
-COLLECTIVES = ("all_reduce", "share", "all_gather", "reduce_scatter", "all_to_all")
+COLLECTIVES = ("all_reduce", "share")
 
 
 def header(functions: Sequence[str]) -> str:

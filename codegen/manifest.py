@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from csc.codegen.tables_file import seeds
-from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM
 
 import csc
 from csc.ir import graph as g
@@ -185,7 +184,7 @@ def _draws(program: Program) -> list[dict[str, Any]]:
     graphs = [("", program.shared), *((one.name, program.templates[one.template].graph) for one in program.regions)]
     for region, graph in graphs:
         for node in g.calls(graph) if graph is not None else ():
-            if node.target in (DROPOUT, UNIFORM, NORMAL):
+            if g.op_name(node) in g.SEEDED:
                 given = g.bind(node)
                 found.append({"region": region, "index": given["index"], "p": given.get("p")})
     return found

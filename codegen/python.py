@@ -16,7 +16,7 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 WIDTH = 100  # of code
 NOTES = 88  # the column where notes begin

@@ -19,8 +19,11 @@ from typing import Any
 from torch import nn
 
 from csc.cache.features import FeatureCache
-from csc.driver.compiled import CompiledModel, Example, Factory
+from csc.driver.compiled import CompiledModel
 from csc.driver.dividing import Divide
+from csc.driver.given_batches import Example
+from csc.driver.model_programs import Factory
+from csc.driver.new_model import compiled_model
 from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -130,7 +133,7 @@ def compile(
 
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
-        return CompiledModel(
+        return compiled_model(
             target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide, features=features
         )
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from csc import devices
 from csc.errors import CscError
-from csc.torch_private import pytree, under_autograd
+from csc.torch_private.autograd import under_autograd
+from csc.torch_private.traces import pytree
 
 Like = int | Callable[..., torch.Tensor]
 

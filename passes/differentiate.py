@@ -19,7 +19,7 @@ from csc.ir.naming import identifier, unique
 from csc.ir.program import Options, Program, Region, Template
 from csc.ir.rewrite import Writer
 from csc.ir.strides import overlaps
-from csc.torch_private import fx_traceback, make_fx
+from csc.torch_private.traces import fx_traceback, make_fx
 
 Layout = tuple[int, ...]  # strides
 

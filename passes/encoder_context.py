@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import ceil
 
-from csc.passes.sharding import Spreading, TokenSizes
+from csc.passes.sharding import Spreading
+from csc.passes.spread_masks import TokenSizes
 from torch import fx
 
 from csc.analysis.axes import Axis, apart, axes

@@ -25,7 +25,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
 BF16 = "bf16"

@@ -17,7 +17,7 @@ from torch import fx
 
 from csc.analysis import own_backward
 from csc.ir import graph as g
-from csc.torch_private import fx_traceback
+from csc.torch_private.traces import fx_traceback
 
 
 class Marking(fx.Interpreter):

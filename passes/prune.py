@@ -16,7 +16,7 @@ from csc.ir.groups import Group
 from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
 from csc.ir.rewrite import add_call, narrow_outputs, replace_call
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 
 def prune(program: Program, options: Options) -> Program:
@@ -26,7 +26,7 @@ def prune(program: Program, options: Options) -> Program:
     Ensures   `dx` and `dw` of every region; a frozen parameter has no gradient node; an activation with nothing
               trainable above it has no gradient; values computed only for removed gradients are gone.
     Before    joint(x, w, d_out) -> out, d_x, d_w
-    After     w frozen: (x, w, d_out) -> out, d_x;   nothing trainable above: (x, w) -> out
+    After     w frozen: (x, w, d_out) -> out, d_x;   nothing trainable upstream: (x, w) -> out
     """
     trainable = {p.name for p in program.parameters if p.trainable}
     needy: set[str] = set()  # values that something trainable lies above

@@ -15,7 +15,7 @@ from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.program import Input, Options, Program
 from csc.ir.rewrite import add_call
-from csc.torch_private import FakeTensorMode, without_messages
+from csc.torch_private.traces import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.
 IDENTITY_IF_UNCHANGED = (g.VIEWS - {"aten::detach"}) | {"aten::_to_copy", "aten::clone"}

@@ -15,47 +15,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from csc.kernels.context import ATTENTION, GATHER
+from csc.passes.spread_masks import SpreadMasks, TokenSizes
 from torch import fx
 
 from csc.analysis.operators.made import NEW
-from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
-from csc.analysis.operators.relation import reshaped
-from csc.analysis.routing import TOKENS, Moved, follow, positions
+from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
+from csc.analysis.routing import TOKENS, Moved, positions
+from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.naming import identifier
-from csc.ir.program import Context, ContextMask, Program
+from csc.ir.program import Context, Program
 from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
 LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
-Place = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class TokenSizes:
-    """tokens of the whole sequence; block: tokens that stay together; shard: slots of one rank."""
-
-    tokens: int
-    block: int
-    shard: int
-
-
-@dataclass(frozen=True)
-class _MaskParts:
-    """The nodes that a packed mask was made of; all None if every query sees every key."""
-
-    ranges: fx.Node | None
-    admits: fx.Node | None
-    kinds: fx.Node | None
-    layers: int
+OTHER_ORDER = "combines tokens with others, since its operands have them in another order"
 
 
 class Spreading:
@@ -78,10 +59,9 @@ class Spreading:
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shards
         self.wholes: dict[fx.Node, Any] = {}  # what other calls see
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
-        self.steps: dict[fx.Node, int | None] = {}  # of values with tokens: how many of a dimension belong to one
-        self.moved: dict[fx.Node, Moved] = {}  # of those whose tokens are sorted by expert
+        self.order = TokenOrder(dims)
         self.dispatched: dict[Any, fx.Node] = {}
-        self.parts: dict[fx.Node | None, _MaskParts] = {}
+        self.masks = SpreadMasks()
 
     def graph(self) -> fx.Graph:
         """The forward graph with local calls on shards. InputError for a call that mixes tokens."""
@@ -107,19 +87,7 @@ class Spreading:
 
     def context(self, attention: fx.Node) -> Context:
         """How the component's tokens are spread; its layers' attention is like the given one of the old graph."""
-        q, k = (argument.meta["val"] for argument in attention.args[:2])  # type: ignore[union-attr]
-        samples, heads, _, width = q.shape
-        return Context(
-            component=self.component,
-            ranks=self.ranks,
-            tokens=self.sizes.tokens,
-            block=self.sizes.block,
-            shard=self.sizes.shard,
-            graph=self._mask_graph(),
-            masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in self.parts.values()),
-            tile_flops=4 * samples * heads * width * self.sizes.block**2,
-            block_bytes=2 * samples * k.shape[1] * width * self.sizes.block * k.element_size(),
-        )
+        return self.masks.context(self.program, self.component, self.ranks, self.sizes, attention, self._mixed)
 
     def _placeholders(self) -> None:
         """What the runtime tells a rank for each microbatch: its tokens, which slots hold one, the plan itself."""
@@ -158,12 +126,12 @@ class Spreading:
                 raise self._mixed(node, "draws a random number for every token")
             g.copy_node(self.new, node, self.mapping)
             return
-        routed = follow(node, self.moved, self.dims)
+        routed = self.order.follow(node)
         if routed is not None:
             self._routed(node, place, routed)
             return
-        if len({step for used in node.all_input_nodes if (step := self._step(used, place)) is not None}) > 1:
-            raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
+        if self.order.mixed(node, place):
+            raise self._mixed(node, OTHER_ORDER)
         if name == "csc::dropout":
             self._dropout(node, place)
             return
@@ -196,11 +164,10 @@ class Spreading:
 
     def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
-        if isinstance(found, Moved):
-            self.moved[node] = found
-        elif found != TOKENS:
+        if isinstance(found, str) and found != TOKENS:
             raise self._mixed(node, found)
-        self._in_order(node, place, found)
+        if not self.order.keep(node, place, found):
+            raise self._mixed(node, OTHER_ORDER)
         self.places[node] = place
         if g.op_name(node) in SIZED_VIEWS:
             self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
@@ -212,20 +179,6 @@ class Spreading:
             given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
-
-    def _in_order(self, node: fx.Node, place: Place, found: Moved | str) -> None:
-        """Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back."""
-        known = [self.moved[used] for used in node.all_input_nodes if used in self.moved]
-        sort = next((one.order for one in known if one.order is not None), None)
-        step = None if sort is None else self._step(sort.args[0], place)
-        if found == TOKENS:
-            self.steps[node] = step
-            return
-        each = next((one.each for one in known if one.kind == "tokens_of"), 1)
-        for used in node.all_input_nodes:
-            own = self._step(used, place)
-            if known and own is not None and own * each != step:
-                raise self._mixed(node, "combines tokens with others, since its operands have them in another order")
 
     def _dropout(self, node: fx.Node, place: Place) -> None:
         """Each token's part of the mask that the whole sequence would have."""
@@ -262,39 +215,12 @@ class Spreading:
         shape = self._shape(node, place)
         if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
             raise self._mixed(node, "joins tokens")
-        if self._step(node.args[0], place) is not None and self._step(node, place) is None:
+        if self.order.step(node.args[0], place) is not None and self.order.step(node, place) is None:
             raise self._mixed(node, "gives tokens the places of others")
         target = aten.expand.default if g.op_name(node) == "aten::expand" else aten.reshape.default
         if g.op_name(node) == "aten::view" and self._viewable(operand, shape):
             target = aten.view.default
         return self._call(node, target, operand, shape)
-
-    def _step(self, node: Any, place: Place) -> int | None:
-        """How many neighbours in the dimension that counts tokens belong to one of them: 1, unless a reshape has joined
-        tokens with what stood behind them. None if no single dimension counts tokens, or not in their order.
-        """
-        if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self.dims(node)) != 1:
-            return None
-        if node in self.moved:
-            return None
-        if node not in self.steps:
-            self.steps[node] = self._step_of(node, place)
-        return self.steps[node]
-
-    def _step_of(self, node: fx.Node, place: Place) -> int | None:
-        (dim,), shape, length = self.dims(node), node.meta["val"].shape, place[1] - place[0]
-        made: Any = node.args[0] if node.target is operator.getitem else node
-        operands = [used for used in made.all_input_nodes if self.dims(used)]
-        if g.op_name(node) in RESHAPES and len(operands) == 1 and len(self.dims(operands[0])) == 1:
-            before = self._step(operands[0], place)
-            if before is None:
-                return None
-            axis = reshaped(operands[0].meta["val"].shape, shape, (self.dims(operands[0])[0], before), length)
-            return axis[1] if axis is not None and axis[0] == dim else None
-        if shape[dim] == length:
-            return 1
-        found = {step for used in operands if (step := self._step(used, place)) is not None}
-        return found.pop() if len(found) == 1 else None
 
     def _shape(self, node: fx.Node, place: Place) -> list[int]:
         """A value's sizes on shards."""
@@ -371,7 +297,7 @@ class Spreading:
             raise self._mixed(node, "lets queries that are not of the sequence see its tokens")
         q, k, v = (self._given(one, place) for one in (query, key, value))
         if self.dims(key):  # type: ignore[arg-type]
-            number = self._mask_number(packed if isinstance(packed, fx.Node) else None)
+            number = self.masks.number(packed if isinstance(packed, fx.Node) else None)
             last: tuple[Any, ...] = (self.own["plan"], number, self.sizes.tokens, scale, softcap)
             self.mapping[node] = self._call(node, ATTENTION, q, k, v, *last)
         else:
@@ -388,13 +314,6 @@ class Spreading:
     def _queries(self, node: fx.Node, place: Place) -> fx.Node:
         """Ranges or admits, whose dimension of queries comes behind samples and rules."""
         return self.mapping[node] if node in self.local else self._dispatch(node, place, 2)
-
-    def _mask_number(self, packed: fx.Node | None) -> int:
-        if packed not in self.parts:
-            made: Any = packed.args[:3] if packed is not None else (None, None, None)
-            self.parts[packed] = _MaskParts(made[0], made[1], made[2], 0)
-        self.parts[packed] = replace(self.parts[packed], layers=self.parts[packed].layers + 1)
-        return list(self.parts).index(packed)
 
     # values that enter
 
@@ -435,25 +354,6 @@ class Spreading:
             taken = self._call(node, aten.where.self, real, taken, none)
             taken.meta["hint"] = "labels"
         return taken
-
-    # what the masks are made of
-
-    def _mask_graph(self) -> fx.Graph:
-        """From the batch to ranges, admits and kinds of each mask, for the whole sequence."""
-        parts = [node for p in self.parts.values() for node in (p.ranges, p.admits, p.kinds) if node is not None]
-        needed = g.ancestors(parts)
-        graph = fx.Graph()
-        mapping: dict[fx.Node, Any] = {}
-        for node in g.subgraph_nodes(self.program.graph, needed):
-            if node.op == "placeholder" and node.meta["role"][0] == "parameter":
-                reader = next(user for user in node.users if user in needed)
-                raise self._mixed(reader, f"decides with {node.meta['role'][1]} what attention sees")
-            if node.op == "placeholder":
-                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-            else:
-                g.copy_node(graph, node, mapping)
-        graph.output(tuple(mapping[node] for node in parts))
-        return graph
 
     # nodes
 

@@ -13,7 +13,7 @@ from csc.analysis.flops import call_flops, count
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
 from csc.ir.rewrite import narrow_outputs
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 # Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
 RECOMPUTED = frozenset({"aten::scalar_tensor", "aten::full", "aten::zeros", "aten::ones", "aten::arange"})

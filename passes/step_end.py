@@ -5,7 +5,7 @@ its links, a reduce-scatter or an all-gather half of that. AdamW reads a paramet
 writes all but the gradient; with `zero` each rank does its share, and the parameters go round again but with zero=3.
 
     step_ends(program, options) -> [StepEnd]                one for each position on the pp axis
-    step_ends_of(program, options, regions) -> [StepEnd]    for pipeline ranks that hold these regions
+    seconds_behind(program, options, stages, placement)     of a plan for it: of the rank that takes the longest
 """
 
 from __future__ import annotations
@@ -39,10 +39,20 @@ def step_ends(program: Program, options: Options) -> list[StepEnd]:
     """Of a planned Program."""
     held = [[name for stage in program.stages if stage.rank == rank for name in stage.regions]
             for rank in range(options.mesh.pp)]  # fmt: skip
-    return step_ends_of(program, options, held)
+    return _ends(program, options, held)
 
 
-def step_ends_of(program: Program, options: Options, regions: Sequence[Collection[str]]) -> list[StepEnd]:
+def seconds_behind(
+    program: Program, options: Options, stages: Sequence[Sequence[int]], placement: Sequence[int]
+) -> float:
+    """Seconds behind the last action of the rank that takes the longest. stages: the numbers of their regions."""
+    held: list[list[str]] = [[] for _ in range(options.mesh.pp)]
+    for units, rank in zip(stages, placement, strict=True):
+        held[rank] += [program.regions[unit].name for unit in units]
+    return max(end.seconds for end in _ends(program, options, held))
+
+
+def _ends(program: Program, options: Options, regions: Sequence[Collection[str]]) -> list[StepEnd]:
     """By the hardware profile of each rank; nothing is taken to run beside the last actions. regions: by pipeline rank,
     their names.
     """

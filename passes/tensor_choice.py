@@ -22,7 +22,7 @@ from csc.analysis.tensor_axes import Trees, dimensions, sharded
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.program import Box, DividedAxis, Template
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 EDGE = "it is part of what regions hand each other"
 LEAST_WORTH = 64  # below, a sum takes longer than it saves

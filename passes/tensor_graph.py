@@ -37,7 +37,7 @@ from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.rewrite import Writer
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # reductions of a loss

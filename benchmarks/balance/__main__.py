@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 WIDTH = 160
-PACED = 4  # cells
+EMULATED = 4  # cells
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small model, two shapes, no integer programs")
     parser.add_argument("--batches", type=int, default=2, help="of each cell (default: 2)")
     parser.add_argument("--only", default="*", help="a glob over the names of cells")
-    parser.add_argument("--paced", action="store_true", help="also some cells as paced ranks: real processes")
+    parser.add_argument("--emulated", action="store_true", help="also some cells as emulated ranks: real processes")
     given = parser.parse_args()
     from benchmarks.balance.simulated import cells, measure
     from benchmarks.balance.summary import document, show
@@ -36,10 +36,10 @@ def main() -> None:
             rows.append(measure(cell, given.batches, 0.0 if given.quick or cell.shape[2] > 1 else 1.0))
             bar.advance(task)
     runs = []
-    if given.paced:
-        from benchmarks.balance.paced import paced
+    if given.emulated:
+        from benchmarks.balance.emulated_cells import emulated
 
-        runs = paced([cell for cell in chosen if cell.shape[0] == 4 and cell.shape[2] == 1][:PACED])
+        runs = emulated([cell for cell in chosen if cell.shape[0] == 4 and cell.shape[2] == 1][:EMULATED])
     if given.json:
         print(json.dumps(document(rows, runs), indent=1))
         return

@@ -1,6 +1,6 @@
 """What the rows say together.
 
-summary(rows, paced) -> {name: number}      document(rows, paced) -> one JSON object      show(console, rows, paced)
+summary(rows, emulated) -> {name: number}   document(rows, emulated) -> one JSON object   show(console, rows, emulated)
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.balance.paced import Paced
+from benchmarks.balance.emulated_cells import Emulated
 from benchmarks.balance.rivals import RIVALS
 from benchmarks.balance.simulated import OURS, Row
 
 
-def summary(rows: Sequence[Row], paced: Sequence[Paced] = ()) -> dict[str, float]:
+def summary(rows: Sequence[Row], emulated: Sequence[Emulated] = ()) -> dict[str, float]:
     """over_equal_max: csc's step over that of equal microbatches, the worst cell under 1F1B; over_equal_many_geomean:
     where there are at least eight microbatches a rank; over_bound_geomean: over what no assignment is below; speedups
     of csc over random, over the best rival of each cell, and over any rival in any cell; decision_seconds_max: CPU.
-    paced_error_max: of measured over predicted seconds, where ranks were paced.
+    paced_error_max: of measured over predicted seconds, where ranks were emulated.
     """
     plain = [row for row in rows if row.cell.schedule == "1f1b"]
     many = [row for row in plain if row.cell.shape[1] >= 8 * row.cell.shape[0]]
@@ -35,7 +35,7 @@ def summary(rows: Sequence[Row], paced: Sequence[Paced] = ()) -> dict[str, float
         "speedup_over_best_rival_geomean": _mean(best(row) / row.seconds[OURS] for row in rows),
         "worst_speedup_over_any_rival": min(best(row) / row.seconds[OURS] for row in rows),
         "decision_seconds_max": max(row.decision for row in rows),
-        **({"paced_error_max": max(abs(one.error) for one in paced)} if paced else {}),
+        **({"paced_error_max": max(abs(one.error) for one in emulated)} if emulated else {}),
         **{f"activations_over_equal_max_{name}": max(row.taken[name] for row in rows) for name in (OURS, *RIVALS)},
     }
 
@@ -50,17 +50,17 @@ def _mean(ratios: Iterable[float]) -> float:
     return geometric_mean(found) if found else float("nan")
 
 
-def document(rows: Sequence[Row], paced: Sequence[Paced] = ()) -> dict[str, Any]:
+def document(rows: Sequence[Row], emulated: Sequence[Emulated] = ()) -> dict[str, Any]:
     """All rows and the summary."""
     each = [
         {"cell": row.cell.name, "seconds": row.seconds, "bound": row.bound, "equal": row.equal,
          "decision": row.decision, "activations_over_equal": row.taken}
         for row in rows
     ]  # fmt: skip
-    return {"summary": summary(rows, paced), "rows": each, "paced": [asdict(one) for one in paced]}
+    return {"summary": summary(rows, emulated), "rows": each, "emulated": [asdict(one) for one in emulated]}
 
 
-def show(console: Console, rows: Sequence[Row], paced: Sequence[Paced] = ()) -> None:
+def show(console: Console, rows: Sequence[Row], emulated: Sequence[Emulated] = ()) -> None:
     """One line for each model, frozen set and lengths: the mean over shapes of a step over its bound."""
     columns = ("equal", *RIVALS, OURS)
     table = Table(title="step over its bound, mean of shapes")
@@ -76,8 +76,8 @@ def show(console: Console, rows: Sequence[Row], paced: Sequence[Paced] = ()) -> 
         ratios += [lambda row, way=way: row.seconds[way] / row.bound for way in columns[1:]]  # type: ignore[misc]
         table.add_row(name, *(f"{_mean(map(ratio, own)):.3f}" for ratio in ratios))
     console.print(table)
-    for one in paced:
+    for one in emulated:
         seconds = f"{one.measured:.3f} s measured, {one.predicted:.3f} s predicted"
-        console.print(f"paced, {one.cell}, {one.way}: {seconds} ({one.error:+.1%})", highlight=False)
-    for name, value in summary(rows, paced).items():
+        console.print(f"emulated, {one.cell}, {one.way}: {seconds} ({one.error:+.1%})", highlight=False)
+    for name, value in summary(rows, emulated).items():
         console.print(f"{name:36} {value:.4g}")

@@ -3,7 +3,7 @@
 Terms: *balanced*: csc's planner when communication costs nothing and 2 % of the time may be given up for less of it.
 That is how the aims for volumes were measured: swap until the heaviest rank is within 2 % of the mean, with few keys.
 
-    Plan: one dispatch and its figures;   Row: a case and all its dispatches
+    Dispatched: one dispatch and its figures;   Row: a case and all its dispatches
     run(cases, hardware, partial, progress) -> list[Row]
 """
 
@@ -26,7 +26,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class Dispatched:
     """tile, area: heaviest rank over the mean. volume: foreign keys over an all-gather's. seconds: with exact sets.
     gathered: with an all-gather. planner: CPU seconds of one thread; of csc's, the best of three runs."""
 
@@ -45,7 +45,7 @@ class Row:
     case: Case
     share: float  # of pairs that are visible
     bound: float  # seconds
-    plans: dict[str, Plan]  # csc's and the rivals', by name
+    plans: dict[str, Dispatched]  # csc's and the rivals', by name
 
 
 def run(chosen: list[Case], hardware: Hardware, partial: float, progress: Callable[[str, int, int], None]) -> list[Row]:
@@ -78,10 +78,10 @@ def _timed(call: Callable[..., Any], *arguments: Any, repeats: int = REPEATS) ->
     return result, min(seconds)
 
 
-def _plan(dispatch: Dispatch, counted: Tiles, took: float) -> Plan:
+def _plan(dispatch: Dispatch, counted: Tiles, took: float) -> Dispatched:
     given, ranks = dispatch.ranks_of_blocks, dispatch.prepared.workload.ranks
     nonempty = np.count_nonzero(counted.classes, axis=1)
-    return Plan(
+    return Dispatched(
         tile=_imbalance(given, nonempty, ranks),
         area=_imbalance(given, counted.areas, ranks),
         volume=dispatch.volume_over_all_gather,

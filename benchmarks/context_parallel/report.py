@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context_parallel.measure import BALANCED, CSC, Plan, Row
+from benchmarks.context_parallel.measure import BALANCED, CSC, Dispatched, Row
 from benchmarks.context_parallel.rivals import RIVALS
 from benchmarks.context_parallel.summary import RANKS, TOKENS, geomean, over_best_rival, over_gathered_ptrr, summary
 
@@ -24,7 +24,7 @@ def show(console: Console, rows: list[Row]) -> None:
         console.print(f"{name:<44} {'-' if value is None else f'{value:.4f}'}")
 
 
-def _mean(plans: list[Plan], field: str) -> float:
+def _mean(plans: list[Dispatched], field: str) -> float:
     return sum(getattr(plan, field) for plan in plans) / len(plans)
 
 

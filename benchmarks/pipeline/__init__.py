@@ -1,4 +1,4 @@
 """The benchmark of pipelines: csc's plans beside those that are made by hand and the schedules of PyTorch.
 
-python -m benchmarks.pipeline [--quick] [--part simulated|paced|real] [--json]
+python -m benchmarks.pipeline [--quick] [--part simulated|emulated|real] [--json]
 """

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("simulated", "paced", "real", "memory", "published")
+PARTS = ("simulated", "emulated", "real", "memory", "published")
 WIDTH = 160
 TOLD = 10  # lines of progress without a terminal
 
@@ -40,7 +40,7 @@ def main() -> None:
         return
     from benchmarks.pipeline.report import show
 
-    link, runs, gradients = found["paced"]
+    link, runs, gradients = found["emulated"]
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -60,14 +60,14 @@ def main() -> None:
 def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """The parts, as the arguments of `document`. Measured parts come first: nothing else runs beside them."""
     from benchmarks.mllm.configurations import CONFIGURATIONS
-    from benchmarks.pipeline import large, memory, paced, published, real, rows_file, simulated
+    from benchmarks.pipeline import emulated_ranks, large, memory, published, real, rows_file, simulated
     from benchmarks.pipeline.cases import cases, numbers
     from benchmarks.pipeline.torch_schedules import TORCH
 
     quick = arguments.quick
     found: dict[str, Any] = {
         "simulated": [],
-        "paced": (None, [], []),
+        "emulated": (None, [], []),
         "real": None,
         "large": None,
         "held": [],
@@ -79,13 +79,13 @@ def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int,
         found["held"] = memory.measure(2 if quick else len(memory.RUNS), progress)
     if "published" in parts:
         found["published"] = published.measure()
-    if "paced" in parts:
-        chosen = paced.QUICK if quick else paced.CASES
+    if "emulated" in parts:
+        chosen = emulated_ranks.QUICK if quick else emulated_ranks.CASES
         known = {case: numbers(case.configuration, [case.hardware])[case.hardware, case.frozen] for case in chosen}
-        link, runs = paced.measure(chosen, known, steps=2 if quick else 3, progress=progress)
+        link, runs = emulated_ranks.measure(chosen, known, steps=2 if quick else 3, progress=progress)
         jobs = [{"kind": "gradients", "name": name} for name in TORCH]
-        gradients = [job | answer for job, answer in zip(jobs, paced.work(jobs, 4))]
-        found["paced"] = (link, runs, gradients)
+        gradients = [job | answer for job, answer in zip(jobs, emulated_ranks.work(jobs, 4))]
+        found["emulated"] = (link, runs, gradients)
     if "simulated" in parts:
         found["large"] = large.plan_seconds()
         only = arguments.configuration

@@ -34,7 +34,7 @@ from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import makespan
 
 Split = tuple[tuple[int, ...], ...]
-EQUAL, UNAWARE, TEMPLATE = "equal layers, 1F1B", "unaware, 1F1B", "templates, 1F1B"
+EQUAL, AGNOSTIC, TEMPLATE = "equal layers, 1F1B", "frozen-agnostic, 1F1B", "templates, 1F1B"
 # (name, csc's name of the schedule, stages on a rank)
 RIVALS = (
     ("rival 1F1B", "1f1b", 1),
@@ -132,7 +132,7 @@ def baselines(whole: Problem, layers: Sequence[bool]) -> list[Baseline]:
     blind = balanced(whole, whole.ranks)
     found = [
         _one_f_one_b(EQUAL, whole, equal_layers(whole, layers, whole.ranks)),
-        _one_f_one_b(UNAWARE, whole, blind),
+        _one_f_one_b(AGNOSTIC, whole, blind),
         min(
             (_one_f_one_b(TEMPLATE, whole, stages, f"stages {ratio}") for ratio, stages in templates(whole, layers)),
             key=lambda each: each.seconds or 0.0,
@@ -166,7 +166,7 @@ def schedule_of(title: str, numbers: Pipeline, ranks: int, microbatches: int) ->
 
 def _splits(whole: Problem, stages: int) -> Iterator[tuple[str, Split]]:
     """In order of execution: by forward time, by all work, and by csc's own bound, which looks at what is frozen."""
-    yield "unaware", balanced(whole, stages)
+    yield "frozen-agnostic", balanced(whole, stages)
     starts = balance([round(1e9 * unit.work) for unit in whole.units], stages)
     yield "by work", tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(whole.units)]))
     aware = contiguous(replace(whole, ranks=stages, memory=math.inf))

@@ -1,6 +1,6 @@
 """The tables that people read, 160 columns wide.
 
-show(console, simulated, link, paced, gradients, real, large)
+show(console, simulated, link, emulated, gradients, real, large)
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pipeline.baselines import AGNOSTIC, TEMPLATE
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
-from benchmarks.pipeline.baselines import TEMPLATE, UNAWARE
+from benchmarks.pipeline.emulated_ranks import Measured
 from benchmarks.pipeline.memory import Held
-from benchmarks.pipeline.paced import Measured
 from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.real import Real
 from benchmarks.pipeline.simulated import Pair, Planned, Row
@@ -42,11 +42,11 @@ NOTES = (
     "Cases: frozen are nothing (all), the encoders (enc), all but the projectors (proj); ranks; hardware; +: "
     "heavy, frozen encoders hold a third or more of the forward FLOPs; n too large: rivals that do not fit the device.",
     "GiB: activations, the most that a rank keeps for B and W, on the fullest rank. Equal: no more than the "
-    "unaware split (b) under 1F1B; double: twice that. State: with parameters, gradients and AdamW's moments, of "
-    "the device's memory.",
+    "frozen-agnostic split (b) under 1F1B; double: twice that. State: with parameters, gradients and AdamW's moments, "
+    "of the device's memory.",
     "x bound: over the lower bound of plans with one stage on each rank; *: the plan has two on a rank, that "
     "bound does not hold for it, and the weaker one of all plans is used.",
-    "Speedups over a (equal layers), b (balanced forward time, unaware of what is frozen), c (the best template),"
+    "Speedups over a (equal layers), b (balanced forward time, frozen-agnostic), c (the best template),"
     " all under 1F1B with B and W apart, which sends an input's gradient right after B, and over torch's schedules on "
     "b's split, which send it after both, at no more activations than the baseline's own. !: torch gives no "
     "gradients to the weights of the first trained stage behind a frozen prefix. -: torch cannot express the case"
@@ -62,7 +62,7 @@ def show(
     console: Console,
     simulated: Sequence[Row],
     link: Link | None,
-    paced: Sequence[Measured],
+    emulated: Sequence[Measured],
     gradients: Sequence[dict[str, Any]],
     real: Real | None,
     large: float | None = None,
@@ -75,8 +75,8 @@ def show(
         for note in NOTES:
             console.print(note, highlight=False)
         console.print()
-    if paced and link is not None:
-        console.print(_paced(paced, link))
+    if emulated and link is not None:
+        console.print(_emulated(emulated, link))
         console.print(_gradients(gradients))
     if real is not None:
         console.print(_real(real))
@@ -84,7 +84,7 @@ def show(
         console.print(_held(held))
     if published:
         console.print(_published(published))
-    console.print(_summary(summary(simulated, paced, real, large, held, published), details(simulated, paced)))
+    console.print(_summary(summary(simulated, emulated, real, large, held, published), details(simulated, emulated)))
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -115,7 +115,7 @@ def _simulated(rows: Sequence[Row]) -> Table:
             *_plan(equal),
             *_plan(double),
             f"{double.memory / row.device:.0%}",
-            *(_speedup(row.pair(name)) for name in (LAYERS, UNAWARE, TEMPLATE, *TORCH)),
+            *(_speedup(row.pair(name)) for name in (LAYERS, AGNOSTIC, TEMPLATE, *TORCH)),
         )
     return table
 
@@ -132,9 +132,9 @@ def _speedup(pair: Pair) -> str:
     return f"none{mark}" if pair.speedup is None else f"{pair.speedup:.2f}{mark}"
 
 
-def _paced(runs: Sequence[Measured], link: Link) -> Table:
+def _emulated(runs: Sequence[Measured], link: Link) -> Table:
     table = _table(
-        "Paced ranks over gloo: processes, messages and order are real, compute is a wait. "
+        "Emulated ranks over gloo: processes, messages and order are real, compute is a wait. "
         f"Loopback: {1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.2f} GB/s",
         ["case", "run"],
         ["predicted s", "measured s", "error"],

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from benchmarks.pipeline.baselines import NAMES, UNAWARE, Baseline, baselines, schedule_of
+from benchmarks.pipeline.baselines import AGNOSTIC, NAMES, Baseline, baselines, schedule_of
 from benchmarks.pipeline.cases import HARDWARE, Case, Numbers, numbers, of_case
 from csc.errors import InputError
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
@@ -99,7 +99,7 @@ def evaluate(case: Case, found: Numbers) -> Row:
     whole = of_case(found, case)
     single, shared = lower_bound(whole).seconds, shared_lower_bound(whole).seconds
     others = baselines(whole, found.layers)
-    reference = next(each.activations for each in others if each.name == UNAWARE)
+    reference = next(each.activations for each in others if each.name == AGNOSTIC)
     stated = replace(found.problem, ranks=case.ranks)
 
     def planned(limit: float, chunks: int | None = None) -> Planned:

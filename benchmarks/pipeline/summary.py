@@ -1,12 +1,12 @@
 """The figures of the whole benchmark, and everything as one JSON object.
 
-    summary(simulated, paced, real, large, held, published) -> {field: number or None}    None: that part was not run
-    details(simulated, paced) -> {field: number or None}              what the fields above leave out
+    summary(simulated, emulated, real, large, held, published) -> {field: number or None}    None: that part was not run
+    details(simulated, emulated) -> {field: number or None}              what the fields above leave out
     document(...) -> dict                                             summary, details, rows, machine, date, versions
 
 Means are geometric. In the summary
   makespan_over_bound                   the best plan found with one stage on each rank, over the lower bound of such
-                                        plans, with twice the activations of the unaware 1F1B or no more than those.
+                                        plans, with twice the activations of the frozen-agnostic 1F1B or no more.
                                         Plans with several stages on a rank are faster; how they compare with this
                                         bound and with the weaker one of all plans stands in the details
   worst_speedup_over_any_baseline       of pairs: csc keeps to the activations of the very baseline. Baselines whose
@@ -22,7 +22,7 @@ Means are geometric. In the summary
   published_error                       of tokens per second that others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
-                                        within the memory of the unaware 1F1B, both measured
+                                        within the memory of the frozen-agnostic 1F1B, both measured
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks.pipeline.baselines import AGNOSTIC, NAMES, TEMPLATE
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
-from benchmarks.pipeline.baselines import NAMES, TEMPLATE, UNAWARE
+from benchmarks.pipeline.emulated_ranks import EQUAL, Measured
 from benchmarks.pipeline.memory import Held, largest
-from benchmarks.pipeline.paced import EQUAL, Measured
 from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.published import error
 from benchmarks.pipeline.real import Real
@@ -53,7 +53,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 
 def summary(
     simulated: Sequence[Row],
-    paced: Sequence[Measured],
+    emulated: Sequence[Measured],
     real: Real | None,
     large: float | None = None,
     held: Sequence[Held] = (),
@@ -61,10 +61,10 @@ def summary(
 ) -> Figures:
     """The fields that the benchmark is judged by. large: seconds of a plan, see benchmarks.pipeline.large."""
     frozen = [row for row in simulated if row.case.frozen != "all trainable"]
-    unaware = {row.case: row.pair(UNAWARE).baseline.seconds for row in frozen}
-    gains = {row.case: (unaware[row.case] or math.nan) / row.plans["equal"].makespan for row in frozen}
+    agnostic = {row.case: row.pair(AGNOSTIC).baseline.seconds for row in frozen}
+    gains = {row.case: (agnostic[row.case] or math.nan) / row.plans["equal"].makespan for row in frozen}
     pairs = [pair for row in simulated for pair in row.pairs if pair.speedup is not None and not pair.baseline.wrong]
-    errors = [abs(each.error) for each in paced if each.run not in TORCH and each.error is not None]
+    errors = [abs(each.error) for each in emulated if each.run not in TORCH and each.error is not None]
     return {
         "makespan_over_bound_geomean": geomean(row.plans["double, one stage"].over_bound for row in simulated),
         "makespan_over_bound_equal_memory_geomean": geomean(
@@ -81,13 +81,13 @@ def summary(
         "speedup_over_unaware_geomean": geomean(gains.values()),
         "paced_error_max": max(errors, default=None),
         "real_error": abs(real.error) if real is not None else None,
-        "paced_speedup_over_torch": geomean(over_torch(paced).values()),
+        "paced_speedup_over_torch": geomean(over_torch(emulated).values()),
         "plan_seconds_max": max((row.plan_seconds for row in simulated), default=None),
         "plan_seconds_64x256": large,
     }
 
 
-def details(simulated: Sequence[Row], paced: Sequence[Measured]) -> Figures:
+def details(simulated: Sequence[Row], emulated: Sequence[Measured]) -> Figures:
     """Counts and means beside the summary. over_one_stage_bound: over the bound of plans with one stage on each rank,
     whatever the plan: how near csc comes to the best that such plans could be.
     """
@@ -111,7 +111,7 @@ def details(simulated: Sequence[Row], paced: Sequence[Measured]) -> Figures:
         "any_plan_over_one_stage_bound_equal_memory_geomean": geomean(
             row.plans["equal"].over_single for row in simulated
         ),
-        **{f"worst_speedup_over {name}": _worst(simulated, name) for name in (LAYERS, UNAWARE, TEMPLATE, *TORCH)},
+        **{f"worst_speedup_over {name}": _worst(simulated, name) for name in (LAYERS, AGNOSTIC, TEMPLATE, *TORCH)},
         "pairs": sum(pair.speedup is not None for row in simulated for pair in row.pairs),
         "pairs_slower": sum(
             pair.speedup is not None and pair.speedup < 1 - 1e-9 and not pair.baseline.wrong
@@ -120,14 +120,17 @@ def details(simulated: Sequence[Row], paced: Sequence[Measured]) -> Figures:
         ),
         "pairs_without_a_plan_that_fits": sum(not pair.fits for row in simulated for pair in row.pairs),
         "baselines_with_wrong_gradients": sum(bool(pair.baseline.wrong) for row in simulated for pair in row.pairs),
-        "paced_torch_error_max": max(
-            (abs(each.error) for each in paced if each.run in TORCH and each.error is not None and not each.wrong),
+        "emulated_torch_error_max": max(
+            (abs(each.error) for each in emulated if each.run in TORCH and each.error is not None and not each.wrong),
             default=None,
         ),
-        "paced_speedup_over_every_torch_schedule": geomean(
+        "emulated_speedup_over_every_torch_schedule": geomean(
             each.measured / own
-            for each in paced
-            if each.run in TORCH and each.measured is not None and not each.wrong and (own := _of(paced, each, EQUAL))
+            for each in emulated
+            if each.run in TORCH
+            and each.measured is not None
+            and not each.wrong
+            and (own := _of(emulated, each, EQUAL))
         ),
     }
 
@@ -156,14 +159,14 @@ def _by_frozen(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {"all trained": trained, "something frozen": [row for row in rows if row not in trained]}
 
 
-def over_torch(paced: Sequence[Measured]) -> dict[str, float]:
+def over_torch(emulated: Sequence[Measured]) -> dict[str, float]:
     """By case: seconds of the fastest of torch's schedules with right gradients over those of csc at equal memory."""
     found = {}
-    for each in paced:
+    for each in emulated:
         if each.run == EQUAL and each.measured is not None:
             theirs = [
                 other.measured
-                for other in paced
+                for other in emulated
                 if other.case == each.case and other.run in TORCH and other.measured is not None and not other.wrong
             ]
             if theirs:
@@ -171,8 +174,8 @@ def over_torch(paced: Sequence[Measured]) -> dict[str, float]:
     return found
 
 
-def _of(paced: Sequence[Measured], other: Measured, run: str) -> float | None:
-    return next((each.measured for each in paced if each.case == other.case and each.run == run), None)
+def _of(emulated: Sequence[Measured], other: Measured, run: str) -> float | None:
+    return next((each.measured for each in emulated if each.case == other.case and each.run == run), None)
 
 
 def geomean(numbers: Iterable[float]) -> float | None:
@@ -183,23 +186,23 @@ def geomean(numbers: Iterable[float]) -> float | None:
 
 def document(
     simulated: Sequence[Row],
-    paced: tuple[Link | None, Sequence[Measured], Sequence[dict[str, Any]]],
+    emulated: tuple[Link | None, Sequence[Measured], Sequence[dict[str, Any]]],
     real: Real | None,
     notes: dict[str, Sequence[str]],
     large: float | None = None,
     held: Sequence[Held] = (),
     published: Sequence[Published] = (),
 ) -> dict[str, Any]:
-    """Everything as JSON would have it. paced: the link, the runs, and torch's gradients behind a frozen prefix; notes:
-    of the configurations.
+    """Everything as JSON would have it. emulated: the link, the runs, and torch's gradients behind a frozen prefix;
+    notes: of the configurations.
     """
-    link, runs, gradients = paced
+    link, runs, gradients = emulated
     return {
         "summary": summary(simulated, runs, real, large, held, published),
         "details": details(simulated, runs),
         "simulated": [without_stages(row) for row in simulated],
-        "paced": [asdict(each) | {"error": each.error} for each in runs],
-        "paced_over_torch": over_torch(runs),
+        "emulated": [asdict(each) | {"error": each.error} for each in runs],
+        "emulated_over_torch": over_torch(runs),
         "loopback": asdict(link) if link is not None else None,
         "torch_gradients_behind_a_frozen_prefix": list(gradients),
         "real": asdict(real) | {"error": real.error} if real is not None else None,

@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline.worker JOBS RANKS RESULTS
 
-JOBS is a file of JSON, a list of jobs (see benchmarks.pipeline.paced); RESULTS a directory in which result_I.json
-appears as soon as job I is done. The ranks are forked after the imports, which would take longer than the runs. A rank
-that fails writes error_RANK.txt and ends, and with it the others.
+JOBS is a file of JSON, a list of jobs (see benchmarks.pipeline.emulated_ranks); RESULTS a directory in which
+result_I.json appears as soon as job I is done. The ranks are forked after the imports, which would take longer than the
+runs. A rank that fails writes error_RANK.txt and ends, and with it the others.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from benchmarks.pipeline.torch_emulated import Span, prepare
 from benchmarks.pipeline.torch_gradients import check
-from benchmarks.pipeline.torch_paced import Span, prepare
 from csc.ir.schedule import parse
+from csc.reports.wire_profile import SIZES, fastest, there_and_back, wire
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import emulated, run
 from csc.simulation.pipeline_file import from_json
 
 TIMEOUT = timedelta(seconds=120)
-PINGS, PING_SIZES = 100, (4, 4 << 20)  # round trips; bytes
+CPU = torch.device("cpu")
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, results: Path) -> N
 def _csc(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Steps of csc's own runtime."""
     program = emulated(from_json(job["pipeline"]), parse(job["schedule"]))
-    transport = Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds())
+    transport = Distributed(program.program, CPU, TIMEOUT.total_seconds())
 
     def step() -> list[Span]:
         (traces,) = run(program, transport)
@@ -97,27 +98,13 @@ def _steps(step: Callable[[], list[Span]], count: int, ranks: int) -> dict[str, 
 
 
 def _link(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """Half of the round trip of a small and a large message between ranks 0 and 1: the fastest tenth, as what else
-    this machine does only ever adds to it.
-    """
-    halves = []
-    for size in PING_SIZES:
-        message = torch.zeros(size, dtype=torch.uint8)
+    """Between ranks 0 and 1."""
+    seconds = []
+    for size in SIZES:
         dist.barrier()
-        times = []
-        for _ in range(PINGS if rank < 2 else 0):
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(message, 1)
-                dist.recv(message, 1)
-            else:
-                dist.recv(message, 0)
-                dist.send(message, 0)
-            times.append(time.perf_counter() - start)
-        halves.append(sorted(times)[PINGS // 10] / 2 if times else 0.0)
-    small, large = halves
-    transfer = max(large - small, large / 2)
-    return {"latency": small, "bandwidth": PING_SIZES[1] / transfer if transfer else 0.0}
+        if rank < 2:
+            seconds.append(fastest(there_and_back(rank, size, CPU), CPU) / 2)
+    return wire(seconds, SIZES)._asdict() if rank < 2 else {}
 
 
 def _gradients(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:

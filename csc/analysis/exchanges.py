@@ -23,8 +23,7 @@ from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 
-TENSOR = ("csc::all_reduce", "csc::all_gather", "csc::reduce_scatter", "csc::all_to_all")
-DIVIDED = ("csc::reduce_scatter", "csc::all_to_all", "csc::context_gather_backward")  # each rank gets a part of each
+DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
 ATTENTION = "csc::context_attention"
 AXES: Mapping[str, Group] = {"tp": Group.TENSOR, "cp": Group.CONTEXT}
 Wires = Mapping[str, tuple[int, Wire]]
@@ -43,13 +42,12 @@ class Exchange(NamedTuple):
 def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
     name = g.op_name(node)
-    if name in TENSOR:
-        bound = g.bind(node)
-        return Exchange("tp", _bytes(bound["x"]), bound.get("ranks", 0), name in DIVIDED, False)
+    if name == "csc::all_reduce":
+        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, False, False)
     if name.startswith("csc::context_gather"):
         given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())
-        return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name in DIVIDED, False)
+        return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name == DIVIDED, False)
     if name.startswith(ATTENTION):
         bound = g.bind(node)
         payload = _bytes(bound["k"]) + _bytes(bound["v"])

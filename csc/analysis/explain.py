@@ -70,13 +70,15 @@ def _region_row(program: Program, region: Region, stage: int, trainable: dict, n
 
 def _why(region: Region, trains: bool) -> str:
     if not region.needs_dx and not region.needs_dw:
-        return "frozen, nothing trainable above: F only" if region.parameters else "nothing trainable above: F only"
+        return (
+            "frozen, nothing trainable upstream: F only" if region.parameters else "nothing trainable upstream: F only"
+        )
     if region.needs_dx and not region.needs_dw:
         return "frozen, on the way of a gradient: no W" if region.parameters else "on the way of a gradient"
     partly = "" if all(region.dw) else f"{sum(region.dw)} of {len(region.dw)} parameters train"
     if region.activations and not region.needs_dx:
         led = f"; {partly}, W holds what leads to them" if partly else ""
-        return f"nothing trainable above: no B{led}"
+        return f"nothing trainable upstream: no B{led}"
     return partly or ("trained" if trains else "")
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from csc.analysis import head_costs
 from csc.ir import graph as g
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 

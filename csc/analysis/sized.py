@@ -17,7 +17,8 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.rewrite import add_call, values_of
-from csc.torch_private import FakeTensorMode, OpOverload, without_messages
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import FakeTensorMode, without_messages
 
 
 def sized(graph: fx.Graph, shapes: Mapping[str, Sequence[int]]) -> fx.Graph:

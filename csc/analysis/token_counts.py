@@ -24,7 +24,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.ir.rewrite import extract
 from csc.ir.stored import graph_from_tree, graph_to_tree
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 
 @dataclass(frozen=True)

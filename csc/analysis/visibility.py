@@ -16,7 +16,6 @@ document[k]`). Nothing else is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -25,6 +24,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import fx
 
+from csc.analysis.batch_free_values import COPIED, RESHAPED, folded, one_number, restarting, slots, table
 from csc.ir import graph as g
 
 MOST_CLAUSES = 8
@@ -82,8 +82,6 @@ Clause = frozenset[Condition]
 NOTHING: tuple[Clause, ...] = ()
 EVERYTHING: tuple[Clause, ...] = (frozenset(),)
 
-_PASS = {"aten::expand", "aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy"}
-_RESHAPE = {"aten::unsqueeze", "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze"}
 _AND = {"aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul"}
 _OR = {"aten::__or__", "aten::bitwise_or", "aten::logical_or"}
 _NOT = {"aten::bitwise_not", "aten::logical_not"}
@@ -151,17 +149,17 @@ def _places(value: Any, queries: int) -> list[int] | None:
 def _of_bias(node: fx.Node) -> tuple[tuple[Clause, ...], float]:
     """Floats: `where(seen, 0, low)`, `where(hidden, low, 0)` or `zeros.masked_fill(hidden, low)`; and what low is."""
     name, bound = g.op_name(node), g.bind(node) if node.op == "call_function" else {}
-    if name in _PASS or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
+    if name in COPIED or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
         return _of_bias(node.args[0])  # type: ignore[arg-type]
-    if name in _RESHAPE and _aligned(node):
+    if name in RESHAPED and _aligned(node):
         return _of_bias(node.args[0])  # type: ignore[arg-type]
     if name == "aten::where":
-        first, second = (_number(bound.get(side)) for side in ("self", "other"))
+        first, second = (one_number(bound.get(side)) for side in ("self", "other"))
         if first == 0 and _hides(second):
             return _simplified(_union(bound["condition"], negated=False)), second
         if second == 0 and _hides(first):
             return _simplified(_union(bound["condition"], negated=True)), first
-    if name == "aten::masked_fill" and _number(bound["self"]) == 0 and _hides(low := _number(bound["value"])):
+    if name == "aten::masked_fill" and one_number(bound["self"]) == 0 and _hides(low := one_number(bound["value"])):
         return _simplified(_union(bound["mask"], negated=True)), low
     raise Unrecognised(f"a bias made by {name}")
 
@@ -170,21 +168,11 @@ def _hides(value: float | None) -> TypeGuard[float]:
     return value is not None and value <= -1e4
 
 
-def _number(value: Any) -> float | None:
-    """The one number that a scalar or constant node holds; None if there is none."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    constant = folded(value) if isinstance(value, fx.Node) else None
-    if constant is None or not constant.numel() or not bool((constant == constant.flatten()[0]).all()):
-        return None
-    return float(constant.flatten()[0])
-
-
 def _union(node: fx.Node, negated: bool) -> tuple[Clause, ...]:
     """The node, or its negation, as clauses."""
     name = g.op_name(node)
     if node.op == "call_function":
-        if name in _PASS or (name in _RESHAPE and _aligned(node)):
+        if name in COPIED or (name in RESHAPED and _aligned(node)):
             return _union(node.args[0], negated)  # type: ignore[arg-type]
         if name == "aten::_to_copy" and _is_bool(node) and _is_bool(node.args[0]):  # type: ignore[arg-type]
             return _union(node.args[0], negated)  # type: ignore[arg-type]
@@ -241,54 +229,6 @@ def _within_documents(clause: Clause) -> Clause:
         if own is None or own is not other or (own, other) not in runs:
             raise Unrecognised("a comparison of something other than the places of keys")
     return frozenset(c.bound if isinstance(c, Order) else c for c in clause)
-
-
-def table(node: fx.Node) -> fx.Node | None:
-    """The [B, T] or [T] values that a node holds for each query or each key: without views, and without an index that
-    counts through all of them.
-    """
-    while node.op == "call_function":
-        name = g.op_name(node)
-        source = node.args[0]
-        if name in _PASS or name in _RESHAPE or name == "aten::slice":
-            if not isinstance(source, fx.Node) or source.meta["val"].numel() != node.meta["val"].numel():
-                return node
-        elif name == "aten::index":
-            if not _counts_through(node):
-                return node
-        else:
-            return node
-        node = source  # type: ignore[assignment]
-    return node
-
-
-def _counts_through(node: fx.Node) -> bool:
-    """`x[samples, places]` with both counting from 0 to the end: all of x, in order."""
-    source, given = node.args[0], node.args[1]
-    shape = source.meta["val"].shape  # type: ignore[union-attr]
-    if not isinstance(given, (list, tuple)) or len(given) != len(shape):
-        return False
-    for one, size in zip(given, shape):
-        value = folded(one) if isinstance(one, fx.Node) else None
-        if value is None or not torch.equal(value.flatten(), torch.arange(size)):
-            return False
-    return True
-
-
-def restarting(groups: fx.Node | None) -> fx.Node | None:
-    """The positions p if the node numbers their runs, `cumsum(diff(p) != 1)`; None if it is anything else."""
-    for name in ("aten::cumsum", "aten::ne", "aten::diff"):
-        if groups is None or groups.op != "call_function" or g.op_name(groups) != name:
-            return None
-        along = g.bind(groups).get("dim", -1)
-        if name == "aten::ne" and g.bind(groups).get("other") != 1:
-            return None
-        if name != "aten::ne" and along not in (-1, groups.meta["val"].dim() - 1):
-            return None
-        if name == "aten::diff" and g.bind(groups).get("n", 1) != 1:
-            return None
-        groups = groups.args[0]  # type: ignore[assignment]
-    return groups
 
 
 def _negation(condition: Condition) -> Condition | None:
@@ -355,7 +295,7 @@ def _linear(value: Any, factor: int) -> _Sum:
     if not isinstance(value, fx.Node) or g.is_float(value):
         raise Unrecognised("a comparison of fractions")
     sizes = _sizes(value)
-    if sizes == (1, 1) and (number := _number(value)) is not None:
+    if sizes == (1, 1) and (number := one_number(value)) is not None:
         return _Sum(number=factor * int(number))
     if sizes[1] == 1:
         return _Sum(queries=((factor, value),))
@@ -365,7 +305,7 @@ def _linear(value: Any, factor: int) -> _Sum:
     if name in ("aten::add", "aten::sub") and g.bind(value).get("alpha", 1) == 1:
         second = factor if name == "aten::add" else -factor
         return _linear(value.args[0], factor) + _linear(value.args[1], second)
-    if name in _PASS:
+    if name in COPIED:
         return _linear(value.args[0], factor)
     raise Unrecognised(f"a comparison of what {name} makes of queries and keys")
 
@@ -389,35 +329,3 @@ def _aligned(node: fx.Node) -> bool:
     if len(before) < 2 or len(after) < 2 or before[-2:] != after[-2:]:
         return False
     return [size for size in before[:-2] if size != 1] == [size for size in after[:-2] if size != 1]
-
-
-def slots(node: fx.Node) -> int | None:
-    """The constant c if the node is arange + c along keys, whatever the batch; None if it is anything else."""
-    value = folded(node)
-    if value is None or not value.numel():
-        return None
-    row = value.flatten() if value.dim() < 2 else value.flatten(0, -2)[0]
-    offset = int(row.flatten()[0])
-    steps = torch.arange(value.shape[-1]) + offset
-    return offset if bool((value == steps).all()) else None
-
-
-def folded(node: fx.Node) -> torch.Tensor | None:
-    """The node's value if it depends on nothing but numbers (no batch, parameter or constant); None otherwise."""
-    values: dict[fx.Node, Any] = {}
-    stack = [node]
-    while stack:
-        current = stack[-1]
-        if current.op != "call_function" or g.is_random(current):
-            return None
-        missing = [used for used in current.all_input_nodes if used not in values]
-        if missing:
-            stack += missing
-            continue
-        stack.pop()
-        keywords = {key: "cpu" if key == "device" else value for key, value in current.kwargs.items()}
-        evaluate: Callable[..., Any] = current.target  # type: ignore[assignment]
-        values[current] = evaluate(
-            *fx.map_arg(current.args, values.__getitem__), **fx.map_arg(keywords, values.__getitem__)
-        )
-    return values[node]

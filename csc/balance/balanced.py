@@ -73,7 +73,7 @@ def balanced(
     def make() -> dict[str, bytes]:
         return {"measured": json.dumps(_measured(compiled, table, collation, multiple, batch_size).to_json()).encode()}
 
-    found = _Measured.from_json(json.loads(compiled.of_first(make)["measured"]))
+    found = _Measured.from_json(json.loads(compiled.inspected.of_first(make)["measured"]))
     decider = _decider(compiled, table, found, multiple)
     replicas = [compiled.dp_rank] if several_processes() else list(range(decider.replicas))
     return BalancedLoader(Delivery(collation, decider, replicas, found.counted), order, batch_size, drop_last, options)

@@ -64,7 +64,7 @@ def measured(
     """
     program = compiled.program
     groups = _probes(layout, max(1, round(typical)))
-    problems = [compiled.problem(collated(group)) for group in groups]
+    problems = [compiled.inspected.problem(collated(group)) for group in groups]
     regions = [region.name for region in program.regions]
     for group, one in zip(groups, problems):
         if [unit.name for unit in one.units] != regions:

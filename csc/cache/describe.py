@@ -44,7 +44,8 @@ from csc.cache.classes import Classes
 from csc.cache.indescribable import Opaque
 from csc.cache.kinds import CACHED, has_source, of_transformers, slots
 from csc.cache.origins import Origins, is_own, is_source
-from csc.torch_private import OpOverload, hooks_of_all_modules, hooks_of_tensor
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.hooks import hooks_of_all_modules, hooks_of_tensor
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from
 INERT = {

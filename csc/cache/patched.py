@@ -17,7 +17,7 @@ from torch import nn
 
 from csc.cache.describe import Describer
 from csc.cache.kinds import functions_of, is_own_class, is_own_function, is_put_there, torch_folder
-from csc.torch_private import modes_that_are_on
+from csc.torch_private.traces import modes_that_are_on
 
 SPACES: tuple[Any, ...] = (
     builtins, torch, torch.Tensor, torch.fft, torch.linalg, torch.special, torch.nn.attention, nn.functional, nn.init,

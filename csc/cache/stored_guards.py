@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from csc.capture.guards import Guards
-from csc.capture.trace.export import Host
+from csc.capture.trace.traced_model import Host
 from csc.capture.values.hoist import Function, HostCall
 from csc.capture.values.hoisted import Hoisted
 from csc.ir import asked, capture_guards

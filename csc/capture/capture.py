@@ -26,19 +26,13 @@ from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
-from csc.capture.trace.export import (
-    Exported,
-    HostFunctionFound,
-    Undecided,
-    export,
-    loss_of,
-    training,
-    without_kv_cache,
-)
+from csc.capture.trace.export import Exported, Undecided, export
 from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
 from csc.capture.trace.replay import replay
 from csc.capture.trace.size_guards import sizes_of
+from csc.capture.trace.traced_model import HostFunctionFound, loss_of
+from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.capture.values.hoisted import Hoisted
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
@@ -48,7 +42,7 @@ from csc.ir.flags import FlagsAsked
 from csc.ir.miss import Miss
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.ir.sizes import exactly
-from csc.torch_private import conditions_of_models, one_is_no_special_size
+from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 log = logging.getLogger("csc")
 

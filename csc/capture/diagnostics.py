@@ -14,7 +14,7 @@ import traceback
 import torch
 
 from csc.errors import CscError, InputError
-from csc.torch_private import GuardOnDataDependentSymNode
+from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
 # What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"

@@ -24,9 +24,9 @@ from torch import nn
 
 from csc.capture.batch import split_batch
 from csc.capture.model_guards import Changed, ModelGuards
-from csc.capture.trace.export import Host
 from csc.capture.trace.mutations import Slot
 from csc.capture.trace.replay import Replay, Runs
+from csc.capture.trace.traced_model import Host
 from csc.ir.capture_guards import CaptureGuards
 from csc.ir.miss import Miss
 

@@ -27,7 +27,7 @@ from torch import nn
 from csc import devices
 from csc.capture.reached import Reached
 from csc.kernels.opaque import is_opaque
-from csc.torch_private import gradient_hooks
+from csc.torch_private.hooks import gradient_hooks
 
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from csc.capture.batch import device_of
-from csc.capture.trace.export import training, without_kv_cache
+from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.check.compiling import Compiles
 from csc.check.eager import Step, eager_step, undisturbed
 from csc.check.judge import judge
@@ -31,7 +31,7 @@ from csc.ir.program import Options, Program, Region, compute_dtypes
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 NUMBERS = torch.tensor(-1)  # the seed of a microbatch that leaves nothing to chance
 

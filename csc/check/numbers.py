@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from csc.check.same_masks import SameMasks
-from csc.torch_private import TorchDispatchMode
+from csc.torch_private.traces import TorchDispatchMode
 
 UNIFORM = 0.25
 NORMAL = 0.5

@@ -16,7 +16,7 @@ from torch import nn
 from csc.check.differences import relative
 from csc.check.eager import Step, eager_step
 from csc.check.numbers import WithoutChance
-from csc.torch_private import TorchDispatchMode, pytree
+from csc.torch_private.traces import TorchDispatchMode, pytree
 
 LOSS = ""  # under this name stands how far the loss moves
 # Operations that add up, by parts of their names. Others round too, but are the same operations in a program.

@@ -23,7 +23,7 @@ from torch import nn
 
 from csc.capture.batch import device_of
 from csc.ir.program import Program
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 META = torch.device("meta")
 

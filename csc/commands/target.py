@@ -15,6 +15,7 @@ from torch import nn
 from csc.api import compile
 from csc.capture.diagnostics import user_line
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError, MissingPackage
 
 
@@ -32,7 +33,7 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
     if isinstance(found, CompiledModel):
         compiled = found
     elif isinstance(found, nn.Module) or callable(found):
-        compiled = CompiledModel(found, compile(lambda: nn.Module()).options, None)
+        compiled = compiled_model(found, compile(lambda: nn.Module()).options, None)
     else:
         raise InputError(
             f"{name} is a {type(found).__name__}",
@@ -40,15 +41,8 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
             "name a compiled model, an nn.Module or a function that makes one",
         )
     if example is not None:
-        batch, dividing = _attribute(module, example, path), compiled._dividing
-        compiled = CompiledModel(
-            compiled._model,
-            compiled.options,
-            batch() if callable(batch) else batch,
-            compiled._directory,
-            cache=compiled._cache,
-        )
-        compiled._dividing = dividing
+        batch = _attribute(module, example, path)
+        compiled = compiled.with_example(batch() if callable(batch) else batch)
     return compiled
 
 

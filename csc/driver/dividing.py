@@ -6,6 +6,7 @@ Terms
             and the number of microbatches to these
 
     Dividing(divide).cut(batch, parts, compiler) -> [microbatch]
+    samples_of(tensors) -> int
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _told(divide: Mapping[str, str | Rows], tensors: Mapping[str, torch.Tensor])
     for name, how in divide.items():
         if how == WHOLE or name not in tensors:
             continue
-        samples = _samples(tensors)
+        samples = samples_of(tensors)
         given = [1] * samples if isinstance(how, str) else how(tensors)
         rows = given.tolist() if isinstance(given, torch.Tensor) else given
         good = isinstance(rows, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in rows)
@@ -110,9 +111,10 @@ def _told(divide: Mapping[str, str | Rows], tensors: Mapping[str, torch.Tensor])
     return found
 
 
-def _samples(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Rows of the token ids, else of the first entry."""
-    return len(next((tensors[name] for name in TOKENS if name in tensors), next(iter(tensors.values()))))
+def samples_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """How many a batch has: rows of the token ids, else of the first entry that has any."""
+    named = [tensors[name] for name in TOKENS if name in tensors]
+    return len((named or [tensor for tensor in tensors.values() if tensor.dim()])[0])
 
 
 def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) -> list[Batch]:

@@ -8,7 +8,7 @@ Every rank calls these functions, for the same directory; each reads and writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.driver import loader_state
-from csc.driver.checkpoint import on_meta, put_rest, read_rest, write_config
+from csc.driver.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
 from csc.driver.share import place
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -36,8 +36,25 @@ class Saved:
     trainer: Trainer
     form: Format
     mesh: Mesh
-    loader: Any = None
-    optimizer: torch.optim.Optimizer | None = None
+    loader: Any
+    optimizer: torch.optim.Optimizer | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        trainer: Trainer,
+        others: Sequence[Trainer],
+        mesh: Mesh,
+        loader: Any,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Saved:
+        """others: of the same model, whose parameters are trained, too."""
+        trainers = [trainer]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            trainers += others  # what those use is trained on another rank, not in this copy
+        form = format_of(model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+        return cls(model, trainer, form, mesh, loader, optimizer)
 
 
 def load(path: str | Path, saved: Saved) -> None:

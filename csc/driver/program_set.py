@@ -1,4 +1,4 @@
-"""Programs for microbatches: found in the cache or compiled, written, handed to the other ranks, loaded.
+"""Programs for microbatches: found or made, loaded, checked, and what trains with them.
 
 Terms
   match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
@@ -25,25 +25,23 @@ import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
 from csc.cache.features import FeatureCache
-from csc.cache.packed import Files, Packed, packed_bytes, packed_from
+from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
-from csc.codegen.directory import contents, install
-from csc.codegen.write import of_ranks
+from csc.codegen.directory import contents
 from csc.driver.checking import CHECK, Asked, Checking, NewProgram
-from csc.driver.compiled_programs import MADE, CompiledPrograms
+from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
 from csc.driver.kept_features import KeptFeatures
+from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
 from csc.ir.program import Options
-from csc.ir.unstorable import Unstorable
-from csc.runtime.broadcast import first_makes, handing_group
 from csc.runtime.data_shards import DataShards
 from csc.runtime.launch import setup_distributed, under_torchrun
 from csc.runtime.loaded_program import LoadedProgram, load
@@ -52,7 +50,7 @@ from csc.runtime.shards import Kept
 from csc.runtime.starting import check_world
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
-from csc.torch_private import is_profiled
+from csc.torch_private.processes import is_profiled
 
 log = logging.getLogger("csc")
 
@@ -86,15 +84,13 @@ class ProgramSet:
         self._timeout = timeout
         self._meeting = meeting
         self._compiler = compiler
-        self._directory = directory
-        self._temporary: tempfile.TemporaryDirectory | None = None  # removed with this object
         alike = training.compiled if training is not None else None
         self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
+        self._broadcast = ProgramBroadcast(compiler, self.compiled, directory)
         self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
         self._places: dict[Any, Places] = {}
         self.guards = Guards(model=model)  # what the programs assumed: the same on every rank
-        self._group: dist.ProcessGroup | None = None
         self._before = before
         self._shards: dict[str, Kept] = {}  # what this process keeps of parameters that ranks divide
         self._data: DataShards | None = None  # and what it steps of those that replicas divide
@@ -156,7 +152,7 @@ class ProgramSet:
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
             asked = Asked(trainer, keys, given, batch, options, again, progress, self._complete_here)
-            self.checking.compare(asked, self.meeting(options), self._group)
+            self.checking.compare(asked, self.meeting(options), self._broadcast.group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of
@@ -278,12 +274,12 @@ class ProgramSet:
     def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
         count = options.microbatches
-        directory = self._program_directory(sum(map(len, self._served.values())))
+        directory = self._broadcast.directory(sum(map(len, self._served.values())))
         meeting = self.meeting(options)
 
         def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
-            packed, how = self._shared(microbatch, options, directory, progress)
-            return NOTHING, (packed, how, load(directory, _own_rank()))
+            packed, how = self._broadcast.shared(microbatch, options, directory, progress)
+            return NOTHING, (packed, how, load(directory, own_rank()))
 
         packed, how, loaded = meeting.hold("compile", make)
         self.guards = self.guards.joined(packed.guards)
@@ -304,17 +300,17 @@ class ProgramSet:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
                 own |= self._training.trained_now
                 self._shards |= self._training.shards_now
-                self._data = self._training.trained.data if self._training.trained is not None else None
+                self._data = self._training.trained.own.data if self._training.trained is not None else None
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
                 kept=self._shards, data=self._data,
             )  # fmt: skip
-            if self._data is not None and made.data is not self._data:
+            if self._data is not None and made.own.data is not self._data:
                 self._data.replaced = True
-            self._shards, self._data = {**made.shards, **self._shards}, made.data
+            self._shards, self._data = {**made.own.shards, **self._shards}, made.own.data
             first = next((one for (number, _), one in self._trainers.items() if number == count), None)
             if first is not None:
-                first.know(made)
+                first.own.know(made.own)
             self._trainers[variants] = made
         self._served.setdefault(count, set()).add(match.key)
         self._places[match.key] = packed.places
@@ -323,77 +319,22 @@ class ProgramSet:
         compiled = self._compiler.match(microbatch)
         self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed))
 
-    @property
-    def _handing(self) -> dist.ProcessGroup | None:
-        """Over which the first rank hands out what it makes; None: this process is alone."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        if self._group is None:
-            self._group = handing_group()
-        return self._group
-
     def of_first(self, make: Callable[[], dict[str, bytes]], options: Options) -> dict[str, bytes]:
         """What `make` returns on the first rank, on every rank. All ranks call it."""
         self.meeting(options)
-        group = self._handing
-        return (first_makes(make, group) if group is not None else None) or make()
-
-    def _shared(
-        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
-    ) -> tuple[Packed, str]:
-        """The program, written to the directory, and how it came about. Of several ranks the first one makes it."""
-        group = self._handing
-        if group is None:
-            return self._written(microbatch, options, directory, progress)
-        made: list[tuple[Packed, str]] = []
-
-        def make() -> Files | None:
-            made.append(self._written(microbatch, options, directory, progress))
-            try:
-                return packed_bytes(made[0][0], self._compiler.model)
-            except Unstorable as reason:
-                log.info("every rank compiles for itself: the program holds %s", reason)
-                return None
-
-        files = first_makes(make, group)
-        if made:
-            return made[0]
-        if files is None:
-            return self._written(microbatch, options, directory, progress)
-        packed = packed_from(files, self._compiler.model)
-        self.compiled.take(packed, microbatch, options)
-        return self._written(microbatch, options, directory, progress)[0], "from rank 0"
-
-    def _written(
-        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
-    ) -> tuple[Packed, str]:
-        own = _own_rank()
-        match, packed, how = self.compiled.packed(microbatch, options, directory, progress)
-        if own is None and how == MADE:
-            return packed, how
-        files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
-        install(files, directory, match.batch)
-        return packed, how
-
-    def _program_directory(self, index: int) -> Path:
-        """Where the index-th program goes; every process of a group writes its own."""
-        if self._directory is None and self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
-        home = self._directory or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
-        rank = f"-rank{dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
-        return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
+        return self._broadcast.of_first(make)
 
     @property
     def trained_now(self) -> Mapping[str, torch.Tensor]:
         """The parameters of this process' ranks that train, but for those that the model has others for since."""
-        held = self.last.held if self.last is not None else {}
+        held = self.last.own.wholes if self.last is not None else {}
         replaced = self.guards.changed().parameters
         return {name: parameter for name, parameter in held.items() if name not in replaced}
 
     @property
     def shards_now(self) -> Mapping[str, Kept]:
         """Of parameters that ranks divide, what this process trains, but for those that the model has others for."""
-        kept = self.last.shards if self.last is not None else {}
+        kept = self.last.own.shards if self.last is not None else {}
         replaced = self.guards.changed().parameters
         return {name: one for name, one in kept.items() if name not in replaced}
 
@@ -437,11 +378,6 @@ class ProgramSet:
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._before.collect(dict(self._compiler.model.named_parameters()))
-        self._shards |= self._before.shards
-        self._data = self._before.data
+        self._shards |= self._before.own.shards
+        self._data = self._before.own.data
         self._before = None
-
-
-def _own_rank() -> list[int] | None:
-    """The rank whose files this process runs; None: it runs all of them."""
-    return [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from csc.check.eager import Step
-from csc.errors import CscError, RankLost
-from csc.runtime.broadcast import heard, told
+from csc.errors import CscError
+from csc.runtime.broadcast import answering, heard, told
 from csc.runtime.consistency import checksum
 
 FIRST, SECOND = 0, 1
+CHECKED = "the program was checked"
 
 
 def can_share(tensors: Callable[[], Iterable[torch.Tensor]], group: dist.ProcessGroup) -> bool:
@@ -102,26 +103,16 @@ def _received_json(source: int, group: dist.ProcessGroup) -> Any:
 
 def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> None:
     if tensor.numel():
-        _guarded(lambda: dist.send(_bytes(tensor), to, group=group), to)
+        with answering(f"rank {to}", CHECKED):
+            dist.send(_bytes(tensor), to, group=group)
 
 
 def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     if tensor.numel():
-        _guarded(lambda: dist.recv(_bytes(tensor), source, group=group), source)
+        with answering(f"rank {source}", CHECKED):
+            dist.recv(_bytes(tensor), source, group=group)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo does not take every dtype."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _guarded(call: Callable[[], Any], other: int) -> None:
-    try:
-        call()
-    except RuntimeError as error:
-        said = (str(error).strip().splitlines() or [""])[0][:200]
-        raise RankLost(
-            f"rank {other} went away while the program was checked ({said})",
-            f"rank {dist.get_rank()}",
-            "Look at the output of the others for the cause, then start again",
-        ) from error

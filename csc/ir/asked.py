@@ -25,7 +25,7 @@ import torch
 
 from csc.ir.miss import Miss
 from csc.ir.sizes import evaluated, expression_from_tree
-from csc.torch_private import outside_tracing, pytree
+from csc.torch_private.traces import outside_tracing, pytree
 
 Tree = Any
 OBJECTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from csc.torch_private import FakeTensorMode, pytree
+from csc.torch_private.traces import FakeTensorMode, pytree
 
 
 class Evaluation:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place")
 

@@ -22,7 +22,8 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
-from csc.torch_private import FakeTensorMode, OpOverload
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import FakeTensorMode
 
 
 def values_of(arguments: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 from csc.ir.miss import Miss
 from csc.ir.unstorable import Unstorable
-from csc.torch_private import SIZE_FUNCTIONS
+from csc.torch_private.symbolic_sizes import SIZE_FUNCTIONS
 
 LATEST = 256  # answers kept
 

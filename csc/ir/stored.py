@@ -39,7 +39,8 @@ from csc.ir.program import (
     Template,
 )
 from csc.ir.unstorable import Unstorable
-from csc.torch_private import FakeTensorMode, OpOverload
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import FakeTensorMode
 
 FORMAT = 2
 _KEPT = (

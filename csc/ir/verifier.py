@@ -1,7 +1,7 @@
 """What always holds of a Program, checked after every pass. The numbers are those of the design's list.
 
 1 graphs are functional, typed, in topological order, with one producer a value and unique names
-3 nothing is computed for a frozen parameter; no gradient of an activation with nothing trainable above it
+3 nothing is computed for a frozen parameter; no gradient of an activation with nothing trainable upstream of it
 4 every trainable parameter that the trace gives a gradient to gets it, from every region that uses it
 5 a schedule is complete and free of deadlock
 6 regions take parameters in the sizes of the boxes that ranks hold, and values in the sizes that others give them
@@ -187,7 +187,7 @@ def _region_problems(region: Region, trainable: set[str], above: set[str]) -> It
             yield f"invariant 3: {region.name}: frozen {name} has a gradient"
     for value, wanted in zip(region.activations, region.dx):
         if wanted and value not in above:
-            yield f"invariant 3: {region.name}: {value} has nothing trainable above it and gets a gradient"
+            yield f"invariant 3: {region.name}: {value} has nothing trainable upstream of it and gets a gradient"
 
 
 def _stage_problems(program: Program) -> Iterator[str]:

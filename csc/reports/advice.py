@@ -241,7 +241,10 @@ def _freezings(compiled: CompiledModel, now: Now) -> list[Variation]:
 def _compiled(name: str, compiled: CompiledModel, now: Now, **options: Any) -> Variation:
     """The problem of the model under other options, from the traces that are there."""
     return Variation(
-        name, lambda: compiled.with_options(**options).problem(compiled.microbatch), now.schedule, **now.kept
+        name,
+        lambda: compiled.with_options(**options).inspected.problem(compiled.inspected.microbatch),
+        now.schedule,
+        **now.kept,
     )
 
 

@@ -140,7 +140,7 @@ def probes(compiled: CompiledModel, table: Lengths) -> Probes:
     """
     source = sampler(compiled)
     text = _text(source)
-    rows, _ = shape_of(compiled.microbatch)
+    rows, _ = shape_of(compiled.inspected.microbatch)
     units = _units(compiled, len(table.names))
     points = [(copies, _wide(text, share)) for copies in (1, 2, 3) for share in WIDTHS]
     points.append((2, _wide(text, 1.25)))
@@ -169,7 +169,7 @@ def _text(source: Sampler) -> Length:
 
 def _units(compiled: CompiledModel, kinds: int) -> list[int]:
     """How many units the example's microbatch has: rows of its features, in order."""
-    tensors, _ = split_batch(compiled.microbatch)
+    tensors, _ = split_batch(compiled.inspected.microbatch)
     found = [len(one) for one in tensors.values() if one.is_floating_point() and one.dim() > 1]
     if len(found) < kinds:
         raise InputError(

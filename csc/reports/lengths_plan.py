@@ -27,10 +27,9 @@ from csc.balance.sample_costs import Costs, of_stages, rates_of
 from csc.driver.compiled import CompiledModel
 from csc.errors import CscError, InputError
 from csc.ir.program import Options, Program
-from csc.passes.partition import stage_of
 from csc.passes.pipeline_problem import problem
 from csc.passes.schedule_file import given_schedule
-from csc.passes.step_end import step_ends
+from csc.passes.step_end import seconds_behind
 from csc.planning.assign.alike import AlikeSizes, large_enough
 from csc.planning.assign.layout import Floats
 from csc.planning.plan import PipelinePlan, plan
@@ -219,13 +218,8 @@ class _Making:
 
     def _of(self, options: Options, found: PipelinePlan, problems: Sequence[Problem]) -> _Planned:
         costs = of_stages(problems, self.probes.counted, found.stages, found.placement, found.schedule)
-        regions = self.program.regions
-        stages = tuple(
-            stage_of(self.program, index, rank, [regions[unit] for unit in units], False)
-            for index, (units, rank) in enumerate(zip(found.stages, found.placement))
-        )
-        ends = step_ends(replace(self.program, stages=stages), options)
-        return _Planned(options, found, costs, max(one.seconds for one in ends))
+        end = seconds_behind(self.program, options, found.stages, found.placement)
+        return _Planned(options, found, costs, end)
 
     def around(self, one: _Planned, batches: Sequence[Sequence[int]]) -> list[_Planned]:
         """Plans of the same way for the means of single batches, each partition once, the given one first."""

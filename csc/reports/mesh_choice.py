@@ -17,20 +17,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
+from csc.driver.dividing import samples_of
 from csc.errors import CscError, InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
-from csc.passes.step_end import step_ends_of
+from csc.passes.step_end import seconds_behind
 from csc.planning.meshes import Layout, layouts
-from csc.planning.plan import PipelinePlan, plan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem
 
 EFFORT, LIMIT = 0.1, 2.0  # of the search for each layout, in seconds
@@ -88,11 +90,12 @@ class _Choosing:
     ) -> None:
         plain = compiled.with_options(mesh=Mesh(), microbatches=1, schedule="auto", recompute=(("*", "none"),), zero=0)
         self.compiled, self.devices, self.tell = plain, devices, tell
-        self.samples = _samples(compiled)
+        batches = compiled.example if isinstance(compiled.example, (list, tuple)) else [compiled.example]
+        self.samples = sum(samples_of(split_batch(batch)[0]) for batch in batches)
         self.step = step or self.samples
         sizes = [n for n in range(1, min(self.samples, LARGEST) + 1) if self.samples % n == 0 and n & (n - 1) == 0]
         self.microbatches: dict[int, Mapping[str, Any]] = {}
-        program = self._divided(plain, sizes[0])
+        program = self._smallest(plain, sizes)
         hardware = chosen_hardware(program, plain.options)
         self.asked = layouts(devices, self.step, sizes, hardware.ranks_per_node, len(program.regions))
         if not self.asked:
@@ -106,18 +109,18 @@ class _Choosing:
 
     def choice(self) -> MeshChoice:
         rows: list[MeshRow] = []
-        refused: dict[str, str] = {}
+        refused: dict[tuple[str, int], str] = {}
         slower = left = 0
         for layout in self.asked:
             if time.monotonic() >= self.end:
                 left += 1
                 continue
-            divided = f"tp={layout.mesh.tp}, cp={layout.mesh.cp}"
+            divided = (_division(layout), layout.samples)
             if divided in refused:
                 continue
             try:
                 found = self._priced(layout)
-            except CscError as error:  # csc cannot divide the model so
+            except CscError as error:  # csc cannot divide the model so, or microbatches of this size
                 refused[divided] = str(error)
                 continue
             rows += [found] if found is not None else []
@@ -128,7 +131,16 @@ class _Choosing:
                 "; ".join(dict.fromkeys(refused.values())) or "allow more seconds",
             )  # fmt: skip
         rows.sort(key=lambda row: (not row.fits, row.seconds))
-        return MeshChoice(self.devices, self.step, self.memory, tuple(rows), slower, refused, left)
+        return MeshChoice(self.devices, self.step, self.memory, tuple(rows), slower, self._told(refused), left)
+
+    def _told(self, refused: Mapping[tuple[str, int], str]) -> dict[str, str]:
+        """Why there is none, by the division of layers and tokens where the microbatch makes no difference."""
+        sizes = {(_division(layout), layout.samples) for layout in self.asked}
+        found = {}
+        for (division, samples), why in refused.items():
+            alike = {refused.get(one) for one in sizes if one[0] == division} == {why}
+            found[division if alike else f"{division} with microbatches of {samples}"] = why
+        return found
 
     def _priced(self, layout: Layout) -> MeshRow | None:
         """By the fastest way that fits, else by the last one; None if the layout cannot be the best."""
@@ -163,35 +175,26 @@ class _Choosing:
             samples=layout.samples,
             zero=options.zero,
             recompute=recompute,
-            seconds=planned.makespan + _end(planned, program, options),
+            seconds=planned.makespan + seconds_behind(program, options, planned.stages, planned.placement),
             idle=sum(planned.bubble) / len(planned.bubble),
             peak_memory=max(planned.peak_memory),
             fits=fits,
         )
 
+    def _smallest(self, compiled: CompiledModel, sizes: Sequence[int]) -> Program:
+        """Of the fewest samples that csc can divide. CscError if there are none."""
+        for samples in sizes[:-1]:
+            with suppress(CscError):
+                return self._divided(compiled, samples)
+        return self._divided(compiled, sizes[-1])
+
     def _divided(self, compiled: CompiledModel, samples: int) -> Program:
         if samples not in self.microbatches:
             cut = self.compiled.with_options(microbatches=self.samples // samples)
-            self.microbatches[samples] = cut.microbatch
-        return compiled.divided(self.microbatches[samples])
+            self.microbatches[samples] = cut.inspected.microbatch
+        return compiled.inspected.divided(self.microbatches[samples])
 
 
-def _end(planned: PipelinePlan, program: Program, options: Options) -> float:
-    """Seconds behind the last action of the rank that takes the longest."""
-    held: list[list[str]] = [[] for _ in range(options.mesh.pp)]
-    for units, rank in zip(planned.stages, planned.placement):
-        held[rank] += [program.regions[unit].name for unit in units]
-    return max(end.seconds for end in step_ends_of(program, options, held))
-
-
-def _samples(compiled: CompiledModel) -> int:
-    """Of the example: of all listed microbatches, or of the batch."""
-    example: Any = compiled.example
-    batches = list(example) if isinstance(example, (list, tuple)) else [example]
-    return sum(map(_count, batches))
-
-
-def _count(batch: Mapping[str, Any]) -> int:
-    tensors, _ = split_batch(batch)
-    named = [tensors[name] for name in ("input_ids", "labels") if name in tensors]
-    return len((named or [tensor for tensor in tensors.values() if tensor.dim()])[0])
+def _division(layout: Layout) -> str:
+    """Of layers and tokens."""
+    return f"tp={layout.mesh.tp}, cp={layout.mesh.cp}"

@@ -22,7 +22,7 @@ from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.program import Options
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 # As far from the gradient in float64 as this many times eager's own is as exact as eager.
 AS_EXACT = 2.0
@@ -117,7 +117,7 @@ def verify(
     program = compiled.program
     trainable = {p.name for p in program.parameters if p.trainable}
     right = eager_step(model, batch, trainable)
-    found = compiled.step_without_chance(batch)
+    found = compiled.inspected.step_without_chance(batch)
     exact = None
     if float64:
         exact = eager_step(deepcopy(model).double(), pytree.tree_map(_doubled, batch), trainable).gradients
@@ -126,7 +126,7 @@ def verify(
     if steps:
         moved = trained_by_eager(model, batch, trainable, steps)
         trained = relative(
-            moved, trained_by_program(compiled.trainer(batch, check=False), compiled.complete(batch), steps)
+            moved, trained_by_program(compiled.trainer(batch, check=False), compiled.inspected.complete(batch), steps)
         )
     result = replace(result, unknown=tuple(sorted(right.unknown | found.unknown)), trained_rel=trained)
     if rounding and not result.good(default_tolerance(compiled.options)):
@@ -137,7 +137,7 @@ def verify(
 
 def parting(compiled: CompiledModel, tolerance: float) -> str:
     """Where a program and eager PyTorch part, as a sentence: the first region whose values or gradients differ."""
-    first = compiled.microbatches(compiled.example)[0]
+    first = compiled.inspected.microbatches(compiled.example)[0]
     place = locate(compiled.compiler, first, compiled.options, tolerance)
     return ": ".join(filter(None, (place.where, place.what)))
 

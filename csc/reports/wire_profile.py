@@ -5,6 +5,7 @@ Terms
   action    what the runtime does for one F, B or W besides its kernels: measured on a stage that computes nothing
 
     measure(device) -> Host                    processes of their own, over gloo, or on two GPUs
+    fastest(there_and_back(rank, size, device), device), wire(times, sizes)            for processes that there are
     python -m csc.reports.wire_profile RANK FOLDER DEVICE          one of the two processes
 
 Both are wires with a latency and a bandwidth, from a small and a large size; the fastest tenth counts, as what else the
@@ -108,22 +109,23 @@ def _rank(rank: int, folder: Path, kind: str) -> None:
     )
     found: dict[str, list[float]] = {"message": [], "collective": []}
     for size in sizes:
-        found["message"].append(_fastest(_there_and_back(rank, size, device), device) / 2)
-        found["collective"].append(_fastest(_everyone(size, device), device))
+        found["message"].append(fastest(there_and_back(rank, size, device), device) / 2)
+        found["collective"].append(fastest(_everyone(size, device), device))
     if rank == 0:
-        rows = {name: _wire(times, sizes) for name, times in found.items()}
+        rows = {name: wire(times, sizes) for name, times in found.items()}
         (folder / "wires.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _wire(times: list[float], sizes: tuple[int, int]) -> Wire:
+def wire(times: list[float], sizes: tuple[int, int]) -> Wire:
     """From the seconds of a small and a large message."""
     small, large = times
     return Wire(small, (sizes[1] - sizes[0]) / max(large - small, large / 2))
 
 
-def _there_and_back(rank: int, size: int, device: torch.device) -> Callable[[], None]:
+def there_and_back(rank: int, size: int, device: torch.device) -> Callable[[], None]:
+    """A message of so many bytes between ranks 0 and 1."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def turn() -> None:
@@ -144,8 +146,8 @@ def _everyone(size: int, device: torch.device) -> Callable[[], None]:
     return lambda: dist.all_to_all_single(made, given)
 
 
-def _fastest(turn: Callable[[], None], device: torch.device) -> float:
-    """Seconds of a turn."""
+def fastest(turn: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a turn, the fastest tenth of many."""
     times = []
     for _ in range(TURNS):
         devices.synchronize(device)

@@ -3,15 +3,17 @@
 Terms: the *first* rank is rank 0 of the default process group. Names and sizes travel as JSON, contents as they are,
 in chunks: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
 
-    handing_group() -> group                         every rank creates it, in the same order of things
+    broadcast_group() -> group                         every rank creates it, in the same order of things
     first_makes(make, group) -> {name: bytes}        None if `make` gave None on the first rank
     told(error, doing) -> [text]                     an error as texts, for a rank that raises `heard(texts)`
+    with answering(who, doing):                      RankLost, if who went away
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +29,7 @@ CHUNK = 32 * 2**20  # bytes
 Files = Mapping[str, bytes]
 
 
-def handing_group() -> dist.ProcessGroup:
+def broadcast_group() -> dist.ProcessGroup:
     """A group of all ranks. All of them call it."""
     return dist.new_group(backend="gloo", timeout=LONGEST)
 
@@ -98,12 +100,19 @@ def _bytes(size: int, group: dist.ProcessGroup) -> bytes:
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    try:
+    with answering("a rank", "the program was handed out"):
         dist.broadcast(tensor, src=0, group=group)
+
+
+@contextmanager
+def answering(who: str, doing: str) -> Iterator[None]:
+    """RankLost in place of what a process group raises. who: went away; doing: meanwhile, a clause."""
+    try:
+        yield
     except RuntimeError as error:
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise RankLost(
-            f"a rank went away while the program was handed out ({said})",
+            f"{who} went away while {doing} ({said})",
             f"rank {dist.get_rank()}",
             "Look at the output of the others for the cause, then start again",
         ) from error

@@ -1,12 +1,12 @@
 """What an emitted program asks of a context-parallel group: attention over the tokens of all its ranks, and wholes.
 
-    attach(rank, microbatch) -> the microbatch with "context": {component: Plan}      nothing to do with cp = 1
+    attach(rank, microbatch) -> the microbatch with "context": {component: ContextPlan}     nothing to do with cp = 1
     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
-    Plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
-    Plan.plan                   int64: its number, by which csc::context_attention and its like find it
-    Plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
-    Plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
-    Plan.gather(x, dim) -> whole                Plan.gather_backward(d_whole, dim) -> dx
+    plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
+    plan.plan                   int64: its number, by which csc::context_attention and its like find it
+    plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
+    plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
+    plan.gather(x, dim) -> whole                plan.gather_backward(d_whole, dim) -> dx
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
 rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.kv_exchange), or
@@ -89,7 +89,7 @@ class ContextPlan:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
         self._group = Membership(rank.endpoint, rank.cp_rank % spec.ranks, rank.context_group(spec.ranks))
-        self._ways: dict[Any, KVExchange | AllToAll] = {}
+        self._exchanges: dict[Any, KVExchange | AllToAll] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
         self._all_gather = AllGather(self._group, where, spec.shard, rank.device)
         own = where.tokens[self._group.index]
@@ -103,14 +103,14 @@ class ContextPlan:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: int, scale: float, softcap: float
     ) -> Pair:
         """q: [B, H, shard, D]; k, v: [B, Hkv, shard, D] of this rank. Returns what csc::attention returns."""
-        return self._way(mask, q, k).forward(q, k, v, scale, softcap)
+        return self._exchange(mask, q, k).forward(q, k, v, scale, softcap)
 
     def attention_backward(
         self, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         lse: torch.Tensor, mask: int, scale: float, softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The gradients of this rank's q, k and v."""
-        return self._way(mask, q, k).backward(d_out, q, k, v, out, lse, scale, softcap)
+        return self._exchange(mask, q, k).backward(d_out, q, k, v, out, lse, scale, softcap)
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """A shard, whose slots count along `dim`, as the whole value: the same on every rank of the group."""
@@ -120,19 +120,19 @@ class ContextPlan:
         """This rank's shard of the sum, over the group, of the ranks' parts of the gradient of the whole."""
         return self._all_gather.sum_to_shards(d_whole, dim)
 
-    def _way(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | AllToAll:
+    def _exchange(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | AllToAll:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""
         key = (mask, q.shape[1], k.shape[1], q.shape[3], q.dtype)
-        if key not in self._ways:
+        if key not in self._exchanges:
             self._asked.add(key)
-            self._ways[key] = self._made(*key)
-        return self._ways[key]
+            self._exchanges[key] = self._made(*key)
+        return self._exchanges[key]
 
     def prepare(self) -> None:
         """Make what plans like this one have been asked for."""
         for key in list(self._asked):
-            if key not in self._ways:
-                self._ways[key] = self._made(*key)
+            if key not in self._exchanges:
+                self._exchanges[key] = self._made(*key)
 
     def _made(self, mask: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> KVExchange | AllToAll:
         chosen = self._collective or self._spread.collective(heads, kv_heads)

@@ -91,7 +91,7 @@ class Fused:
 
     def _first(self, given: tuple[Any, ...]) -> Any:
         """Compile, and run; what cannot be compiled runs as it is from here on."""
-        from csc.torch_private import compiler_errors
+        from csc.torch_private.processes import compiler_errors
 
         assert self._compiled is not None
         start = time.perf_counter()

@@ -52,11 +52,11 @@ class Own:
 def owned(trainer: Trainer) -> list[Own]:
     """What this process steps."""
     found = []
-    for spec in trainer.trained:
-        box = trainer.box(spec) or whole_box(spec.shape)
-        if trainer.data is not None and not trainer.data.apart and trainer.data.of(spec.name) is not None:
-            box = part(box, *trainer.data.shard(spec.name))
-        found.append(Own(spec.name, spec, trainer.stepped(spec.name), box, trainer.counts(spec)))
+    for spec in trainer.own.trained:
+        box = trainer.own.box(spec) or whole_box(spec.shape)
+        if trainer.own.data is not None and not trainer.own.data.apart and trainer.own.data.of(spec.name) is not None:
+            box = part(box, *trainer.own.data.shard(spec.name))
+        found.append(Own(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
     return found
 
 

@@ -38,8 +38,8 @@ def make_optimizer(trainer: Trainer, make: Make, parameters: Iterable[Any], **op
         of_groups = [{k: v for k, v in one.items() if k != "params"} for one in given if isinstance(one, Mapping)]
         elementwise.check(_named(make, options), _different(of_groups) or [{}], trainer.device)
     made = make(given, **options)
-    if trainer.data is not None:
-        data = trainer.data
+    if trainer.own.data is not None:
+        data = trainer.own.data
         _check_own(made, trainer)
         made.register_step_pre_hook(lambda *_: data.check_current())
         made.register_step_post_hook(lambda *_: data.stepped())

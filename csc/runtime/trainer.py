@@ -18,7 +18,6 @@ Any torch optimizer over `.parameters()` makes the step; the same one on every r
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,21 +35,20 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
-from csc.runtime import batches, context, saving, seeds, weights
-from csc.runtime.boxes import cut
+from csc.runtime import batches, context, seeds, weights
 from csc.runtime.c10d import Distributed
-from csc.runtime.consistency import Shared, checksum
+from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.inductor import fuse
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
+from csc.runtime.own_parameters import OwnParameters
 from csc.runtime.parameter_gradients import receive
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
-from csc.runtime.shards import Kept, Shards, met_of
-from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime.shards import Kept, met_of
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
@@ -94,13 +92,7 @@ class Trainer:
         self.program = program
         self.device = _device(program, device)
         self.transport = transport or _transport(program, self.device, timeout, meeting)
-        mesh = program.manifest.mesh
-        held = {mesh.coordinates(rank).pp for rank in self.transport.ranks}
-        self._specs = [p for p in program.manifest.parameters if held & set(p.ranks)]
-        self._shards = Shards(mesh, self.transport, self.device, program.manifest.zero)
-        self._weights, self._empty = self._shards.parameters(program, self._specs, weights, kept)
-        self.data = self._data_shards(data)
-        self._compare_weights(self._shards.sources)
+        self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
         self._fused, self._is_profiled = fused, is_profiled
         self._members: list[list[Rank]] = []
@@ -108,19 +100,6 @@ class Trainer:
         self.trace = trace
         self.timeline: dict[int, list[Timed]] = {}
         self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
-        self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
-
-    def _data_shards(self, before: DataShards | None) -> DataShards | None:
-        """None where every rank steps whole parameters, or all ranks are in this process, which holds each once."""
-        manifest, rank = self.program.manifest, self.transport.ranks[0]
-        group = manifest.mesh.group(Group.DATA, rank)
-        if not manifest.zero or len(group) == 1 or isinstance(self.transport, InProcess):
-            return None
-        apart = manifest.zero >= 3
-        fits = before is not None and (before.ranks, before.apart) == (group, apart)
-        found = before if before is not None and fits else DataShards(manifest.mesh, rank, apart)
-        found.add(self._specs, self._weights)
-        return found
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -135,36 +114,6 @@ class Trainer:
     def microbatches(self) -> int:
         """Of a step."""
         return self.program.manifest.microbatches
-
-    def know(self, other: Trainer) -> None:
-        """Of the parameters of a program for other decisions of the model. InputError if ranks of several processes
-        would have to train a parameter that they did not have before. All ranks call it.
-        """
-        own = {spec.name: spec for spec in self._specs}
-        new = [spec for spec in other._specs if spec.name not in own]
-        moved = [spec for spec in other._specs if spec.name in own and spec.ranks != own[spec.name].ranks]
-        trained = [spec for spec in (*new, *moved) if spec.trainable]
-        if not isinstance(self.transport, InProcess):
-            everywhere = self.transport.meeting.total("other decisions", lambda: float(len(trained)))
-            if everywhere:
-                raise InputError(
-                    "with what this batch decides, ranks would train parameters that they did not have before"
-                    + (f", such as {trained[0].name!r}" if trained else ""),
-                    "train_step",
-                    "compile with an example that uses all parts of the model (text, pictures and sound), and with "
-                    "stages that each have something to do without the optional ones",
-                )
-        if new and any(spec.trainable for spec in new):
-            log.warning(
-                "a batch trains parameters that none did before, such as %s: give them to the optimizer too, or "
-                "compile with an example that uses all parts of the model",
-                next(spec.name for spec in new if spec.trainable),
-            )
-        self._specs = [*self._specs, *new]
-        self._weights = {**self._weights, **{spec.name: other._weights[spec.name] for spec in new}}
-        self._empty = self._empty | (other._empty - own.keys())
-        if self.data is not None:
-            self.data.add(new, self._weights)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -216,19 +165,6 @@ class Trainer:
             for rank in self.transport.ranks
         ]
 
-    def _compare_weights(self, wholes: Mapping[str, torch.Tensor]) -> None:
-        """InputError unless all ranks that hold a parameter, frozen or not, hold the same values, or parts of the same.
-        wholes: the tensors that parts were taken from, or checksums of them.
-        """
-        parameters = self.program.manifest.parameters
-        alike = [spec for spec in parameters if not self._shards.in_shards(spec)]
-        shared = [Shared("parameter", spec.name, spec.ranks, spec.equal) for spec in alike]
-        self.transport.compare_values(shared, {n: p for n, p in self._weights.items() if n not in self._empty})
-        divided = [spec for spec in parameters if spec.boxes or self._shards.in_shards(spec)]
-        if divided:  # ranks hold different boxes of it, which are to be of one tensor
-            shared = [Shared("parameter", spec.name, spec.ranks) for spec in divided]
-            self.transport.compare_values(shared, wholes)
-
     @property
     def _ranks(self) -> list[Rank]:
         """For what is the same in every program."""
@@ -268,10 +204,7 @@ class Trainer:
                 "train_step",
                 f"Compile with microbatches={microbatches}",
             )
-        self._check_values("train_step")
-        self._shards.check_sources("train_step")
-        if self.data is not None:
-            self.data.check_steps("train_step")
+        self.own.check_step("train_step")
         alone = isinstance(self.transport, InProcess)
         replica = self._ranks[0].replica
         dealt = batches.split(self._manifests, batch, [replica] if local and not alone else None)
@@ -282,8 +215,7 @@ class Trainer:
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
         said = NOTHING if alone else batches.said(manifest, dealt, replica)
-        stale = self.data is not None and self.data.stale
-        return replace(said, value=float(UNEVEN * part + STALE * stale)), dealt
+        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale)), dealt
 
     @torch.no_grad()
     def run(self, dealt: batches.Microbatches, flags: int, chance: bool = True) -> torch.Tensor:
@@ -295,8 +227,8 @@ class Trainer:
         devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
-            if self.data is not None and flags & STALE:
-                self.data.gather(self.transport)
+            if flags & STALE:
+                self.own.gather()
             results = self._results(dealt, bool(flags & UNEVEN), chance)
         except BaseException as error:
             if drawn is not None:  # the step after it draws what it would have drawn
@@ -310,8 +242,9 @@ class Trainer:
         losses = results[self._ranks[0].rank].losses
         loss = losses.total(self.program.manifest.microbatches)
         try:
+            own = self.own
             sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
-            receive(sums, self._specs, self._weights, self._shards, self.data, self._read_again(dealt))
+            receive(sums, own.specs, own.values, own.parts, own.data, self._read_again(dealt))
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
@@ -321,8 +254,8 @@ class Trainer:
 
     def _results(self, dealt: batches.Microbatches, uneven: bool, chance: bool) -> dict[int, StepResult]:
         self.transport.begin_step()
-        used = [spec for spec in self.program.manifest.parameters if spec.name in self._weights]
-        working = {spec.name: self._weights[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
+        used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
+        working = {spec.name: self.own.values[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
         runs, profiled = {}, self._is_profiled()
         for index, rank in enumerate(self._ranks):
@@ -331,7 +264,7 @@ class Trainer:
             own = [
                 self._on_device(microbatch.tensors, _read(one)) for one, microbatch in zip(ranks, given, strict=True)
             ]
-            held = {p.name: self._shards.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
+            held = {p.name: self.own.parts.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
             counts = counted(self._manifests, given)
             runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
@@ -366,24 +299,8 @@ class Trainer:
             yield from microbatch.tensors.values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The trainable parameters of this process under the model's names, each once, in the program's
-        order.
-        """
-        return ((spec.name, self.stepped(spec.name)) for spec in self.trained)
-
-    @property
-    def trained(self) -> list[ParameterSpec]:
-        """Of the trainable parameters of this process."""
-        return [spec for spec in self._specs if spec.trainable]
-
-    def box(self, spec: ParameterSpec) -> Box | None:
-        """What this process computes with of a parameter; None: all of it."""
-        return self._shards.box(spec)
-
-    def stepped(self, name: str) -> nn.Parameter:
-        """What this process steps of a parameter that trains."""
-        shard = self.data.of(name) if self.data is not None else None
-        return self._weights[name] if shard is None else shard
+        """The trainable parameters of this process under the model's names, each once, in the program's order."""
+        return self.own.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer takes. May be empty on a rank whose stages are frozen."""
@@ -391,197 +308,37 @@ class Trainer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module.zero_grad."""
-        for parameter in self.parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        self.own.zero_grad(set_to_none)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm before, on
-        the CPU.
-
-        The norm is over all ranks, each parameter once: tied ones count at their owner, replicas not at all.
-        All ranks call it.
+        """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm before, on the CPU.
+        The norm is over all ranks, each parameter once. All ranks call it.
         """
-        square = self.transport.meeting.total("clip_grad_norm_", self._square)
-        norm = torch.tensor(square, dtype=torch.float64).sqrt().float()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.device)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return norm
-
-    def _square(self) -> float:
-        """The square of the norm of the gradients that count here."""
-        square = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for spec in self._specs:
-            gradient = self.stepped(spec.name).grad
-            if gradient is not None and spec.trainable and self.counts(spec):
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
-        return float(square)
-
-    def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this process' gradient of a parameter has entries that no process before it counts."""
-        first = self._ranks[0]
-        if self.data is not None and self.data.of(spec.name) is not None:
-            one = 0 if "tp" in spec.equal.along else first.tp_rank  # of those that hold the same whole parameter
-            return (first.position, first.tp_rank) == (spec.owner, one)
-        return first.group(spec.equal, spec.ranks)[0] in self.transport.ranks
-
-    @property
-    def held(self) -> Mapping[str, nn.Parameter]:
-        """The whole parameters of this process, frozen ones too: what trains, not copies."""
-        return {spec.name: self._weights[spec.name] for spec in self._specs if self._shards.box(spec) is None}
-
-    @property
-    def shards(self) -> Mapping[str, Kept]:
-        """Those of which it keeps a part for itself, with what that is; without those that have no values."""
-        own = [spec for spec in self._specs if spec.name not in self._empty]
-        found = {spec.name: self._shards.kept(spec, self._weights[spec.name]) for spec in own}
-        return {name: kept for name, kept in found.items() if kept is not None}
+        return self.own.clip_grad_norm_(max_norm)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
         ranks step in shards its own shard.
         """
-        return self._held_now | {name: parameter.detach() for name, parameter in self.named_parameters()}
+        return self.own.state_dict()
 
-    @property
-    def _held_now(self) -> dict[str, torch.Tensor]:
-        """This process' parameters as it computes with them, detached. `refresh` comes before."""
-        return {spec.name: self._weights[spec.name].detach() for spec in self._specs}
+    def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
+        """Read this process' parameters from a safetensors file or a directory of them. All ranks call it."""
+        self.own.load(path, format)
 
-    def refresh(self) -> None:
-        """Bring what ranks have stepped in shards into the parameters that they compute with, if any has. All ranks
-        call it.
-        """
-        if self.program.manifest.zero == 0 or isinstance(self.transport, InProcess):
-            return
+    def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
+        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call it."""
+        self.own.save(directory, format)
 
-        def stale() -> float:
-            if self.data is not None:
-                self.data.check_steps("parameters")
-            return float(self.data is not None and self.data.stale)
-
-        anywhere = self.transport.meeting.total("parameters that ranks have stepped in shards", stale)
-        if anywhere and self.data is not None:
-            self.data.gather(self.transport)
+    def collect(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Copy what was trained (after `load`: all that was read) into these tensors. All ranks call it."""
+        self.own.collect(into)
 
     @property
     def speaks(self) -> bool:
         """Whether this process is the first of its replica."""
         first = self._ranks[0]
         return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]
-
-    def _check_values(self, where: str) -> None:
-        """InputError if there are parameters that were made without values, and `load` has not been called since."""
-        if self._empty:
-            count, first = len(self._empty), min(self._empty)
-            raise InputError(
-                f"{count} parameters of {self.program.manifest.name} have no values yet, {first!r} for one: they were "
-                "given on the meta device, or a load failed halfway",
-                where,
-                "Load weights with compiled.load(...) first",
-            )
-
-    @torch.no_grad()
-    def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
-        """Read this process' parameters from a safetensors file or a directory of them. All ranks call it.
-
-        InputError if one is missing or of another shape or dtype, then nothing was changed; or if ranks that hold the
-        same parameter have read other values.
-        """
-
-        wholes: dict[str, torch.Tensor] = {}
-
-        def read() -> tuple[Said, None]:
-            boxes = {spec.name: self._shards.box(spec) for spec in self._specs}
-            into = {name: tensor for name, tensor in self._weights.items() if boxes.get(name) is None}
-            for name, tensor in weights.each(path, self._specs, self.device, format, into=into):
-                self._empty = set(self._weights)  # until all have come
-                box = boxes[name]
-                if tensor is not self._weights[name]:
-                    self._weights[name].copy_(tensor if box is None else cut(tensor, box))
-                if box is not None:
-                    wholes[name] = checksum(tensor)
-            return NOTHING, None
-
-        self.transport.meeting.hold("load", read)
-        self._filled = True
-        self._empty = set()
-        self._compare_weights(wholes)
-        if self.data is not None and self.data.apart:
-            self.data.known()
-
-    @torch.no_grad()
-    def collect(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Copy what was trained (after `load`: all that was read) into these tensors, from the ranks that own it.
-
-        All ranks call it; `into` has every parameter of the program by name, on any device.
-        """
-        manifest = self.program.manifest
-        wanted = [spec for spec in manifest.parameters if spec.trainable or self._filled]
-
-        def check() -> tuple[Said, None]:
-            self._check_values("collect")
-            for spec in wanted:
-                if into[spec.name].is_meta:
-                    raise InputError(
-                        f"parameter {spec.name!r} of the model is on the meta device, which holds no values", "collect",
-                        "save with compiled.save(directory), or give the model memory first: "
-                        "model.to_empty(device='cpu')",
-                    )  # fmt: skip
-            return NOTHING, None
-
-        self.transport.meeting.hold("collect", check)
-        self.refresh()
-        for spec in wanted:
-            into[spec.name].copy_(self._shards.whole(spec, self._weights.get(spec.name)))
-            self._shards.put_back(spec)
-
-    def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
-        """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one
-        of them cannot write, all raise, and what was saved there before is what is read there.
-        """
-        manifest, meeting = self.program.manifest, self.transport.meeting
-        if set(self.transport.ranks) == set(self._ranks[0].group(Group.WORLD)):
-            self._check_values("save")
-            saving.write(directory, manifest, None, self._held_now, format)
-            return
-
-        self.refresh()
-
-        def name() -> float:
-            self._check_values("save")
-            return float(secrets.randbits(32)) if self._ranks[0].rank == 0 else 0.0
-
-        def shards() -> tuple[Said, None]:
-            for position in own:
-                saving.write(directory, manifest, position, state, format, save)
-            return NOTHING, None
-
-        def index() -> tuple[Said, None]:
-            if self._ranks[0].rank == 0:
-                saving.write_index(directory, manifest, format, save)
-            return NOTHING, None
-
-        own = [rank.position for rank in self._ranks if rank.rank == rank.group(Group.POSITION)[0]]
-        state = self._held_now
-        for spec in manifest.parameters:  # all ranks have their part in each that is divided
-            if self._shards.box(spec) is not None:
-                whole = self._shards.whole(spec, state.get(spec.name))
-                state |= {spec.name: whole.cpu()} if spec.owner in own else {}
-        save = f"{int(meeting.total('save', name)):08x}"
-        try:
-            meeting.hold("the shards of what is saved", shards)
-        except BaseException:
-            for position in own:
-                saving.discard(directory, manifest, position, save)
-            raise
-        meeting.hold("the index of what is saved", index)
 
 
 def flags(heard: Sequence[Heard]) -> int:

@@ -1,4 +1,4 @@
-"""A pipeline's numbers as JSON: program.json keeps them, so that a written program can be simulated and paced.
+"""A pipeline's numbers as JSON: program.json keeps them, so that a written program can be simulated and emulated.
 
 to_json(pipeline) -> dict        from_json(data, where) -> Pipeline
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.balance.emulated_cells import Emulated
 from benchmarks.balance.lengths import SETS, drawn
-from benchmarks.balance.paced import Paced
 from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.balance.simulated import Cell, Row, cells
 from benchmarks.balance.summary import document, summary
@@ -64,8 +64,8 @@ def test_the_summary_takes_the_worst_and_the_mean() -> None:
     assert found["speedup_over_best_rival_geomean"] == pytest.approx(1.0)
     assert found["worst_speedup_over_any_rival"] == 0.5
     assert "paced_error_max" not in found
-    runs = [Paced(cell.name, "csc", 2.0, 2.1), Paced(cell.name, "random", 2.0, 1.8)]
+    runs = [Emulated(cell.name, "csc", 2.0, 2.1), Emulated(cell.name, "random", 2.0, 1.8)]
     assert summary(rows, runs)["paced_error_max"] == pytest.approx(0.1)
-    assert document(rows, runs)["paced"][0]["measured"] == 2.1
+    assert document(rows, runs)["emulated"][0]["measured"] == 2.1
     assert document(rows)["rows"][0]["cell"].startswith("VLM-S, encoder frozen, tail, p4 m32 dp1 N128")
     assert len({one.name for one in cells()}) == len(cells()) > len(cells(quick=True))

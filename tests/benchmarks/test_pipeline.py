@@ -16,10 +16,10 @@ from rich.console import Console
 
 from benchmarks.pipeline import report, rows_file
 from benchmarks.pipeline.baselines import (
+    AGNOSTIC,
     EQUAL,
     RIVALS,
     TEMPLATE,
-    UNAWARE,
     Baseline,
     apart,
     balanced,
@@ -29,8 +29,8 @@ from benchmarks.pipeline.baselines import (
     torch_baseline,
 )
 from benchmarks.pipeline.cases import Case, Numbers, cases, of_case
-from benchmarks.pipeline.paced import DOUBLE, Measured, stretched, work
-from benchmarks.pipeline.paced import EQUAL as CSC
+from benchmarks.pipeline.emulated_ranks import DOUBLE, Measured, stretched, work
+from benchmarks.pipeline.emulated_ranks import EQUAL as CSC
 from benchmarks.pipeline.real import Real, _makespan, _work, together
 from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate, run
 from benchmarks.pipeline.summary import document, geomean, over_torch, summary
@@ -247,7 +247,7 @@ def row() -> Row:
 
 @pytest.mark.slow
 def test_a_row_keeps_to_its_limits(row: Row) -> None:
-    blind = row.pair(UNAWARE).baseline
+    blind = row.pair(AGNOSTIC).baseline
     assert row.plans["equal"].activations <= blind.activations * (1 + 1e-9)
     assert row.plans["double"].activations <= 2 * blind.activations * (1 + 1e-9)
     assert row.plans["equal"].memory >= row.plans["equal"].activations + 100
@@ -257,12 +257,12 @@ def test_a_row_keeps_to_its_limits(row: Row) -> None:
         assert plan.over_bound == pytest.approx(plan.makespan / bound)
         assert plan.over_single == pytest.approx(plan.makespan / row.bound)
     names = [pair.baseline.name for pair in row.pairs]
-    assert names[: 3 + len(TORCH)] == [EQUAL, UNAWARE, TEMPLATE, *TORCH]
+    assert names[: 3 + len(TORCH)] == [EQUAL, AGNOSTIC, TEMPLATE, *TORCH]
     assert names[3 + len(TORCH) :] == [name for name, *_ in RIVALS if name in names]
     assert {"rival 1F1B", "rival interleaved 1F1B, 3 chunks", "rival ZB-V"} <= set(names)
     for pair in row.pairs:
         assert pair.speedup is None or pair.baseline.wrong or pair.speedup >= 1 - 1e-9
-    assert (row.pair(UNAWARE).speedup or 0) >= 1
+    assert (row.pair(AGNOSTIC).speedup or 0) >= 1
 
 
 def test_the_best_template_is_the_fastest() -> None:
@@ -392,7 +392,7 @@ def test_the_summary(row: Row) -> None:
             "double, one stage": replace(planned(8.0, 2.0), over_bound=1.3),
         },
         pairs=(
-            Pair(Baseline(UNAWARE, 12.0, 1.0), 1.2),
+            Pair(Baseline(AGNOSTIC, 12.0, 1.0), 1.2),
             Pair(Baseline("torch ZB-V", 7.0, 1.0, wrong=(3,)), 0.7),
             Pair(Baseline("torch 1F1B", 9.0, 1.0), None, fits=False),
         ),
@@ -400,7 +400,7 @@ def test_the_summary(row: Row) -> None:
     )
     found = summary([row, light], runs(), REAL)
     assert tuple(found) == FIELDS
-    gain = (row.pair(UNAWARE).baseline.seconds or 0) / row.plans["equal"].makespan
+    gain = (row.pair(AGNOSTIC).baseline.seconds or 0) / row.plans["equal"].makespan
     assert found["speedup_over_unaware_heavy_encoder_geomean"] == pytest.approx(gain)
     assert found["speedup_over_unaware_geomean"] == pytest.approx(math.sqrt(gain * 1.2))
     assert found["makespan_over_bound_geomean"] == pytest.approx(
@@ -423,7 +423,7 @@ def test_the_document_is_json(row: Row) -> None:
     data = json.loads(json.dumps(document([row], (link, runs(), [{"name": "torch 1F1B"}]), REAL, {"VALM-S": ("n",)})))
     assert set(data["summary"]) == set(FIELDS)
     assert data["simulated"][0]["case"]["configuration"] == "VALM-S"
-    assert data["paced"][0]["error"] == pytest.approx(0.02)
+    assert data["emulated"][0]["error"] == pytest.approx(0.02)
     assert data["versions"]["torch"] and data["date"] and data["machine"]["system"]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from tests.compiler import small
 from tests.models import hf, packed, plain
 
@@ -64,7 +65,7 @@ class Models:
         # Two samples a microbatch whatever the options are: one capture serves all of them.
         chosen = base.with_options(**options).options
         rows = 2 * chosen.microbatches * chosen.mesh.dp
-        return CompiledModel(base.model, chosen, batch(rows) if example is None else example, None, base.compiler)
+        return compiled_model(base.model, chosen, batch(rows) if example is None else example, None, base.compiler)
 
 
 @pytest.fixture(scope="session")

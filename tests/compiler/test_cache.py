@@ -60,7 +60,7 @@ def captures(compiled: csc.CompiledModel) -> int:
 
 def written(compiled: csc.CompiledModel, directory: Path) -> dict[str, bytes]:
     """The files that a training process runs, without the seconds that they took."""
-    compiled._programs._directory = directory
+    compiled._programs._broadcast._home = directory
     compiled.trainer()
     assert (directory / "example.safetensors").exists()
     return untimed(directory)

@@ -33,10 +33,11 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
-from csc.capture.trace.export import loss_of
+from csc.capture.trace.traced_model import loss_of
 from csc.commands import main as cli
 from csc.commands.cost_tables import cost_tables
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.ir.program import Options, Program
 from csc.reports.cost_report import CostReport, report
 from csc.reports.varied_sizes import Sampler, lengths, sampler
@@ -392,7 +393,7 @@ def speaking_batch(samples: int, text: int, audio: int) -> dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def speaking() -> tuple[CompiledModel, CostReport]:
-    compiled = CompiledModel(Speaking(), Options(), speaking_batch(2, 7, 5))
+    compiled = compiled_model(Speaking(), Options(), speaking_batch(2, 7, 5))
     return compiled, report(compiled, symbolic=True)
 
 
@@ -424,7 +425,7 @@ def test_expressions_predict_other_sizes(speaking: tuple[CompiledModel, CostRepo
     """Of a new capture of another batch, of sizes that no sample had."""
     compiled, found = speaking
     sizes = {"batch": 5, "text": 41, "audio": 12}
-    other = report(CompiledModel(compiled.model, Options(), speaking_batch(5, 41, 12)))
+    other = report(compiled_model(compiled.model, Options(), speaking_batch(5, 41, 12)))
     for row, there in zip((*found.components, *found.regions), (*other.components, *other.regions), strict=True):
         assert {name: at(e, sizes) for name, e in row.expressions.items()} == there.figures
 
@@ -463,19 +464,19 @@ def aligned_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_lengths_that_grow_together() -> None:
     """Neither the signal nor the text grows alone. One row: expressions from two rows on."""
-    compiled = CompiledModel(Aligned(), Options(), aligned_batch(1, 6))
+    compiled = compiled_model(Aligned(), Options(), aligned_batch(1, 6))
     found = report(compiled, symbolic=True)
     assert dict(found.sizes) == {"batch": 1, "text": 6}
     assert found.meanings["text"] == "tokens.shape[1], signal.shape[2]"
     assert found.meanings["batch"] == "rows of a microbatch, two or more"
-    other = report(CompiledModel(compiled.model, Options(), aligned_batch(4, 9)))
+    other = report(compiled_model(compiled.model, Options(), aligned_batch(4, 9)))
     for row, there in zip(found.regions, other.regions, strict=True):
         assert {name: at(e, {"batch": 4, "text": 9}) for name, e in row.expressions.items()} == there.figures
 
 
 @pytest.mark.slow
 def test_a_text_model_varies_in_text_alone() -> None:
-    source = sampler(CompiledModel(small.text(1), Options(), small.text_batch(4)))
+    source = sampler(compiled_model(small.text(1), Options(), small.text_batch(4)))
     (length,) = lengths(source)
     assert (length.name, length.size, length.traced) == ("text", 8, True)
     assert len(source.captures) == 1  # one capture serves every length of text
@@ -487,7 +488,7 @@ def test_a_text_model_varies_in_text_alone() -> None:
 def test_a_tied_parameter_counts_once_in_a_component() -> None:
     model = small.text(2)
     model.lm_head.weight = model.embed_tokens.weight
-    found = report(CompiledModel(model, Options(), small.text_batch(2)))
+    found = report(compiled_model(model, Options(), small.text_batch(2)))
     (component,) = found.components
     table = 4 * small.VOCABULARY * small.WIDTH
     assert component.figures["parameters"] == sum(4 * p.numel() for p in model.parameters())

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.reports.verification import verify
@@ -154,7 +155,7 @@ def test_the_same_seed_gives_the_same_step_whatever_the_split(base: CompiledMode
 @pytest.mark.slow
 def test_two_replicas_have_the_bits_of_two_microbatches(base: CompiledModel) -> None:
     def divided(**options: Any) -> CompiledModel:
-        return CompiledModel(
+        return compiled_model(
             base.model, base.with_options(**options).options, small.text_batch(4, 10), None, base.compiler
         )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import csc
 from csc.driver.evaluation import check_held, evaluated
+from csc.driver.inspected import Inspected
 from csc.errors import InputError
 from tests import launching
 from tests.compiler import evaluation_worker, small
@@ -42,7 +43,7 @@ def test_in_one_process() -> None:
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
     assert all(torch.equal(p.grad, before[name]) for name, p in compiled.named_parameters() if p.grad is not None)
     with evaluated(compiled.model):
-        evaluating = compiled._evaluation.program
+        evaluating = Inspected(compiled._steps.evaluating).program
     assert not any(stage.has_b or stage.has_w for stage in evaluating.stages)
     assert {message.kind for message in evaluating.messages} == {"F"}
     assert float(loss) == pytest.approx(eager(compiled.model, SAMPLES), rel=FLOAT32)

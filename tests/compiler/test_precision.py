@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture.trace.export import loss_of, without_kv_cache
+from csc.capture.trace.traced_model import loss_of
+from csc.capture.trace.training_mode import without_kv_cache
 from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program, compute_dtypes
@@ -149,7 +151,7 @@ def test_microbatches_and_replicas_add_up_in_float32(base: CompiledModel) -> Non
         (by_hand(made, part) * 0.25).backward()
     expected = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
     options = base.with_options(mesh="pp=2", microbatches=4).options
-    compiled = CompiledModel(made, options, whole, None, base.compiler)
+    compiled = compiled_model(made, options, whole, None, base.compiler)
     _, found = step(compiled)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _, shared = step(compiled.with_options(mesh="pp=2,dp=2", microbatches=2))

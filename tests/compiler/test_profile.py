@@ -16,11 +16,13 @@ from csc.analysis.costs import basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
 from csc.analysis.kernels import Call, Kernels
 from csc.commands import main as cli
-from csc.driver.compiled import CompiledModel
+from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError
 from csc.ir.program import Options
 from csc.reports import wire_profile
-from csc.reports.profiling import Part, fit, measure, profile, profile_of
+from csc.reports.part_times import measure
+from csc.reports.profiling import profile, profile_of
+from csc.reports.roofline_fit import Part, fit
 from csc.reports.varied_sizes import sampler
 from tests.compiler import small
 from tests.models import plain
@@ -86,7 +88,7 @@ def test_what_no_part_depends_on_stays() -> None:
 @pytest.mark.parametrize(("make", "batch"), [(small.mixed, small.mixed_batch), (plain.plain, plain.plain_batch)])
 def test_every_part_is_measured(make: object, batch: object) -> None:
     """Those that exist take time, others none; DeepStack, cross-attention and tied weights included."""
-    compiled = CompiledModel(make(), Options(freeze=("project",) if make is small.mixed else ("vision",)), batch(2))
+    compiled = compiled_model(make(), Options(freeze=("project",) if make is small.mixed else ("vision",)), batch(2))
     source = sampler(compiled)
     program = source.program()
     before = [p.detach().clone() for p in compiled.model.parameters()]
@@ -102,7 +104,7 @@ def test_every_part_is_measured(make: object, batch: object) -> None:
 
 @pytest.mark.slow
 def test_a_measured_plan_says_so(tmp_path: Path) -> None:
-    compiled = CompiledModel(small.mixed(), Options(), small.mixed_batch(2))
+    compiled = compiled_model(small.mixed(), Options(), small.mixed_batch(2))
     found = profile(compiled, budget=0.0, output=tmp_path / "here.toml", wires=False)
     again = hardware(tmp_path / "here.toml")
     assert again == found.hardware and again.name == "here"
@@ -122,7 +124,7 @@ def test_a_measured_plan_says_so(tmp_path: Path) -> None:
 
 
 def test_only_toml_is_written() -> None:
-    compiled = CompiledModel(small.mixed(), Options(), small.mixed_batch(2))
+    compiled = compiled_model(small.mixed(), Options(), small.mixed_batch(2))
     with pytest.raises(InputError, match=r"here\.json.*call it here\.toml"):
         profile(compiled, budget=0.0, output=Path("here.json"))
 

@@ -215,7 +215,7 @@ def many(models: Models) -> CompiledModel:
 def thousand(compiled: CompiledModel, directory: Path, ranks: list[int] | None = None) -> Path:
     """The program for 1,024 ranks: replicas do not change what `partition` leaves."""
     options = replace(compiled.options, mesh=Mesh(dp=256, pp=4))
-    return writing.write(compiled.program, options, directory, compiled.microbatch, ranks=ranks)
+    return writing.write(compiled.program, options, directory, compiled.inspected.microbatch, ranks=ranks)
 
 
 def test_a_thousand_ranks_are_a_table_each(many: CompiledModel, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.rewrite import Writer
 from csc.ir.schedule import parse
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 from tests.compiler.conftest import Models
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

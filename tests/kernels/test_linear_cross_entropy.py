@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 IGNORED = -7
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative, of a norm

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,10 @@ from typer.testing import CliRunner
 
 import csc
 from csc.commands.main import app
+from csc.driver.inspected import Inspected
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
+from csc.ir.program import Program
 from csc.planning.meshes import CONTEXT, Layout, layouts
 from csc.reports.forecast import forecast
 from csc.reports.mesh_choice import choose
@@ -82,6 +86,21 @@ def test_meshes_that_cannot_be() -> None:
     choice = choose(compiled(hardware="h100"), 8, 4, 600.0, lambda text: None)
     assert any("heads" in why and "cannot be divided by tp=8" in why for why in choice.refused.values())
     assert all("tp=8" not in row.mesh for row in choice.rows)
+
+
+def test_one_size_of_microbatches_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts of the others are looked at all the same."""
+    own = Inspected.divided
+
+    def divided(self: Inspected, microbatch: Mapping[str, Any]) -> Program:
+        if len(microbatch["input_ids"]) == 1:
+            raise InputError("one sample alone", "the model", "give it two")
+        return own(self, microbatch)
+
+    monkeypatch.setattr(Inspected, "divided", divided)
+    choice = choose(compiled(hardware="h100"), 1, 4, 600.0, lambda text: None)
+    assert {row.samples for row in choice.rows} == {2, 4}
+    assert [*choice.refused] == ["tp=1, cp=1 with microbatches of 1"]
 
 
 @pytest.mark.slow

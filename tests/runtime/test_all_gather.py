@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from csc.runtime.context import ContextPlan
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
 from csc.runtime.spread import spread
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from csc.analysis.axes import Axis, apart, axes
 from csc.ir import graph as g
-from csc.torch_private import FakeTensorMode, make_fx
+from csc.torch_private.traces import FakeTensorMode, make_fx
 
 T = 8  # tokens; also samples, heads and features, so that nothing can be told from sizes
 

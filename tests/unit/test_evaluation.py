@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from csc.ir.fake_evaluation import Evaluation
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from csc.analysis.flops import count
 from csc.ir import graph as g
-from csc.torch_private import FakeTensorMode, make_fx
+from csc.torch_private.traces import FakeTensorMode, make_fx
 from tests.models import plain
 
 

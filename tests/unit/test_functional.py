@@ -11,7 +11,7 @@ from torch import fx, nn
 from csc.capture.capture import capture
 from csc.capture.lower.decompose import functional
 from csc.ir import graph as g
-from csc.torch_private import OpOverload, is_taken_apart
+from csc.torch_private.exported import OpOverload, is_taken_apart
 
 
 class Calls(nn.Module):

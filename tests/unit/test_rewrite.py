@@ -8,7 +8,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.rewrite import Writer, add_call, extract, provenance, replace_call, values_of
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 

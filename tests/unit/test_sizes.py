@@ -10,7 +10,7 @@ import torch
 
 from csc.ir.sizes import SizeGuards, from_tree, to_tree
 from csc.ir.unstorable import Unstorable
-from csc.torch_private import SIZE_FUNCTIONS
+from csc.torch_private.symbolic_sizes import SIZE_FUNCTIONS
 
 ROWS, IMAGES = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
 SIZES = SizeGuards(

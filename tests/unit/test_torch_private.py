@@ -1,4 +1,4 @@
-"""A contract for each private name of torch in csc/torch_private.py: a release that changes one fails here, by name."""
+"""A contract for each private name of torch in csc/torch_private: a release that changes one fails here, by name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,37 @@ import pytest
 import sympy
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from csc import torch_private as private
+from csc.torch_private import autograd as private_autograd
+from csc.torch_private import exported as private_exported
+from csc.torch_private import hooks as private_hooks
+from csc.torch_private import processes as private_processes
+from csc.torch_private import symbolic_sizes as private_sizes
+from csc.torch_private import traces as private_traces
+
+ROOMS = (private_autograd, private_exported, private_hooks, private_processes, private_sizes, private_traces)
 
 
 def test_every_name_has_a_contract_here() -> None:
-    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    lowered = {name: name.lower().replace("_", "") for name in private.__all__}
-    assert [name for name, low in lowered.items() if low not in {t.replace("_", "") for t in tested}] == []
+    """Each function and class of these files, and what they hand on as it is."""
+    tested = {name.removeprefix("test_").replace("_", "") for name in globals() if name.startswith("test_")}
+    own = {
+        name for room in ROOMS for name, one in vars(room).items() if getattr(one, "__module__", "") == room.__name__
+    }
+    names = {name for name in own if not name.startswith("_")}.union(*(getattr(room, "__all__", ()) for room in ROOMS))
+    assert len(names) > 40
+    assert [name for name in sorted(names) if name.lower().replace("_", "") not in tested] == []
 
 
 def test_op_overload() -> None:
     """What torch.ops.NAMESPACE.OP.OVERLOAD is; it has a schema with names, defaults and mutability."""
     op = torch.ops.aten.add.Tensor
-    assert isinstance(op, private.OpOverload)
-    assert not isinstance(torch.ops.aten.add, private.OpOverload)
+    assert isinstance(op, private_exported.OpOverload)
+    assert not isinstance(torch.ops.aten.add, private_exported.OpOverload)
     assert op._schema.name == "aten::add"
     assert op._overloadname == "Tensor"
     assert op.namespace == "aten"
@@ -43,11 +56,11 @@ def test_op_overload() -> None:
 
 def test_fake_tensor_mode() -> None:
     """Ops on fake tensors give shapes, strides and dtypes and no numbers; real constants are let in."""
-    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = private_traces.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         product = torch.empty(3, 4) @ torch.empty(4, 5)
         strided = torch.empty_strided((2, 3), (1, 2))
-    assert isinstance(product, private.FakeTensor)
+    assert isinstance(product, private_traces.FakeTensor)
     assert product.shape == (3, 5)
     assert product.fake_mode is mode
     with mode:
@@ -56,9 +69,9 @@ def test_fake_tensor_mode() -> None:
 
 
 def test_fake_tensor() -> None:
-    mode = private.FakeTensorMode()
+    mode = private_traces.FakeTensorMode()
     fake = mode.from_tensor(torch.zeros(2, 2, dtype=torch.bfloat16))
-    assert isinstance(fake, private.FakeTensor)
+    assert isinstance(fake, private_traces.FakeTensor)
     assert (fake.dtype, fake.device.type) == (torch.bfloat16, "cpu")
 
 
@@ -71,9 +84,9 @@ def test_make_fx() -> None:
             y = torch.ops.aten.sin.default(x)
         return (y, *torch.autograd.grad([y], [x], seeds))
 
-    mode = private.FakeTensorMode()
+    mode = private_traces.FakeTensorMode()
     with mode:
-        graph = private.make_fx(step, tracing_mode="real")([torch.empty(3)], [torch.empty(3)]).graph
+        graph = private_traces.make_fx(step, tracing_mode="real")([torch.empty(3)], [torch.empty(3)]).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert "aten.sin.default" in targets
     assert "aten.cos.default" in targets
@@ -89,7 +102,7 @@ def test_unwatched() -> None:
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    with Mode(), private.unwatched():
+    with Mode(), private_traces.unwatched():
         assert torch.zeros(2).shape == (2,)
     assert seen == []
 
@@ -97,10 +110,10 @@ def test_unwatched() -> None:
 def test_replaying() -> None:
     """Code takes itself for exported, its tensors have no data, and sizes are plain; values become symbols."""
     real = torch.arange(6.0)
-    with private.replaying() as fake:
+    with private_traces.replaying() as fake:
         assert torch.compiler.is_exporting()
         tensor = fake(real)
-        assert isinstance(tensor, private.FakeTensor) and type(tensor.shape[0]) is int
+        assert isinstance(tensor, private_traces.FakeTensor) and type(tensor.shape[0]) is int
         assert (tensor + real).shape == (6,)
         assert isinstance(tensor.sum().item(), torch.SymFloat)
     assert not torch.compiler.is_compiling()
@@ -123,7 +136,7 @@ def test_one_is_no_special_size() -> None:
         exported = torch.export.export(model, (torch.zeros(1, 2),), dynamic_shapes=(rows,), strict=False)
         return [node.meta["val"].shape[0] for node in exported.graph.nodes if node.op == "placeholder"]
 
-    with private.one_is_no_special_size():
+    with private_sizes.one_is_no_special_size():
         (symbolic,) = (size for size in sizes() if isinstance(size, torch.SymInt))
     assert symbolic.node.shape_env.var_to_range[symbolic.node.expr].lower == 0
     assert not any(isinstance(size, torch.SymInt) for size in sizes())
@@ -133,32 +146,35 @@ def test_conditions_of_models() -> None:
     """Those of the model's own code are told from those that torch makes within an operation."""
     rows = {0: torch.export.Dim.AUTO}
     found: dict[Any, dict[Any, int]] = {}
-    with private.one_is_no_special_size(), private.conditions_of_models(found.__setitem__):
+    with (
+        private_sizes.one_is_no_special_size(),
+        private_sizes.conditions_of_models(found.__setitem__),
+    ):
         exported = torch.export.export(
             Alone(), (torch.zeros(3, 2), torch.zeros(4, 5)), dynamic_shapes=(rows, rows),
             strict=False, prefer_deferred_runtime_asserts_over_guards=True,
         )  # fmt: skip
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
     x, y = (value.shape[0].node.expr for value in values)
-    _, relations = private.assumed_of_sizes(values[0].fake_mode)
+    _, relations = private_sizes.assumed_of_sizes(values[0].fake_mode)
     assert {sympy.Ne(x, 1), sympy.Ne(y, 1)} <= set(relations)
     assert found[sympy.Ne(x, 1)] == {x: 3} and sympy.Ne(y, 1) not in found
 
 
 def test_each_computed() -> None:
     """Of modes that are made in it, not of others."""
-    with private.each_computed():
-        within = private.FakeTensorMode()
-    assert (within.cache_enabled, private.FakeTensorMode().cache_enabled) == (False, True)
+    with private_traces.each_computed():
+        within = private_traces.FakeTensorMode()
+    assert (within.cache_enabled, private_traces.FakeTensorMode().cache_enabled) == (False, True)
 
 
 def test_python_kernels() -> None:
     """Where sizes are symbols, operations that are made of others run as torch's Python code for them."""
-    environment = private.ShapeEnv()
-    with private.FakeTensorMode(shape_env=environment) as mode:
+    environment = ShapeEnv()
+    with private_traces.FakeTensorMode(shape_env=environment) as mode:
         fake = mode.from_tensor(torch.ones(6, 4))
-        with private.python_kernels():
-            graph = private.make_fx(lambda x: x.t().reshape(-1), tracing_mode="real")(fake).graph
+        with private_traces.python_kernels():
+            graph = private_traces.make_fx(lambda x: x.t().reshape(-1), tracing_mode="real")(fake).graph
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert names[0] == "aten.t.default"
     assert "aten.reshape.default" not in names
@@ -169,8 +185,8 @@ def test_is_taken_apart() -> None:
     aten = torch.ops.aten
     apart = (aten.reshape.default, aten.to.dtype, aten.contiguous.default, aten.dropout.default, aten.chunk.default)
     kept = (aten.linear.default, aten.layer_norm.default, aten.view.default, aten.upsample_bilinear2d.vec)
-    assert [private.is_taken_apart(one) for one in apart] == [True] * 5
-    assert [private.is_taken_apart(one) for one in kept] == [False] * 4
+    assert [private_exported.is_taken_apart(one) for one in apart] == [True] * 5
+    assert [private_exported.is_taken_apart(one) for one in kept] == [False] * 4
 
 
 def test_parts_of() -> None:
@@ -183,8 +199,8 @@ def test_parts_of() -> None:
             return nn.functional.logsigmoid(x)
 
     operation = aten.log_sigmoid.default
-    assert torch.equal(private.parts_of(operation)(x), nn.functional.logsigmoid(x))
-    program = torch.export.export(Calls(), (x,)).run_decompositions({operation: private.parts_of(operation)})
+    assert torch.equal(private_exported.parts_of(operation)(x), nn.functional.logsigmoid(x))
+    program = torch.export.export(Calls(), (x,)).run_decompositions({operation: private_exported.parts_of(operation)})
     assert "aten.log_sigmoid_forward.default" in [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
 
 
@@ -201,7 +217,7 @@ def test_unchanged_modules() -> None:
             return self.inner(x)
 
     x, conv, linear = torch.ones(1, 2), nn.Conv2d(1, 1, 1), nn.Linear(2, 2)
-    with private.unchanged_modules():
+    with private_traces.unchanged_modules():
         torch.export.export(Casting(), (x,), strict=False)
         weight = linear.weight
         assert linear.half().weight.dtype == torch.float16 and linear.float().weight.dtype == torch.float32
@@ -213,15 +229,15 @@ def test_fx_traceback() -> None:
     """`current_meta` set while tracing: its entry "custom" is copied to the nodes that are made."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with private.fx_traceback.preserve_node_meta():
-            before = private.fx_traceback.current_meta
-            private.fx_traceback.current_meta = {"custom": {"csc": {"name": "marked"}}}
+        with private_traces.fx_traceback.preserve_node_meta():
+            before = private_traces.fx_traceback.current_meta
+            private_traces.fx_traceback.current_meta = {"custom": {"csc": {"name": "marked"}}}
             y = torch.sin(x)
-            private.fx_traceback.current_meta = before
+            private_traces.fx_traceback.current_meta = before
             return torch.cos(y)
 
-    with private.FakeTensorMode():
-        graph = private.make_fx(step, tracing_mode="real")(torch.empty(3)).graph
+    with private_traces.FakeTensorMode():
+        graph = private_traces.make_fx(step, tracing_mode="real")(torch.empty(3)).graph
     marks = {str(n.target): n.meta.get("custom", {}).get("csc") for n in graph.nodes if n.op == "call_function"}
     assert marks["aten.sin.default"] == {"name": "marked"}
     assert not marks["aten.cos.default"]
@@ -238,21 +254,36 @@ def test_hint() -> None:
 
     class Sized(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(private.hint(x.shape[0]))
+            seen.append(private_sizes.hint(x.shape[0]))
             return x + 1
 
     shapes = {"x": {0: torch.export.Dim.AUTO}}
     exported = torch.export.export(Sized(), (torch.ones(3, 2),), dynamic_shapes=shapes, strict=False)
-    assert seen == [3] and private.hint(3) is None
+    assert seen == [3] and private_sizes.hint(3) is None
     (node,) = [n for n in exported.graph.nodes if n.op == "placeholder"]
     assert isinstance(node.meta["val"].shape[0], torch.SymInt)
 
 
+def test_as_hinted() -> None:
+    """A plain number is itself; a symbol what it is in the batch; one that only values tell, nothing."""
+    found = []
+
+    class Selecting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            selected = x[x > 0]
+            found.extend(private_sizes.as_hinted(size) for size in (7, x.shape[0], selected.shape[0]))
+            return selected.sum()
+
+    shapes = {"x": {0: torch.export.Dim.AUTO}}
+    torch.export.export(Selecting(), (torch.ones(3),), dynamic_shapes=shapes, strict=False)
+    assert found == [7, 3, None]
+
+
 def test_lists_from() -> None:
     """Inside, `tolist()` of a traced tensor is ours; that of real tensors, and afterwards, is torch's."""
-    with private.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         fake, other = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    with private.lists_from(lambda tensor, own: [7, 8] if tensor is fake else own()):
+    with private_traces.lists_from(lambda tensor, own: [7, 8] if tensor is fake else own()):
         assert fake.tolist() == [7, 8]
         assert torch.arange(2).tolist() == [0, 1]
         with pytest.raises(Exception, match="_local_scalar_dense"):
@@ -263,9 +294,9 @@ def test_lists_from() -> None:
 
 def test_without_messages(caplog: pytest.LogCaptureFixture) -> None:
     """What a fake tensor cannot do is logged outside, and not inside."""
-    with private.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         one, other = torch.empty(2), torch.empty(3)
-        with private.without_messages(), pytest.raises(RuntimeError):
+        with private_traces.without_messages(), pytest.raises(RuntimeError):
             torch.ops.aten.add.Tensor(one, other)
         assert not caplog.records
         with pytest.raises(RuntimeError):
@@ -276,7 +307,7 @@ def test_without_messages(caplog: pytest.LogCaptureFixture) -> None:
 def test_parameter_reads() -> None:
     """Sees parameters among the arguments of operations, also when no gradient is asked for."""
     linear = nn.Linear(2, 2)
-    with private.outside_tracing(), private.ParameterReads() as reads:
+    with private_traces.outside_tracing(), private_traces.ParameterReads() as reads:
         assert torch.equal(torch.arange(3) + 1, torch.tensor([1, 2, 3]))
         assert not reads.any
         linear(torch.ones(1, 2))
@@ -292,7 +323,9 @@ def test_guard_on_data_dependent_sym_node() -> None:
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
-    assert any(isinstance(e, private.GuardOnDataDependentSymNode) or "data-dependent" in str(e).lower() for e in chain)
+    assert any(
+        isinstance(e, private_sizes.GuardOnDataDependentSymNode) or "data-dependent" in str(e).lower() for e in chain
+    )
 
 
 class NoGrad(nn.Module):
@@ -311,17 +344,17 @@ def test_compiler_errors() -> None:
         raise RuntimeError("the backend")
 
     for function, backend in ((refused, "eager"), (torch.sin, broken)):
-        with pytest.raises(private.compiler_errors()):
+        with pytest.raises(private_processes.compiler_errors()):
             torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(torch.ones(2))
 
 
 def test_is_no_grad_region() -> None:
     """Export writes the block as a higher-order op: (enabled, body, *operands)."""
     exported = torch.export.export(NoGrad(), (torch.ones(3),), strict=False)
-    (node,) = [n for n in exported.graph.nodes if private.is_no_grad_region(n.target)]
+    (node,) = [n for n in exported.graph.nodes if private_exported.is_no_grad_region(n.target)]
     assert node.args[0] is False
     assert hasattr(exported.graph_module, node.args[1].target)
-    assert not any(private.is_no_grad_region(n.target) for n in exported.graph.nodes if n is not node)
+    assert not any(private_exported.is_no_grad_region(n.target) for n in exported.graph.nodes if n is not node)
 
 
 class Autocast(nn.Module):
@@ -334,7 +367,7 @@ class Autocast(nn.Module):
 def test_is_autocast_region() -> None:
     """Likewise: (device, dtype, enabled, cache, body, *operands)."""
     exported = torch.export.export(Autocast(), (torch.ones(3),), strict=False)
-    (node,) = [n for n in exported.graph.nodes if private.is_autocast_region(n.target)]
+    (node,) = [n for n in exported.graph.nodes if private_exported.is_autocast_region(n.target)]
     assert node.args[0] == "cpu"
     assert node.args[2] is False
     assert hasattr(exported.graph_module, node.args[4].target)
@@ -342,9 +375,9 @@ def test_is_autocast_region() -> None:
 
 def test_in_functorch_transform() -> None:
     seen = []
-    torch.vmap(lambda x: seen.append(private.in_functorch_transform()) or x)(torch.zeros(2))
+    torch.vmap(lambda x: seen.append(private_traces.in_functorch_transform()) or x)(torch.zeros(2))
     assert seen == [True]
-    assert not private.in_functorch_transform()
+    assert not private_traces.in_functorch_transform()
 
 
 def test_outside_tracing() -> None:
@@ -353,7 +386,7 @@ def test_outside_tracing() -> None:
 
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with private.outside_tracing():
+            with private_traces.outside_tracing():
                 seen.append((torch.arange(4) * 2).tolist())
             return x + 1
 
@@ -377,16 +410,16 @@ def test_assumed_of_sizes() -> None:
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
     rows, one, other = (str(value.shape[0]) for value in values)
     mode = values[0].fake_mode
-    ranges, relations = private.assumed_of_sizes(mode)
+    ranges, relations = private_sizes.assumed_of_sizes(mode)
     assert ranges[rows] == (3, 3) and ranges[one][1] is None
     assert one == other or {one, other} in [set(map(str, relation.free_symbols)) for relation in relations]
 
 
 def test_size_functions() -> None:
     """Functions of sympy numbers, by the names that their classes have."""
-    assert all(function.__name__ == name for name, function in private.SIZE_FUNCTIONS.items())
+    assert all(function.__name__ == name for name, function in private_sizes.SIZE_FUNCTIONS.items())
     size = sympy.Symbol("s", integer=True, positive=True)
-    divided = private.SIZE_FUNCTIONS["FloorDiv"](size, sympy.Integer(4))
+    divided = private_sizes.SIZE_FUNCTIONS["FloorDiv"](size, sympy.Integer(4))
     assert divided.subs({size: 11}) == 2 and type(divided).__name__ == "FloorDiv"
 
 
@@ -395,7 +428,7 @@ def test_under_autograd() -> None:
 
     @torch.library.custom_op("csc_contract::squared_gradient", mutates_args=())
     def gradient(x: torch.Tensor) -> torch.Tensor:
-        with private.under_autograd():
+        with private_autograd.under_autograd():
             own = x.detach().requires_grad_(True)
             (found,) = torch.autograd.grad((own * own).sum(), [own])
         return found.clone()
@@ -404,17 +437,17 @@ def test_under_autograd() -> None:
 
 
 def test_pytree() -> None:
-    leaves, structure = private.pytree.tree_flatten(({"a": 1, "b": [2, None]}, 3))
-    assert private.pytree.tree_unflatten([10, 20, None, 30], structure) == ({"a": 10, "b": [20, None]}, 30)
+    leaves, structure = private_traces.pytree.tree_flatten(({"a": 1, "b": [2, None]}, 3))
+    assert private_traces.pytree.tree_unflatten([10, 20, None, 30], structure) == ({"a": 10, "b": [20, None]}, 30)
     assert leaves == [1, 2, None, 3]
-    assert private.pytree.tree_leaves([1, (2,)]) == [1, 2]
-    assert private.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
+    assert private_traces.pytree.tree_leaves([1, (2,)]) == [1, 2]
+    assert private_traces.pytree.tree_map_only(int, str, [1, "x", 2.0]) == ["1", "x", 2.0]
 
 
 def test_torch_dispatch_mode() -> None:
     """It sees what a dropout is made of, also in backward."""
 
-    class Names(private.TorchDispatchMode):
+    class Names(private_traces.TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
@@ -440,13 +473,13 @@ def test_assume_several() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows = x[x.sum(1) > 0]
             if self.assuming:
-                private.assume_several(rows.shape[0])
+                private_sizes.assume_several(rows.shape[0])
             return rows.sum() if rows.shape[0] == 0 else rows.sum() * 2
 
     torch.export.export(Selects(True), (torch.ones(3, 2),), strict=False)
-    with pytest.raises(private.GuardOnDataDependentSymNode):
+    with pytest.raises(private_sizes.GuardOnDataDependentSymNode):
         torch.export.export(Selects(False), (torch.ones(3, 2),), strict=False)
-    private.assume_several(0)  # a number is what it is
+    private_sizes.assume_several(0)  # a number is what it is
 
 
 def test_hooks_of_all_modules() -> None:
@@ -454,19 +487,19 @@ def test_hooks_of_all_modules() -> None:
         return 2 * result
 
     nn.modules.module.register_module_full_backward_hook(lambda module, d_in, d_out: None).remove()
-    before = private.hooks_of_all_modules()
+    before = private_hooks.hooks_of_all_modules()
     assert len(before) >= 4 and not any(hooks for _, hooks in before)
     handle = nn.modules.module.register_module_forward_hook(double)
     try:
-        found = [list(hooks.values()) for _, hooks in private.hooks_of_all_modules() if hooks]
+        found = [list(hooks.values()) for _, hooks in private_hooks.hooks_of_all_modules() if hooks]
     finally:
         handle.remove()
-    assert found == [[double]] and private.hooks_of_all_modules() == before
+    assert found == [[double]] and private_hooks.hooks_of_all_modules() == before
 
 
 def test_hooks_of_tensor() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    assert private.hooks_of_tensor(parameter) == []
+    assert private_hooks.hooks_of_tensor(parameter) == []
 
     def double(gradient: torch.Tensor) -> torch.Tensor:
         return 2 * gradient
@@ -476,7 +509,7 @@ def test_hooks_of_tensor() -> None:
 
     parameter.register_hook(double)
     parameter.register_post_accumulate_grad_hook(told)
-    assert private.hooks_of_tensor(parameter) == [double, told]
+    assert private_hooks.hooks_of_tensor(parameter) == [double, told]
 
 
 def test_modes_that_are_on() -> None:
@@ -488,10 +521,10 @@ def test_modes_that_are_on() -> None:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
-    assert private.modes_that_are_on() == []
+    assert private_traces.modes_that_are_on() == []
     with Function() as one, Dispatch() as other:
-        assert private.modes_that_are_on() == [one, other]
-    assert private.modes_that_are_on() == []
+        assert private_traces.modes_that_are_on() == [one, other]
+    assert private_traces.modes_that_are_on() == []
 
 
 class Halved(torch.autograd.Function):
@@ -532,7 +565,7 @@ def test_applied_functions() -> None:
         return own(*args, **kwargs)
 
     x = torch.ones(2, requires_grad=True)
-    with private.applied_functions(applied):
+    with private_autograd.applied_functions(applied):
         (Halved.apply(x) + bound(x)).sum().backward()
     assert seen == [(Halved, ()), (Doubled, (2,))]
     assert x.grad is not None and x.grad.tolist() == [2.5, 2.5]
@@ -541,16 +574,18 @@ def test_applied_functions() -> None:
 
 
 def test_has_setup() -> None:
-    assert private.has_setup(Doubled) and not private.has_setup(Halved)
+    assert private_autograd.has_setup(Doubled) and not private_autograd.has_setup(Halved)
 
 
 def test_backward_of() -> None:
-    assert private.backward_of(Halved) is Halved.vjp and private.backward_of(Doubled) is Doubled.backward
+    assert (
+        private_autograd.backward_of(Halved) is Halved.vjp and private_autograd.backward_of(Doubled) is Doubled.backward
+    )
 
 
 def test_function_ctx() -> None:
     """What a function notes in its context is found there."""
-    context: Any = private.FunctionCtx()
+    context: Any = private_autograd.FunctionCtx()
     x = torch.ones(2)
     context.save_for_backward(x, None)
     context.mark_dirty(x)
@@ -565,11 +600,11 @@ def test_is_reentrant_checkpoint() -> None:
     seen: list[Any] = []
 
     def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
-        seen.append((private.is_reentrant_checkpoint(cls), args))
+        seen.append((private_autograd.is_reentrant_checkpoint(cls), args))
         return own(*args, **kwargs)
 
     x = torch.ones(2, requires_grad=True)
-    with private.applied_functions(applied):
+    with private_autograd.applied_functions(applied):
         torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
     ((found, (run, preserve, given)),) = seen
     assert found and run is torch.sin and preserve is True and given is x
@@ -585,11 +620,11 @@ def test_is_of_torch() -> None:
     seen: list[bool] = []
 
     def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(private.is_of_torch(cls))
+        seen.append(private_autograd.is_of_torch(cls))
         return own(*args, **kwargs)
 
     x = torch.ones(2, 2, requires_grad=True)
-    with private.applied_functions(applied):
+    with private_autograd.applied_functions(applied):
         torch.ops.csc_contracts.doubled(x)
         Doubled.apply(x)
     assert seen == [True, False]
@@ -597,35 +632,35 @@ def test_is_of_torch() -> None:
 
 def test_gradient_hooks() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    assert private.gradient_hooks(parameter) == []
+    assert private_hooks.gradient_hooks(parameter) == []
     first, second = (lambda gradient: None), (lambda parameter: None)
     parameter.register_hook(first)
     parameter.register_post_accumulate_grad_hook(second)
-    assert private.gradient_hooks(parameter) == [first, second]
+    assert private_hooks.gradient_hooks(parameter) == [first, second]
 
 
 def test_backward_hooks() -> None:
     module = nn.Linear(2, 2)
-    assert private.backward_hooks(module) == []
+    assert private_hooks.backward_hooks(module) == []
     before, after = (lambda module, d_out: None), (lambda module, d_in, d_out: None)
     module.register_full_backward_hook(after)
     module.register_full_backward_pre_hook(before)
-    assert private.backward_hooks(module) == [before, after]
+    assert private_hooks.backward_hooks(module) == [before, after]
 
 
 def test_global_backward_hooks() -> None:
     hook = lambda module, d_in, d_out: None  # noqa: E731
     handle = nn.modules.module.register_module_full_backward_hook(hook)
-    assert private.global_backward_hooks() == [hook]
+    assert private_hooks.global_backward_hooks() == [hook]
     handle.remove()
-    assert private.global_backward_hooks() == []
+    assert private_hooks.global_backward_hooks() == []
 
 
 def test_address_of_storage() -> None:
-    with private.FakeTensorMode():
+    with private_traces.FakeTensorMode():
         x = torch.ones(2, 3)
-        assert private.address_of_storage(x) == private.address_of_storage(x[1:].detach())
-        assert private.address_of_storage(x) != private.address_of_storage(x.clone())
+        assert private_traces.address_of_storage(x) == private_traces.address_of_storage(x[1:].detach())
+        assert private_traces.address_of_storage(x) != private_traces.address_of_storage(x.clone())
 
 
 def test_plain_checkpoints() -> None:
@@ -635,38 +670,38 @@ def test_plain_checkpoints() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(lambda y: checkpoint(torch.tanh, y, use_reentrant=False) * 2, x, use_reentrant=False)
 
-    with private.plain_checkpoints():
+    with private_traces.plain_checkpoints():
         found = torch.export.export(Nested(), (torch.ones(3),), strict=False)
-    assert not any(private.is_no_grad_region(node.target) for node in found.graph.nodes)
+    assert not any(private_exported.is_no_grad_region(node.target) for node in found.graph.nodes)
     x = torch.ones(3, requires_grad=True)
     Nested()(x).sum().backward()
     assert x.grad is not None
 
 
-def test_tensors_of_data_can_be_traced_and_nothing_is_left_behind() -> None:
+def test_tensors_of_data() -> None:
     class Legacy(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.Tensor(numpy.arange(3))
 
-    with private.tensors_of_data():
+    with private_traces.tensors_of_data():
         program = torch.export.export(Legacy(), (torch.ones(3),), strict=False)
     assert program.module()(torch.ones(3)).tolist() == [1, 2, 3]
     made = torch.Tensor([1, 2])
     assert type(made) is torch.Tensor and made.dtype == torch.float32 and torch.Tensor(2, 3).shape == (2, 3)
 
 
-def test_random_state_changes_with_each_draw() -> None:
-    before = private.random_state()
-    assert private.random_state() == before
+def test_random_state() -> None:
+    before = private_traces.random_state()
+    assert private_traces.random_state() == before
     torch.rand(1)
-    assert private.random_state() != before
+    assert private_traces.random_state() != before
 
 
 def test_is_profiled() -> None:
-    assert not private.is_profiled()
+    assert not private_processes.is_profiled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert private.is_profiled()
-    assert not private.is_profiled()
+        assert private_processes.is_profiled()
+    assert not private_processes.is_profiled()
 
 
 class _Ending(torch.utils.data.Dataset[int]):
@@ -684,11 +719,11 @@ class _Ending(torch.utils.data.Dataset[int]):
 
 def test_unattended_workers() -> None:
     """They are missed where a batch is waited for."""
-    batches = private.unattended_workers(iter(torch.utils.data.DataLoader(_Ending(), num_workers=1)))
+    batches = private_processes.unattended_workers(iter(torch.utils.data.DataLoader(_Ending(), num_workers=1)))
     assert next(batches) == 0
     time.sleep(1)  # while torch's own handler would raise
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         next(batches)
     del batches  # ends what is left without an error
     without = iter(torch.utils.data.DataLoader(_Ending()))
-    assert private.unattended_workers(without) is without
+    assert private_processes.unattended_workers(without) is without

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from csc.capture.dedup.operations import unprofiled
-from csc.torch_private import FakeTensorMode
+from csc.torch_private.traces import FakeTensorMode
 
 
 def told_of(run: Callable[[], Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from csc.analysis.hardware import hardware, toml_text
 from csc.analysis.visible import TILE, _share
 from csc.analysis.working import peak
 from csc.ir import graph as g
-from csc.torch_private import make_fx
+from csc.torch_private.traces import make_fx
 
 
 def graph_of(function: object, *inputs: torch.Tensor, role: str = "activation") -> fx.Graph:

@@ -10,7 +10,7 @@ from torch import fx
 
 from csc.analysis.operators.relation import Call, End, Rule, Use, same, shape_of
 from csc.ir import graph as g
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 # Those that torch has not tagged as pointwise.
 _BROADCASTING = ("where", "floor_divide", "rsub", "remainder", "polar", "complex", "hardswish", "mish",

@@ -16,7 +16,7 @@ from torch import fx
 from csc.analysis.operators import made, moves, pointwise, products, reductions, spatial
 from csc.analysis.operators.relation import Call, Link, Relation, Rule, shape_of
 from csc.ir import graph as g
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 RULES: dict[str, Rule] = {
     **pointwise.RULES, **made.RULES, **moves.RULES, **products.RULES, **reductions.RULES, **spatial.RULES,

@@ -32,7 +32,7 @@ from torch import nn
 
 from csc.capture.dedup.equality import Read, attributes_read, equal, same, structure
 from csc.capture.dedup.free_variables import Looked
-from csc.torch_private import pytree, unwatched
+from csc.torch_private.traces import pytree, unwatched
 
 
 @torch.library.custom_op("csc::layer_first", mutates_args=())

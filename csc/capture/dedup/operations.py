@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from csc.torch_private import FakeTensor, modes_that_are_on
+from csc.torch_private.traces import FakeTensor, modes_that_are_on
 
 DEFINED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # in C
 IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})

@@ -24,7 +24,8 @@ from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.rewrite import values_of
-from csc.torch_private import OpOverload, TorchDispatchMode, pytree, without_messages
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import TorchDispatchMode, pytree, without_messages
 
 CAST = torch.ops.aten._to_copy.default
 Work = list[tuple[str, tuple[torch.dtype, ...]]]

@@ -21,7 +21,8 @@ from torch.export.graph_signature import ExportGraphSignature
 from csc.capture.lower.writes import without_writes
 from csc.errors import ProgramError
 from csc.ir import graph as g
-from csc.torch_private import OpOverload, is_taken_apart, make_fx, parts_of, python_kernels
+from csc.torch_private.exported import OpOverload, is_taken_apart, parts_of
+from csc.torch_private.traces import make_fx, python_kernels
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 

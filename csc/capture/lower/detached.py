@@ -24,7 +24,7 @@ from torch import fx
 from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.torch_private import OpOverload
+from csc.torch_private.exported import OpOverload
 
 DETACH = "aten::detach"
 NO_TENSORS = frozenset({"placeholder", "get_attr"})

@@ -27,7 +27,8 @@ from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Checkpoint
 from csc.ir.rewrite import add_call, replace_call
-from csc.torch_private import FakeTensor, FakeTensorMode, OpOverload, is_autocast_region, is_no_grad_region
+from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
+from csc.torch_private.traces import FakeTensor, FakeTensorMode
 
 WRAPPER_PREFIX = "model."
 ASSERTIONS = frozenset(

@@ -23,7 +23,8 @@ from csc.analysis.operators.table import links
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.torch_private import FakeTensorMode
+from csc.ir.rewrite import add_call, replace_call, values_of
+from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front
@@ -67,7 +68,7 @@ class _Rewriting:
         whole: Any = node.args[0]
         # A call of its own: rows that were selected are one value, the whole another.
         rows = self._made(node, aten.alias.default, (whole,), {}, whole.meta["val"])
-        self._replace(node, rows)
+        replace_call(node, rows)
         self.in_place[rows] = mask
 
     def _find(self, node: fx.Node) -> None:
@@ -83,7 +84,7 @@ class _Rewriting:
             column = self._call(node, aten.view.default, along, [-1, *[1] * (len(shape) - dim - 1)])
             places = self._call(node, aten.expand.default, column, shape)
             rows = self._call(node, aten.reshape.default, places, [-1])
-            self._replace(one, rows)
+            replace_call(one, rows)
             self.in_place[rows] = flat
         self.graph.erase_node(node)
 
@@ -112,7 +113,7 @@ class _Rewriting:
         else:
             source = self._together(node, values) if values in self.in_place else values
             new = self._made(node, aten.masked_scatter.default, (whole, chosen, source), {}, whole.meta["val"])
-        self._replace(node, new)
+        replace_call(node, new)
 
     def _carry_on(self, node: fx.Node) -> None:
         """A call that reads rows in place."""
@@ -210,7 +211,7 @@ class _Rewriting:
         one_row = list(before.meta["val"].shape[self.in_place[before].meta["val"].dim() :])
         new_row = list(node.meta["val"].shape[1:])
         if new_row == one_row or _scattered(node):
-            self._replace(node, before)
+            replace_call(node, before)
         elif torch.Size(one_row).numel() != torch.Size(new_row).numel():
             raise _refused(node, "joins or cuts rows that a mask has selected")
         else:
@@ -281,24 +282,17 @@ class _Rewriting:
         size = node.meta["val"].shape[dim]
         return size if isinstance(size, int) else self._made(like, aten.sym_size.int, (node, dim), {}, size)
 
-    def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
-
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
         return self._made(like, target, arguments, keywords, self._value(target, arguments, keywords))
 
     def _value(self, target: Any, arguments: Any, keywords: Any) -> Any:
-        args, kwargs = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
+        arguments, keywords = values_of((arguments, keywords))
         with self.mode:
-            return target(*args, **kwargs)
+            return target(*arguments, **keywords)
 
     def _made(self, like: fx.Node, target: Any, arguments: Any, keywords: Any, value: Any) -> fx.Node:
         with self.graph.inserting_before(like):
-            node = self.graph.call_function(target, arguments, keywords)
-        node.meta["val"] = value
-        node.meta.update(source=like.meta.get("source", ""), module=like.meta.get("module", ""))
-        return node
+            return add_call(self.graph, target, arguments, keywords, val=value, like=like)
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.torch_private import OpOverload, python_kernels
+from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import python_kernels
 
 aten = torch.ops.aten
 

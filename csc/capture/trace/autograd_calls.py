@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.diagnostics import calling_line, is_of_libraries
 from csc.errors import InputError
-from csc.torch_private import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
+from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 GRAD_FN, DATA, NEEDS, LEAF = (

@@ -25,20 +25,16 @@ from torch import nn
 
 from csc.errors import InputError
 from csc.kernels import own_gradient as _operators  # noqa: F401  registers them
-from csc.torch_private import (
+from csc.torch_private.autograd import (
     FunctionCtx,
     applied_functions,
-    backward_hooks,
     backward_of,
-    global_backward_hooks,
-    gradient_hooks,
     has_setup,
-    in_functorch_transform,
     is_of_torch,
     is_reentrant_checkpoint,
-    pytree,
-    unwatched,
 )
+from csc.torch_private.hooks import backward_hooks, global_backward_hooks, gradient_hooks
+from csc.torch_private.traces import in_functorch_transform, pytree, unwatched
 
 Apply = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from csc.errors import InputError
-from csc.torch_private import FakeTensor, FakeTensorMode
+from csc.torch_private.traces import FakeTensor, FakeTensorMode
 
 META = torch.device("meta")
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from csc.capture.diagnostics import calling_line
 from csc.capture.trace.draws import Drawn, hidden_draws
 from csc.errors import InputError
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 SEED = 0x5EED_0F_C5C  # one that a model will not choose
 FIXED = "make the numbers in __init__ and keep them as a buffer, or let them come with the batch"

@@ -24,11 +24,12 @@ from torch import nn
 from csc.capture.batch import device_of
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.module_tree import describe
-from csc.capture.trace.export import Host, LossOnly, as_traced, metadata
+from csc.capture.trace.traced_model import Host, LossOnly, metadata
+from csc.capture.trace.training_mode import as_traced
 from csc.capture.values.row_index import PREFIX
 from csc.ir.asked import Decision
 from csc.ir.calls import Call
-from csc.torch_private import replaying
+from csc.torch_private.traces import replaying
 
 log = logging.getLogger("csc")
 

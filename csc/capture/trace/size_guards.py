@@ -18,7 +18,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.sizes import SizeGuards
-from csc.torch_private import assumed_of_sizes
+from csc.torch_private.symbolic_sizes import assumed_of_sizes
 
 
 def sizes_of(graph: fx.Graph, asked: Collection[Any] | None) -> SizeGuards:

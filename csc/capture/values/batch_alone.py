@@ -23,7 +23,7 @@ from csc.capture.values.call_log import writes
 from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
 from csc.ir.sizes import expression_to_tree
 from csc.ir.unstorable import Unstorable
-from csc.torch_private import outside_tracing, pytree, random_state, unwatched
+from csc.torch_private.traces import outside_tracing, pytree, random_state, unwatched
 
 MISSING = object()
 LONGEST = 64  # numbers of an answer

@@ -21,7 +21,7 @@ from torch.overrides import resolve_name
 
 from csc import devices
 from csc.ir.calls import UNKNOWN, Call
-from csc.torch_private import in_functorch_transform, outside_tracing, pytree
+from csc.torch_private.traces import in_functorch_transform, outside_tracing, pytree
 
 # Other operators that write (x += y) come under the name of a method (add_).
 WRITERS = frozenset({"__setitem__", "__iand__", "__ilshift__", "__ior__", "__ipow__", "__irshift__", "__ixor__"})

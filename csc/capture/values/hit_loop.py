@@ -24,7 +24,7 @@ import torch
 from csc.capture.diagnostics import calling_line
 from csc.capture.values.call_log import writes
 from csc.errors import InputError
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 MOST = 1024  # turns
 REMEDY = (

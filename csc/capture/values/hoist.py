@@ -30,7 +30,7 @@ from torch import nn
 
 from csc.capture.values.hoisted import Hoisted, unused
 from csc.errors import InputError
-from csc.torch_private import ParameterReads, outside_tracing, pytree
+from csc.torch_private.traces import ParameterReads, outside_tracing, pytree
 
 NameOf = Callable[[torch.Tensor], str | None]  # the batch entry that a traced tensor is, as it is
 Given = Mapping[str, Any]  # the arguments of a call by the names of its parameters

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from csc.ir.asked import Expression
-from csc.torch_private import pytree
+from csc.torch_private.traces import pytree
 
 
 class _Named(Protocol):

@@ -29,7 +29,8 @@ from csc.capture.values.hit_loop import HitLoops
 from csc.capture.values.lazy_split import LazyChunks, LazyNumbers, length
 from csc.capture.values.row_index import RowIndices
 from csc.ir.asked import Expression
-from csc.torch_private import as_hinted, assume_several, in_functorch_transform, lists_from, outside_tracing, pytree
+from csc.torch_private.symbolic_sizes import as_hinted, assume_several
+from csc.torch_private.traces import in_functorch_transform, lists_from, outside_tracing, pytree
 
 Run = Callable[[Any, str, Any, Any], Any]  # of a function, by its name, with arguments
 LARGEST = 1 << 16  # elements; beyond, values are not kept

@@ -37,7 +37,8 @@ from typing import Any
 
 import torch
 
-from csc.torch_private import hint, outside_tracing
+from csc.torch_private.symbolic_sizes import hint
+from csc.torch_private.traces import outside_tracing
 
 SPLITS = frozenset({"split", "split_with_sizes", "unbind"})
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # csc/capture

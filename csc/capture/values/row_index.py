@@ -37,7 +37,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from csc.capture.values.call_log import writes
 from csc.capture.values.index_map import Moved, TooFine, finest, joined, key_of, keys_of_parts
 from csc.capture.values.lazy_split import JOINS, SPLITS, LazyNumbers
-from csc.torch_private import as_hinted, outside_tracing, pytree
+from csc.torch_private.symbolic_sizes import as_hinted
+from csc.torch_private.traces import outside_tracing, pytree
 
 PREFIX = "row_numbers_"  # of the names of batch entries
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"})

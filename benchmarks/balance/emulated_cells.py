@@ -1,9 +1,9 @@
-"""Paced ranks for some cells: what assignments take on real processes over gloo, beside what the simulator says.
+"""Emulated ranks for some cells: what assignments take on real processes over gloo, beside what the simulator says.
 
-Terms: see benchmarks.pipeline.paced. Compute is a wait of the modelled time of its own microbatch; processes, messages
-and their order are real.
+Terms: see benchmarks.pipeline.emulated_ranks. Compute is a wait of the modelled time of its own microbatch; processes,
+messages and their order are real.
 
-    paced(cells, steps) -> [Paced]
+    emulated(cells, steps) -> [Emulated]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.balance.lengths import SETS, drawn
 from benchmarks.balance.simulated import OURS, ROOM, Cell, prepared
-from benchmarks.pipeline.paced import TARGET, stretched, work
+from benchmarks.pipeline.emulated_ranks import TARGET, stretched, work
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Groups, Step
 from csc.planning.schedules.timing import peaks
@@ -28,7 +28,7 @@ SEED = 100
 
 
 @dataclass(frozen=True)
-class Paced:
+class Emulated:
     """Seconds of one stretched step; measured: the median of some."""
 
     cell: str
@@ -41,7 +41,7 @@ class Paced:
         return self.measured / self.predicted - 1
 
 
-def paced(cells: Sequence[Cell], steps: int = 3) -> list[Paced]:
+def emulated(cells: Sequence[Cell], steps: int = 3) -> list[Emulated]:
     """csc's assignment and random microbatches in each of these cells, which have one replica and the same ranks."""
     (answer,) = work([{"kind": "link"}], 2)
     link = Link(answer["latency"], answer["bandwidth"])
@@ -61,7 +61,7 @@ def paced(cells: Sequence[Cell], steps: int = 3) -> list[Paced]:
     for (name, way, predicted), made in zip(told, work(jobs, cells[0].shape[0]), strict=True):
         if "makespans" not in made:
             raise RuntimeError(f"{name}, {way}: {made['error']}")
-        found.append(Paced(name, way, predicted, statistics.median(made["makespans"])))
+        found.append(Emulated(name, way, predicted, statistics.median(made["makespans"])))
     return found
 
 

@@ -1,7 +1,7 @@
-"""The measured part: csc and torch.distributed.pipelining side by side as paced ranks, real processes over gloo.
+"""The measured part: csc and torch.distributed.pipelining side by side as emulated ranks, real processes over gloo.
 
 Terms
-  paced     compute is a wait of the modelled time; processes, messages and order are real (csc.runtime.emulated)
+  emulated  compute is a wait of the modelled time; processes, messages and order are real (csc.runtime.emulated)
   stretch   what modelled times are multiplied by, so that a step of csc takes about TARGET seconds
   run       a runtime, a split and a schedule on a case
 
@@ -50,7 +50,7 @@ CASES = (
     Case("VALM-M", "encoder frozen", 12, "a40"),
 )
 QUICK = (Case("VLM-S", "all trainable", 4, "a40"), Case("VLM-S", "encoder frozen", 8, "a40"))
-EQUAL, DOUBLE, NAMED = "csc, equal memory", "csc, double memory", "csc's 1F1B, unaware split"
+EQUAL, DOUBLE, NAMED = "csc, equal memory", "csc, double memory", "csc's 1F1B, frozen-agnostic split"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def measure(
         for run in runs:
             measured.append(_measured(run, next(answers) if run.job is not None else None))
         done += sum(case.ranks == ranks for case in cases)
-        progress("pacing ranks", done, len(cases))
+        progress("emulating ranks", done, len(cases))
     return link, measured
 
 
@@ -117,7 +117,7 @@ def _measured(run: _Run, answer: dict[str, Any] | None) -> Measured:
 
 
 def runs_of(case: Case, found: Numbers, link: Link, steps: int) -> list[_Run]:
-    """csc's plans under both memory limits, its 1F1B on the unaware split, and torch's schedules on the same split."""
+    """csc's plans under both memory limits, and its 1F1B and torch's schedules on the frozen-agnostic split."""
     whole = of_case(found, case)
     blind = pipeline(whole, balanced(whole, case.ranks))
     home = tuple(range(case.ranks))

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as paced ranks: its own runtime, processes and messages, and stages that only wait.
+"""torch.distributed.pipelining as emulated ranks: its own runtime, processes and messages, and stages that only wait.
 
 A stage is a module of autograd functions: F waits in forward, B and W in the backwards of two functions, so that a
 schedule that splits the backward finds the weights' gradients on a path of their own. Outputs have the size of the

@@ -1,0 +1,264 @@
+"""The model as what a trace or a replay runs: a function from batch tensors to its loss.
+
+LossOnly(model, extra, host, values, layers)(batch) -> loss      HostFunctionFound if it has to run again
+Host                                                             what of the model runs on the host
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.capture.batch import is_metadata
+from csc.capture.dedup.layers import Layers, Repeats
+from csc.capture.trace.autograd_calls import Asked, autograd_calls
+from csc.capture.trace.autograd_functions import own_gradients
+from csc.capture.trace.held_parameters import Held
+from csc.capture.trace.mutations import Changes, Slot, Slots
+from csc.capture.trace.own_chance import own_chance
+from csc.capture.values import hoist as hosting
+from csc.capture.values.batch_alone import Alone
+from csc.capture.values.call_log import Recording
+from csc.capture.values.hoist import Function, HostCall
+from csc.capture.values.hoisted import Hoisted, unused
+from csc.capture.values.interpreter import Run, Watching
+from csc.capture.values.row_index import PREFIX, RowIndices
+from csc.errors import InputError
+from csc.ir.asked import Expression
+
+
+class LossOnly(nn.Module):
+    """The model as a function from batch tensors to its loss. `extra`: plain keyword arguments, baked in.
+
+    host: functions of the model that run on the host; what they return comes with the batch, beside the model's own
+    arguments. layers: those of which equal ones are traced once. rows: whether what moves rows runs on their numbers
+    (csc.capture.values.row_index). recording: what the last run called; autograd: what it asked for; loss: what it
+    returned; made: numbers of rows, of a replay.
+    """
+
+    recording: Recording
+    loss: torch.Tensor
+    made: Mapping[str, torch.Tensor]
+    changes: Changes  # what the last run wrote to the model
+    written_beside: frozenset[Slot]  # and beside it
+
+    def __init__(
+        self,
+        model: nn.Module,
+        extra: Mapping[str, Any],
+        host: Host,
+        values: Mapping[str, torch.Tensor],
+        layers: Layers,
+        rows: bool = False,
+        replayed: bool = False,
+        decides: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.host = host
+        self._extra, self._example, self._decides = dict(extra), values, decides
+        self.watching = Watching(metadata(values, host), decides, self._hoisted)
+        self._own_buffers = dict(model.named_buffers(remove_duplicate=False))  # as they are, not as a trace has them
+        self._batch: Mapping[str, torch.Tensor] = {}
+        self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
+        self._with_rows, self._replayed = rows, replayed
+        self.autograd = Asked()
+        self._held = Held(model)
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Without hooks: those that the user gave all modules are for his own."""
+        return self.forward(batch)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        host = self.host
+        made, refused = host.entries(self.model, self._example)
+        others = [call for call, _ in refused]
+        calls = [call for call in host.calls if call.is_for(self._example) and call not in others]
+        parameters = self._named()
+        recording = Recording({**parameters, **{f"batch {name}": tensor for name, tensor in batch.items()}})
+        rows: list[RowIndices] = []
+
+        def by_number(run: Run) -> RowIndices:
+            rows.append(RowIndices(parameters.values(), None if self._replayed else batch, run))
+            return rows[0]
+
+        asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
+        self._batch = batch
+        buffers = {path: one for path, one in self._own_buffers.items() if path in parameters}
+        alone = Alone(batch, {id(parameters[path]): (path, one) for path, one in buffers.items()}, self._example)
+        with (
+            own_gradients() as with_hooks,
+            autograd_calls(self.autograd),
+            self.watching.entries(
+                batch,
+                asked,
+                recording,
+                alone,
+                by_number if self._with_rows else None,
+                {id(tensor): name for name, tensor in parameters.items()},
+            ),
+            own_chance(),
+            self._repeats.patched(),
+            hosting.hosted(self.model, calls, host.asking, self._example, batch, self._name_of, self._found),
+        ):
+            own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            self._held.put(parameters)
+            before = Slots(self.model, beside=not self._replayed)
+            loss = loss_of(self.model(**own, **self._extra))
+            kept = with_hooks(loss)
+            self.changes, self.written_beside = before.written(), before.written_beside()
+        self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
+        return kept
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, as they are in this run."""
+        named = (self.model.named_parameters, self.model.named_buffers)
+        return {path: tensor for each in named for path, tensor in each(remove_duplicate=False)}
+
+    def _asked(self, batch: Mapping[str, torch.Tensor], sources: frozenset[str]) -> None:
+        """The model asks for values that only the batch has: can a function around it be run before?"""
+        if not sources:
+            return
+        around = hosting.around(self.model, sys._getframe(1))
+        for one in around:
+            if one.function in self.host.asking:  # none of its calls could
+                self._give_up(one.function)
+        open_ = [one for one in around if one.function not in self.host.tried]
+        for one in reversed(open_):
+            call = hosting.call_of(self.model, one, self._name_of) if one.given is not None else None
+            if one.given is None or call in self.host.calls:
+                asking = (*self.host.asking, *(each.function for each in open_))
+                raise HostFunctionFound(replace(self.host, asking=asking))
+            if call is not None:
+                self._found(call)
+                self._give_up(one.function)
+
+    def _give_up(self, function: Function) -> None:
+        if function not in self.host.tried:
+            self.host = replace(self.host, tried=(*self.host.tried, function))
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        """The batch entry that a traced tensor is; where questions are answered, also what can be made of it before the
+        step.
+        """
+        name = next((name for name, one in self._batch.items() if one is tensor), None)
+        if name is not None or not self._decides:
+            return name
+        expression = self.watching.alone.expression(torch.clone, (tensor,), {})
+        return f"{self._prefix(expression, 'given')}_0" if expression is not None else None
+
+    def _hoisted(self, expression: Expression, name: str) -> Any:
+        """What stands for tensors of the batch alone, in a trace; None in a replay that has none."""
+        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        if known:
+            return known[0].stand_in(self._example, self._batch)
+        if self._replayed:
+            return None
+        return self._prefix(expression, name)  # ends the trace
+
+    def _prefix(self, expression: Expression, name: str) -> str:
+        """Of the entries of an expression. The trace has to start again with it, if it is new."""
+        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        if known:
+            return known[0].prefix
+        made = Hoisted(expression, unused(name, self.host.calls))
+        raise HostFunctionFound(replace(self.host, calls=(*self.host.calls, made)))
+
+    def refuse_changing(self) -> None:
+        """InputError if a decision was taken by a buffer that the forward itself writes."""
+        written = {".".join(filter(None, slot)) for slot in self.changes}
+        for name in sorted(self.watching.alone.constants_read & written) if self.watching.alone.decisions else ():
+            raise InputError(
+                f"the model takes a Python decision that depends on {name!r}, which its forward changes", name,
+                "take it from the batch alone: pass what changes as a plain Python value in the batch",
+            )  # fmt: skip
+
+    def _found(self, call: HostCall) -> None:
+        """Start again with the call on the host, if it can run there."""
+        if call.gives_tensors(self.model, self._example):
+            calls = (*self.host.calls, call.named(self.host.calls))
+            raise HostFunctionFound(replace(self.host, calls=calls))
+
+
+@dataclass(frozen=True)
+class Host:
+    """What runs on the host: calls; asking: functions of which the next trace shows how they are called, as one that is
+    being run may have changed its arguments; tried: those that cannot. Each start of a trace has more of one of them
+    than the one before.
+    """
+
+    calls: tuple[HostCall | Hoisted, ...] = ()
+    asking: tuple[Function, ...] = ()
+    tried: tuple[Function, ...] = ()
+
+    def entries(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[HostCall | Hoisted, InputError]]]:
+        """(the tensors that the calls make of a microbatch, named; the calls that refuse it)."""
+        made: dict[str, torch.Tensor] = {}
+        refused = []
+        for call in self.calls:
+            if call.is_for({**batch, **made}):
+                try:
+                    made |= call.entries(model, {**batch, **made})
+                except InputError as error:
+                    refused.append((call, error))
+        return made, refused
+
+    def made(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that entries made by calls have."""
+        prefixes = {call.prefix for call in self.calls}
+        return {name for name in names if name.rpartition("_")[0] in prefixes and name.rpartition("_")[2].isdecimal()}
+
+
+class HostFunctionFound(Exception):
+    """Ends a trace: it has to start again with `host`."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(str(host))
+        self.host = host
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss in what a model returned: `.loss`, `["loss"]`, the first of a tuple, or the tensor itself.
+
+    Raises InputError if there is none or it is no floating-point scalar.
+    """
+    if isinstance(result, torch.Tensor):
+        loss: Any = result
+    elif isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif hasattr(result, "loss"):
+        loss = result.loss
+    elif isinstance(result, (tuple, list)) and result:
+        loss = result[0]
+    else:
+        loss = None
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"the model returned a {type(result).__name__} without a loss",
+            "model output",
+            "give the batch its labels, or return the loss: a scalar tensor, first of a tuple or under the name 'loss'",
+        )
+    if loss.dim() != 0 or not loss.dtype.is_floating_point:
+        raise InputError(
+            f"the loss is no single number: it has {loss.dim()} dimensions, dtype {loss.dtype}",
+            "model output",
+            "return one floating-point number, for example loss.mean()",
+        )
+    return loss
+
+
+def metadata(values: Mapping[str, torch.Tensor], host: Host) -> dict[str, torch.Tensor]:
+    """The entries whose values are known in a trace; what was made of tokens is as unknown as they are."""
+    known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
+    for one in host.calls:
+        if isinstance(one, Hoisted) and not known.keys() >= set(one.expression.entries):
+            known = {name: tensor for name, tensor in known.items() if not name.startswith(f"{one.prefix}_")}
+    return known

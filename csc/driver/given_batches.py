@@ -1,0 +1,95 @@
+"""What a compiled model is given to run on: the example, and the batch of each step, divided into microbatches.
+
+given = GivenBatches(example, dividing, programs)
+given.example, .known                         the example batch, and whether there is one
+given.ready(batch, options) -> [microbatch]   replica after replica
+given.microbatch(options)                     the example's fullest one
+given.check(batch)                            InputError for entries that the example has not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from csc.capture.batch import split_batch
+from csc.driver.dividing import Dividing
+from csc.driver.entries import check_entries, fullest
+from csc.driver.model_programs import ModelPrograms
+from csc.errors import InputError
+from csc.ir.program import Options
+from csc.runtime.trainer import Trainer
+
+Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class GivenBatches:
+    """example: a batch, a function that makes one, or None: the first batch of a step is the example then."""
+
+    def __init__(
+        self, example: Example | Callable[[], Example] | None, dividing: Dividing, programs: ModelPrograms
+    ) -> None:
+        self._example, self.dividing, self._programs = example, dividing, programs
+
+    def of(self, programs: ModelPrograms) -> GivenBatches:
+        """The same for other programs of the model."""
+        return GivenBatches(self._example, self.dividing, programs)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an example."""
+        return self._example is not None
+
+    @property
+    def example(self) -> Example:
+        """The example batch. InputError: none was given."""
+        if callable(self._example):
+            self._example = self._example()
+        if self._example is None:
+            raise InputError(
+                "there is no example batch", "compile", "pass example=batch, one batch as your data loader makes it"
+            )
+        return self._example
+
+    @example.setter
+    def example(self, batch: Example) -> None:
+        self._example = batch
+
+    def ready(self, batch: Any, options: Options, parts: int | None = None) -> list[dict[str, Any]]:
+        """The microbatches of a global batch, replica after replica; a list of them as it is. parts: how many, where it
+        is not a global one.
+        """
+        if isinstance(batch, (list, tuple)):
+            return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
+        return self.cut(batch, options.microbatches * options.mesh.dp if parts is None else parts)
+
+    def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
+        """A batch as `parts` microbatches of as many samples each. InputError: an entry cannot be divided."""
+        return self.dividing.cut(batch, parts, self._programs.compiler)
+
+    def check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:
+        """InputError if an entry was cut that has no sample dimension, as the program shows."""
+        if parts > 1 and not isinstance(batch, (list, tuple)):
+            whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
+            self.dividing.check(batch, parts, self._programs.compiler, whole)
+
+    def check(self, batch: Any, own: bool = False) -> None:
+        """InputError for other entries than the example's. own: there is no example in it for other ranks."""
+        if not self.known and own:
+            return
+        if not self.known:
+            self._example = batch
+        check_entries(self.example, batch, self._programs.compiler.model)
+
+    def microbatch(self, options: Options) -> dict[str, Any]:
+        """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
+        found = fullest(self.ready(self.example, options))
+        if isinstance(self.example, (list, tuple)):
+            return found
+        tensors, extra = split_batch(self.example)
+        return found if found.keys() >= tensors.keys() else {**tensors, **extra}
+
+    def full(self, ready: Sequence[Mapping[str, Any]], options: Options) -> dict[str, Any] | None:
+        """The example's fullest microbatch if it has entries that all of these lack."""
+        example = fullest(self.example) if isinstance(self.example, (list, tuple)) else self.example
+        return None if fullest(ready).keys() >= split_batch(example)[0].keys() else self.microbatch(options)

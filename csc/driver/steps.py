@@ -1,0 +1,253 @@
+"""The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before.
+
+    steps = Steps(programs, given, options)
+    steps.train(batch, microbatches, local) -> loss              steps.evaluate(batch, microbatches, local) -> loss
+    with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
+    steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
+    steps.timeline(batch, microbatches) -> Timeline              steps.check() -> str
+    steps.metrics                                                of the last step
+
+microbatches: how many, instead of those of the options.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from csc.capture.batch import split_batch
+from csc.capture.guards import Match
+from csc.check.first import Checked
+from csc.check.one_step import ComparedStep
+from csc.driver import modes
+from csc.driver.entries import fullest
+from csc.driver.evaluation import evaluated, options_for
+from csc.driver.given_batches import GivenBatches
+from csc.driver.model_programs import ModelPrograms
+from csc.driver.planned import beside, planned_memory
+from csc.driver.share import Divided, Share
+from csc.ir.program import Options
+from csc.runtime.batches import Microbatches
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
+from csc.runtime.timelines import gathered, timeline
+from csc.runtime.trainer import Trainer
+from csc.runtime.words import Said
+from csc.simulation.timeline import Timeline
+
+log = logging.getLogger("csc")
+SETTLED = 2  # steps until memory is what it will be: the first one warms up
+
+
+class Steps:
+    """With the programs of a model, on the batches that it is given."""
+
+    def __init__(self, programs: ModelPrograms, given: GivenBatches, options: Options) -> None:
+        self.programs, self.given, self._options = programs, given, options
+        self._count = 0
+        self._evaluating: Steps | None = None
+        self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
+        self.metrics: dict[str, float] = {}
+
+    def options(self, microbatches: int | None = None) -> Options:
+        """Those of a step."""
+        return replace(self._options, microbatches=microbatches or self._options.microbatches)
+
+    def trainer(self, batch: Any = None, microbatches: int | None = None, check: bool = True) -> Trainer:
+        """The runtime for a batch, None for the example. check: False: without comparing new programs."""
+        given, options = self.given, self.options(microbatches)
+        batch = given.example if batch is None else batch
+        ready = given.ready(batch, options)
+        full = given.full(ready, self._options)
+        return self.programs.current().trainer(
+            ready, options, self.programs.progress, batch if check else None, full
+        )  # fmt: skip
+
+    @property
+    def current(self) -> Trainer:
+        """What has made the last step, or makes the example's."""
+        return self.programs.set.last or self.trainer()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The entries of a batch that have to be loaded in this process."""
+        programs, example = self.programs.set, self.given.example
+        read = self.current.needs | programs.on_the_host | programs.encoded
+        tensors, _ = split_batch(fullest(example) if isinstance(example, (list, tuple)) else example)
+        return frozenset(name for name, one in tensors.items() if name in read or not one.is_floating_point())
+
+    def check(self) -> str:
+        """Compare the example's program with eager PyTorch, unless that was done; what it gave. DifferenceError."""
+        programs, given, options = self.programs, self.given, self._options
+        if any(parameter.is_meta for parameter in programs.compiler.model.parameters()):
+            ready = given.ready(given.example, options)
+            return str(programs.current().check_by_layer(ready, options, programs.progress))
+        self.trainer()
+        return str(programs.set.checking.latest or Checked(skipped="that was done before, as the cache knows"))
+
+    def complete(self, matches: Sequence[Match], trainer: Trainer) -> list[dict[str, Any]]:
+        """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
+        return [trainer.reads(one) for one in self.programs.set.checked_places(matches)]
+
+    def train(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+        """One training step; the loss."""
+        with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
+            return self._step(STEP, batch, microbatches, local)
+
+    def evaluate(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+        """The loss of a batch in eval mode, by programs for the training programs of now."""
+        count = microbatches or self._options.microbatches
+        evaluating = self.evaluating
+        with evaluated(self.programs.compiler.model), torch.no_grad():
+            return evaluating._step(EVALUATION, batch, count, local)
+
+    @property
+    def evaluating(self) -> Steps:
+        """Those in eval mode, cut as the training programs of now. All ranks ask for it."""
+        _ = self.current  # whose programs are followed
+        if self._evaluating is None or self._evaluating.programs.training is not self.programs.set:
+            made = self.programs.evaluating()
+            self._evaluating = Steps(made, self.given.of(made), options_for(self._options))
+        return self._evaluating
+
+    def _step(self, operation: str, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+        with self.agreed(operation, batch, microbatches, local) as (trainer, dealt, flags, compared):
+            self._count += 1
+            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags)
+            self._measure(trainer)
+            return loss
+
+    @contextmanager
+    def agreed(
+        self, operation: str, batch: Any, microbatches: int | None, local: bool
+    ) -> Iterator[tuple[Trainer, Microbatches, int, ComparedStep | None]]:
+        """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and the
+        flags that any rank has said; and the step itself, if the check has made it just now.
+        """
+        given, programs, options = self.given, self.programs.set, self.options(microbatches)
+        meeting = programs.meeting(options)
+        divided = batch if isinstance(batch, Divided) else Divided()
+        share = Share(options.mesh, options.microbatches, meeting, local or batch is divided, divided.said)
+
+        def ready_from(batch: Any) -> list[dict[str, Any]]:
+            was = self.programs.set.guards.model
+            modes.refuse_eval(was, self.programs.compiler.model)
+            modes.refuse_torch(was, operation)
+            return given.ready(batch, options, share.parts)
+
+        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches] | None]:
+            given.check(ready if share.own else batch, share.own)
+            changed = self.programs.changed()
+            with programs.compiling:
+                matches = [] if changed else programs.match(ready)
+                trainer = None if changed else programs.handed_out(matches, options)
+                if trainer is None:
+                    if not changed:
+                        log.info("no program for this batch yet: %s", programs.missing(matches, options))
+                    return share.waits(ready, changed), None
+                return known(ready, matches, trainer, share.known)
+
+        def known(
+            ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
+        ) -> tuple[Said, tuple[Trainer, Microbatches]]:
+            given.check_cut(batch, made, share.parts)
+            said, dealt = made.ready(self.complete(matches, made), local=share.own)
+            return say(ready, said, programs.decides(matches, options)), (made, dealt)
+
+        with meeting.turn(operation):
+            compared: list[ComparedStep] = []
+            ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
+            served = share.served(heard) and found is not None
+            due = served and self._is_due
+            if due or not served:
+                meeting.began()  # what is made now has meetings of its own
+                programs = self.programs.current()
+                everyone = share.of_all(ready)
+                made, compared = self._made(everyone, options, everyone if share.own else batch, share.own, due)
+                found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
+            assert found is not None
+            programs.use(found[0])
+            if operation not in STEPS or compared:
+                meeting.began()
+            yield (*found, share.flags(heard), compared[-1] if compared else None)
+
+    def _made(
+        self, ready: list[dict[str, Any]], options: Options, batch: Any, own: bool, due: bool
+    ) -> tuple[Trainer, list[ComparedStep]]:
+        """The trainer for the microbatches of all replicas, compared if that is due, and the steps that the check made.
+        own: ranks brought samples of their own.
+        """
+        programs, progress = self.programs.set, self.programs.progress
+        if own and not self.given.known:
+            self.given.example = ready
+        with programs.checking.compared_steps() as compared:
+            made = programs.trainer(ready, options, progress, batch, self.given.full(ready, self._options))
+            if due:
+                self.gather()
+                programs.check(programs.match(ready), options, batch, progress)
+        return made, compared
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the next step is one of those that are compared though their programs were."""
+        every = self.programs.settings.check
+        return every is not True and bool(every) and self._count % every == 0
+
+    def gather(self) -> None:
+        """Bring what any rank has trained or loaded into the model, in every process."""
+        trained = self.programs.set.trained
+        if trained is not None:
+            trained.collect(dict(self.programs.compiler.model.named_parameters()))
+
+    def _measure(self, trainer: Trainer) -> None:
+        """The metrics of the step, with the planned memory; the log has both once the first steps are over."""
+        self.metrics = {**trainer.metrics, **self.programs.set.feature_counts()}
+        if self._planned[0] is not trainer:
+            self._planned = (trainer, planned_memory(trainer.program, trainer.transport.ranks))
+        planned = self._planned[1]
+        if planned is not None:
+            self.metrics["planned_memory"] = planned
+            if self._count == SETTLED:
+                log.info(beside(self.metrics, trainer.device.type))
+
+    def prepare(self, batch: Any, depth: int) -> None:
+        """Plan a coming batch, which is at most `depth` steps ahead; another thread may train meanwhile."""
+        programs = self.programs.set
+        if programs.replays:  # which change the model for a while
+            return
+        ready = self.given.ready(batch, self._options)
+        with programs.compiling:
+            matches = programs.match(ready)
+            trainer = programs.serves(matches, self._options)
+            if trainer is None:
+                return
+            complete = self.complete(matches, trainer)
+        trainer.prepare(complete, depth)
+
+    def timeline(self, batch: Any, microbatches: int | None) -> Timeline:
+        """One step that also records when every rank ran what. If none was made yet, one is made and dropped before."""
+        if not self._count:
+            self._warm_up(batch, microbatches)
+        trainer = self.trainer(batch, microbatches)
+        before, trainer.trace = trainer.trace, True
+        try:
+            self.train(batch, microbatches, local=False)
+        finally:
+            trainer.trace = before
+        return timeline(gathered(trainer.timeline), trainer.program.manifest)
+
+    def _warm_up(self, batch: Any, microbatches: int | None) -> None:
+        """A step that leaves gradients and random numbers as they were."""
+        held = [(parameter, parameter.grad) for parameter in self.current.parameters()]
+        state = torch.get_rng_state()
+        self.current.zero_grad()
+        try:
+            self.train(batch, microbatches, local=False)
+        finally:
+            torch.set_rng_state(state)
+            for parameter, gradient in held:
+                parameter.grad = gradient
