@@ -19,7 +19,7 @@ Means are geometric. In the summary
   speedup_over_best_rival               csc keeps to the activations of the rival itself. No plan could gain more than
                                         what the rival is over the bound of all plans, which the details have
   peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
-  published_error                       of tokens per second that others measured, benchmarks.pipeline.published
+  published_error                       of what others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the unaware 1F1B, both measured
