@@ -44,7 +44,7 @@ ROTATION, FUSED_ROTATION = 3 * 20, 3 * 4
 # Bytes for an entry of k and v as attention reads them, in F, once more for B and again in B: torchtitan writes them
 # for every head (a quarter of them is read), where csc's kernels read those of a group. B adds those of a group up.
 REPEATED = 3 * (2 + 2 * KEYS / HEADS)
-# An all-gather of NCCL holds 24 of the 132 processors of an H100 (forums.developer.nvidia.com/t/337991): while one runs,
+# An all-gather of NCCL holds 24 of the 132 processors of an H100 (forums.developer.nvidia.com/t/337991): while it runs,
 # the rest take 132 / 108 as long. On average over such runs Lee et al. (arXiv 2507.03114) measured 1.19.
 HELD = 24 / (132 - 24)
 GATHERED, REDUCED = 2 * 2, 4  # bytes for a parameter: bfloat16 before F and before B; gradients in float32
