@@ -57,6 +57,8 @@ FIELDS = (
     "peak_memory_error_max",
     "published_error_geomean",
     "speedup_over_best_rival_geomean",
+    "best_rival_over_bound_trained_geomean",
+    "best_rival_over_bound_frozen_geomean",
     "speedup_over_unaware_heavy_encoder_geomean",
     "speedup_over_unaware_geomean",
     "paced_error_max",
