@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from csc.simulation.pipeline_file import to_json
 from csc.simulation.simulate import makespan
 
 TARGET = 2.5  # seconds of a step; the largest of waits' and dispatch's 0.1 ms each is then 1 or 2 %
+PLANNERS = 2  # processes that plan, before anything is paced
 PATIENCE = 300.0  # seconds without a result after which the processes are stopped
 CASES = (
     Case("VLM-S", "all trainable", 4, "a40"),
@@ -100,12 +102,14 @@ def measure(
     """The loopback link of this machine, and every run of the cases."""
     (answer,) = work([{"kind": "link"}], 2)
     link = Link(answer["latency"], answer["bandwidth"])
+    host = {case: _host(case, found[case], link) for case in cases}
+    with ProcessPoolExecutor(PLANNERS) as pool:
+        planning = {case: pool.submit(runs_of, case, found[case], link, host[case], steps) for case in cases}
+        planned = {case: future.result() for case, future in planning.items()}
     measured = []
     done = 0
     for ranks in sorted({case.ranks for case in cases}):
-        (answer,) = work([{"kind": "host"}], ranks)
-        host = HostTime(answer["action"], answer["handling"])
-        runs = [run for case in cases if case.ranks == ranks for run in runs_of(case, found[case], link, host, steps)]
+        runs = [run for case in cases if case.ranks == ranks for run in planned[case]]
         jobs = [run.job for run in runs if run.job is not None]
         answers = iter(work(jobs, ranks))
         for run in runs:
@@ -122,6 +126,19 @@ def _measured(run: _Run, answer: dict[str, Any] | None) -> Measured:
     return Measured(run.case, run.name, run.predicted, seconds, steps, run.stretch, run.wrong, note)
 
 
+def _host(case: Case, found: Numbers, link: Link) -> HostTime:
+    """With messages of the size that the case's have: a sender of gloo copies them to the socket itself."""
+    whole = of_case(found, case)
+    slow = stretched(pipeline(whole, balanced(whole, case.ranks)), range(case.ranks), _stretch(whole), link)
+    size = statistics.median(slow.messages.values())
+    (answer,) = work([{"kind": "host", "size": size}], case.ranks)
+    return HostTime(answer["action"], answer["handling"])
+
+
+def _stretch(whole: Problem) -> float:
+    return TARGET / shared_lower_bound(whole).seconds
+
+
 def runs_of(case: Case, found: Numbers, link: Link, host: HostTime, steps: int) -> list[_Run]:
     """csc's plans under both memory limits, its 1F1B on the unaware split, and torch's schedules on the same split."""
     whole = of_case(found, case)
@@ -130,7 +147,7 @@ def runs_of(case: Case, found: Numbers, link: Link, host: HostTime, steps: int) 
     home = tuple(range(case.ranks))
     schedule = SCHEDULES["1f1b"](blind, home, whole.microbatches)
     limit = max(peak_memory(blind, schedule))
-    stretch = TARGET / shared_lower_bound(whole).seconds
+    stretch = _stretch(whole)
     paced = _Paced(case, whole, stretch, link, host, steps)
     told = replace(whole, action=host.action / stretch, handling=host.handling / stretch)
     plans = {name: plan(replace(told, memory=limit * factor)) for name, factor in ((EQUAL, 1), (DOUBLE, 2))}
@@ -167,10 +184,12 @@ class _Paced:
         except ValueError as error:
             return _Run(case, name, 0.0, self.stretch, None, note=str(error))
         wrong = tuple(without_gradients(name, numbers))
-        note = f"no weight gradients on stage {', '.join(map(str, wrong))}" if wrong else ""
+        if wrong:  # no baseline: what it takes says nothing
+            note = f"no weight gradients on stage {', '.join(map(str, wrong))}"
+            return _Run(case, name, makespan(slow, schedule), self.stretch, None, wrong, note)
         job = {"kind": "torch", "name": name, "pipeline": to_json(slow), "microbatches": count, "steps": self.steps}
         predicted = makespan(hosted(slow, *self.host, home), schedule)
-        return _Run(case, name, predicted, self.stretch, job, wrong, note)
+        return _Run(case, name, predicted, self.stretch, job)
 
 
 def stretched(numbers: Pipeline, home: Sequence[int], factor: float, link: Link) -> Pipeline:

@@ -127,7 +127,7 @@ def _gradients(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 def _host(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """What csc's runtime takes for an action and for an end of a message: the median of the ranks."""
-    program = host_time.calibration(ranks)
+    program = host_time.calibration(ranks, job["size"])
     steps = run(program, Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds()), host_time.STEPS)
     own = torch.tensor(host_time.taken(program, [traces[rank] for traces in steps]), dtype=torch.float64)
     rows = [torch.empty_like(own) for _ in range(ranks)]

@@ -4,7 +4,7 @@ Terms
   action     what an F, B or W takes besides its kernels: finding what it needs, handing on what it made
   handling   what a message takes at each of its ends: a SEND, or a RECV that waits for nothing with its posting
 
-    calibration(ranks) -> Emulated           several stages on each rank, each with a wait that other work would have
+    calibration(ranks, size) -> Emulated     several stages on each rank, each with a wait that other work would have
     taken(program, traces) -> HostTime       of what `csc.runtime.emulated.run` gave, the first step left out
 
 A rank sleeps before each action as it does in a paced run: code that has not run for milliseconds is slower than a
@@ -34,11 +34,11 @@ class HostTime(NamedTuple):
     handling: float
 
 
-def calibration(ranks: int) -> Emulated:
-    """Interleaved 1F1B, the stages in turns around the ranks."""
+def calibration(ranks: int, size: float = SIZE) -> Emulated:
+    """Interleaved 1F1B, the stages in turns around the ranks. size: bytes of a message."""
     count = ranks * CHUNKS
     channels = [("F", s, s + 1) for s in range(count - 1)] + [("B", s + 1, s) for s in range(count - 1)]
-    numbers = Pipeline((StageWork(WAIT, WAIT, WAIT),) * count, dict.fromkeys(channels, SIZE))
+    numbers = Pipeline((StageWork(WAIT, WAIT, WAIT),) * count, dict.fromkeys(channels, size))
     home = tuple(s % ranks for s in range(count))
     return emulated(numbers, SCHEDULES["interleaved-1f1b"](numbers, home, MICROBATCHES))
 
