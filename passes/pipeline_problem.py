@@ -63,6 +63,7 @@ def problem(program: Program, options: Options) -> Problem:
     found = Problem(
         units, values(program), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
         scale=None, gathering=gathering(own, options), waiting=True, action=max(one.action for one in own),
+        handling=max(one.handling for one in own),
     )  # fmt: skip
     alike: dict[tuple[str, float | None], list[int]] = {}
     for rank in range(options.mesh.pp):

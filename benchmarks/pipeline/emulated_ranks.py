@@ -2,7 +2,9 @@
 
 Terms
   emulated  compute is a wait of the modelled time; processes, messages and order are real (csc.runtime.emulated)
-  stretch   what modelled times are multiplied by, so that a step of csc takes about TARGET seconds
+  stretch   what modelled times are multiplied by, so that the least that a step could take is TARGET seconds
+  host      what csc's runtime takes for an action and at each end of a message, measured on as many such ranks before
+            (csc.reports.host_time); plans count it, and predictions do, torch's too, whose runtime takes its own
   run       a runtime, a split and a schedule on a case
 
     measure(cases, numbers, steps, progress) -> (link, [Measured])
@@ -23,23 +25,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pipeline.baselines import balanced, torch_split
+from benchmarks.pipeline.baselines import Split, balanced, torch_split
 from benchmarks.pipeline.cases import Case, Numbers, of_case
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
 from csc.ir.schedule import Schedule
+from csc.planning.partition_bound import shared_lower_bound
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
+from csc.reports.host_time import HostTime
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, slower
+from csc.simulation.pipeline import Link, Network, Pipeline, hosted, slower
 from csc.simulation.pipeline_file import to_json
 from csc.simulation.simulate import makespan
 
 TARGET = 2.5  # seconds of a step; the largest of waits' and dispatch's 0.1 ms each is then 1 or 2 %
+PLANNERS = 2  # processes that plan, before anything is emulated
 PATIENCE = 300.0  # seconds without a result after which the processes are stopped
 CASES = (
     Case("VLM-S", "all trainable", 4, "a40"),
@@ -96,10 +102,14 @@ def measure(
     """The loopback link of this machine, and every run of the cases."""
     (answer,) = work([{"kind": "link"}], 2)
     link = Link(answer["latency"], answer["bandwidth"])
+    host = {case: _host(case, found[case], link) for case in cases}
+    with ProcessPoolExecutor(PLANNERS) as pool:
+        planning = {case: pool.submit(runs_of, case, found[case], link, host[case], steps) for case in cases}
+        planned = {case: future.result() for case, future in planning.items()}
     measured = []
     done = 0
     for ranks in sorted({case.ranks for case in cases}):
-        runs = [run for case in cases if case.ranks == ranks for run in runs_of(case, found[case], link, steps)]
+        runs = [run for case in cases if case.ranks == ranks for run in planned[case]]
         jobs = [run.job for run in runs if run.job is not None]
         answers = iter(work(jobs, ranks))
         for run in runs:
@@ -116,51 +126,70 @@ def _measured(run: _Run, answer: dict[str, Any] | None) -> Measured:
     return Measured(run.case, run.name, run.predicted, seconds, steps, run.stretch, run.wrong, note)
 
 
-def runs_of(case: Case, found: Numbers, link: Link, steps: int) -> list[_Run]:
-    """csc's plans under both memory limits, and its 1F1B and torch's schedules on the frozen-agnostic split."""
+def _host(case: Case, found: Numbers, link: Link) -> HostTime:
+    """With messages of the size that the case's have: a sender of gloo copies them to the socket itself."""
     whole = of_case(found, case)
-    blind = pipeline(whole, balanced(whole, case.ranks))
+    slow = stretched(pipeline(whole, balanced(whole, case.ranks)), range(case.ranks), _stretch(whole), link)
+    size = statistics.median(slow.messages.values())
+    (answer,) = work([{"kind": "host", "size": size}], case.ranks)
+    return HostTime(answer["action"], answer["handling"])
+
+
+def _stretch(whole: Problem) -> float:
+    return TARGET / shared_lower_bound(whole).seconds
+
+
+def runs_of(case: Case, found: Numbers, link: Link, host: HostTime, steps: int) -> list[_Run]:
+    """csc's plans under both memory limits, its 1F1B on the unaware split, and torch's schedules on the same split."""
+    whole = of_case(found, case)
+    split = balanced(whole, case.ranks)
+    blind = pipeline(whole, split)
     home = tuple(range(case.ranks))
     schedule = SCHEDULES["1f1b"](blind, home, whole.microbatches)
     limit = max(peak_memory(blind, schedule))
-    plans = {name: plan(replace(whole, memory=limit * factor)) for name, factor in ((EQUAL, 1), (DOUBLE, 2))}
-    stretch = TARGET / plans[EQUAL].makespan
-    rows = [
-        _csc(case, name, made.pipeline, made.schedule, made.placement, stretch, link, steps)
-        for name, made in plans.items()
-    ]
-    rows.append(_csc(case, NAMED, blind, schedule, home, stretch, link, steps))
-    return rows + [_torch(case, name, whole, stretch, link, steps) for name in TORCH]
+    stretch = _stretch(whole)
+    runs = _Runs(case, whole, stretch, link, host, steps)
+    told = replace(whole, action=host.action / stretch, handling=host.handling / stretch)
+    plans = {name: plan(replace(told, memory=limit * factor)) for name, factor in ((EQUAL, 1), (DOUBLE, 2))}
+    rows = [runs.csc(name, made.stages, made.schedule, made.placement) for name, made in plans.items()]
+    rows.append(runs.csc(NAMED, split, schedule, home))
+    return rows + [runs.torch(name) for name in TORCH]
 
 
-def _csc(
-    case: Case, name: str, numbers: Pipeline, schedule: Schedule, home: Sequence[int], stretch: float, link: Link,
-    steps: int,
-) -> _Run:  # fmt: skip
-    slow = stretched(numbers, home, stretch, link)
-    job = {"kind": "csc", "pipeline": to_json(slow), "schedule": str(schedule), "steps": steps}
-    return _Run(case, name, makespan(slow, schedule), stretch, job)
+@dataclass(frozen=True)
+class _Runs:
+    """The emulated runs of a case."""
 
+    case: Case
+    whole: Problem
+    stretch: float
+    link: Link
+    host: HostTime
+    steps: int
 
-def _torch(case: Case, name: str, whole: Problem, stretch: float, link: Link, steps: int) -> _Run:
-    _, numbers = torch_split(name, whole)
-    if not chain(numbers):
-        return _Run(case, name, 0.0, stretch, None, note="not a chain of stages")
-    slow = stretched(numbers, placement(name, case.ranks), stretch, link)
-    try:
-        schedule = modelled(name, slow, case.ranks, whole.microbatches)
-    except ValueError as error:
-        return _Run(case, name, 0.0, stretch, None, note=str(error))
-    wrong = tuple(without_gradients(name, numbers))
-    note = f"no weight gradients on stage {', '.join(map(str, wrong))}" if wrong else ""
-    job = {
-        "kind": "torch",
-        "name": name,
-        "pipeline": to_json(slow),
-        "microbatches": whole.microbatches,
-        "steps": steps,
-    }
-    return _Run(case, name, makespan(slow, schedule), stretch, job, wrong, note)
+    def csc(self, name: str, stages: Split, schedule: Schedule, home: Sequence[int]) -> _Run:
+        slow = stretched(pipeline(self.whole, stages), home, self.stretch, self.link)
+        job = {"kind": "csc", "pipeline": to_json(slow), "schedule": str(schedule), "steps": self.steps}
+        return _Run(self.case, name, makespan(hosted(slow, *self.host, home), schedule), self.stretch, job)
+
+    def torch(self, name: str) -> _Run:
+        case, count = self.case, self.whole.microbatches
+        _, numbers = torch_split(name, self.whole)
+        if not chain(numbers):
+            return _Run(case, name, 0.0, self.stretch, None, note="not a chain of stages")
+        home = placement(name, case.ranks)
+        slow = stretched(numbers, home, self.stretch, self.link)
+        try:
+            schedule = modelled(name, slow, case.ranks, count)
+        except ValueError as error:
+            return _Run(case, name, 0.0, self.stretch, None, note=str(error))
+        wrong = tuple(without_gradients(name, numbers))
+        if wrong:  # no baseline: what it takes says nothing
+            note = f"no weight gradients on stage {', '.join(map(str, wrong))}"
+            return _Run(case, name, makespan(slow, schedule), self.stretch, None, wrong, note)
+        job = {"kind": "torch", "name": name, "pipeline": to_json(slow), "microbatches": count, "steps": self.steps}
+        predicted = makespan(hosted(slow, *self.host, home), schedule)
+        return _Run(case, name, predicted, self.stretch, job)
 
 
 def stretched(numbers: Pipeline, home: Sequence[int], factor: float, link: Link) -> Pipeline:

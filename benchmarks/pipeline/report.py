@@ -205,9 +205,9 @@ def _held(held: Sequence[Held]) -> Table:
 
 
 def _published(rows: Sequence[Published]) -> Table:
-    table = _table("Tokens per second of a GPU", ["settings"], ["published", "predicted", "error"])
+    table = _table("What others measured, of a GPU", ["settings", "unit"], ["published", "predicted", "error"])
     for row in rows:
-        table.add_row(row.name, f"{row.published:,.0f}", f"{row.predicted:,.0f}", f"{row.error:+.1%}")
+        table.add_row(row.name, row.unit, f"{row.published:,.0f}", f"{row.predicted:,.0f}", f"{row.error:+.1%}")
     return table
 
 

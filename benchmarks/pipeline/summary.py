@@ -17,9 +17,11 @@ Means are geometric. In the summary
                                         fullest rank, everything counted: parameters, gradients, optimizer state, what
                                         regions work with, activations, messages that wait, the process' own
   speedup_over_best_rival               csc keeps to the activations of the rival itself. No plan could gain more than
-                                        what the rival is over the bound of all plans, which the details have
+                                        what the rival is over the bound of all plans:
+  best_rival_over_bound_trained         the fastest rival, whatever it holds, over that bound, where all is trained;
+  .. frozen                             where something is frozen
   peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
-  published_error                       of tokens per second that others measured, benchmarks.pipeline.published
+  published_error                       of what others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the frozen-agnostic 1F1B, both measured
@@ -77,6 +79,12 @@ def summary(
         "peak_memory_error_max": largest(held),
         "published_error_geomean": error(published),
         "speedup_over_best_rival_geomean": geomean(best for row in simulated if (best := _over_best_rival(row))),
+        **{
+            f"best_rival_over_bound_{short}_geomean": geomean(
+                seconds / row.shared_bound for row in rows if (seconds := _best_rival(row))
+            )
+            for short, rows in _by_frozen(simulated).items()
+        },
         "speedup_over_unaware_heavy_encoder_geomean": geomean(gains[row.case] for row in frozen if row.heavy),
         "speedup_over_unaware_geomean": geomean(gains.values()),
         "paced_error_max": max(errors, default=None),
@@ -101,12 +109,6 @@ def details(simulated: Sequence[Row], emulated: Sequence[Measured]) -> Figures:
         "any_plan_over_the_bound_of_all_plans_equal_memory_geomean": geomean(
             row.plans["equal"].makespan / row.shared_bound for row in simulated
         ),
-        **{
-            f"best_rival_over_the_bound_of_all_plans_geomean, {name}": geomean(
-                seconds / row.shared_bound for row in rows if (seconds := _best_rival(row))
-            )
-            for name, rows in _by_frozen(simulated).items()
-        },
         "any_plan_over_one_stage_bound_geomean": geomean(row.plans["double"].over_single for row in simulated),
         "any_plan_over_one_stage_bound_equal_memory_geomean": geomean(
             row.plans["equal"].over_single for row in simulated
@@ -156,7 +158,7 @@ def _best_rival(row: Row) -> float | None:
 def _by_frozen(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The cases that the aims tell apart."""
     trained = [row for row in rows if row.case.frozen == "all trainable"]
-    return {"all trained": trained, "something frozen": [row for row in rows if row not in trained]}
+    return {"trained": trained, "frozen": [row for row in rows if row not in trained]}
 
 
 def over_torch(emulated: Sequence[Measured]) -> dict[str, float]:

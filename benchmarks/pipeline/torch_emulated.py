@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed import pipelining
 
 from benchmarks.pipeline.torch_schedules import TORCH, placement
+from csc.runtime.emulated import oversleep
+from csc.runtime.emulated import wait as slept
 from csc.simulation.pipeline import Pipeline
 
 Span = tuple[float, float]
@@ -88,9 +90,9 @@ class _Stage(nn.Module):
         return _Join.apply(y, _Weight.apply(self.weight, self.wait, stage.backward_weight))
 
 
-def _waiting(spans: list[Span], seconds: float) -> None:
+def _waiting(spans: list[Span], late: float, seconds: float) -> None:
     start = time.perf_counter()
-    time.sleep(seconds)
+    slept(seconds, late)
     spans.append((start, time.perf_counter()))
 
 
@@ -103,7 +105,7 @@ def prepare(name: str, pipeline: Pipeline, microbatches: int, rank: int, ranks: 
     kind = TORCH[name]
     spans: list[Span] = []
     where = placement(name, ranks)
-    wait = partial(_waiting, spans)
+    wait = partial(_waiting, spans, oversleep())
     stages = [
         pipelining.PipelineStage(_Stage(pipeline, s, wait), s, len(where), torch.device("cpu"))
         for s in range(len(where))

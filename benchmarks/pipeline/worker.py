@@ -26,6 +26,7 @@ from torch import multiprocessing
 from benchmarks.pipeline.torch_emulated import Span, prepare
 from benchmarks.pipeline.torch_gradients import check
 from csc.ir.schedule import parse
+from csc.reports import host_time
 from csc.reports.wire_profile import SIZES, fastest, there_and_back, wire
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import emulated, run
@@ -111,7 +112,18 @@ def _gradients(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return check(job["name"], rank, ranks)
 
 
-KINDS = {"csc": _csc, "torch": _torch, "link": _link, "gradients": _gradients}
+def _host(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """What csc's runtime takes for an action and for an end of a message: the median of the ranks."""
+    program = host_time.calibration(ranks, job["size"])
+    steps = run(program, Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds()), host_time.STEPS)
+    own = torch.tensor(host_time.taken(program, [traces[rank] for traces in steps]), dtype=torch.float64)
+    rows = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(rows, own)
+    action, handling = torch.stack(rows).median(dim=0).values.tolist()
+    return {"action": action, "handling": handling}
+
+
+KINDS = {"csc": _csc, "host": _host, "torch": _torch, "link": _link, "gradients": _gradients}
 
 if __name__ == "__main__":
     main()

@@ -49,7 +49,8 @@ class Hardware:
     attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls. collective: the
     wire of collectives within a node; None: that of messages. matmul: (FLOPs, share) of products by size, rising: what
     they reach of `matmul_efficiency`, by the logarithm between two and as the nearest outside; none: all of it. action:
-    seconds that the runtime takes for an F, B or W besides its kernels; 0 where it runs ahead of the device.
+    seconds that the runtime takes for an F, B or W besides its kernels, handling: for a message at each of its ends; 0
+    where it runs ahead of the device.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Hardware:
     collective: Wire | None = None
     matmul: tuple[tuple[float, float], ...] = ()
     action: float = 0.0
+    handling: float = 0.0
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
@@ -160,6 +162,7 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         collective=_wire(wires["collective"]) if wires["collective"].content else None,
         matmul=matmul.sizes("flops", "share") if matmul.content else (),
         action=top.number("action", 0.0, LONGEST, zero=True, default=0.0),
+        handling=top.number("handling", 0.0, LONGEST, zero=True, default=0.0),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
@@ -268,6 +271,7 @@ def toml_text(hardware: Hardware) -> str:
         f"launch = {hardware.launch!r}",
         *([f"reserved = {hardware.reserved!r}"] if hardware.reserved else []),
         *([f"action = {hardware.action!r}"] if hardware.action else []),
+        *([f"handling = {hardware.handling!r}"] if hardware.handling else []),
         "",
         "[peak]",
         *(f"{dtype} = {rate!r}" for dtype, rate in hardware.peak.items()),

@@ -102,6 +102,7 @@ def profile_summary(found: Profile) -> str:
         f"fitted: matmuls {fitted.matmul_efficiency:.1%} of the peak, memory {bytes_text(fitted.reached_bandwidth)}/s, "
         f"{seconds_text(fitted.launch)} a kernel\n"
         f"a message {wire_text(fitted.within)}, a collective {wire_text(fitted.collective or fitted.within)}, "
-        f"an action {seconds_text(fitted.action)} beside its kernels\n"
+        f"an action {seconds_text(fitted.action)} beside its kernels, a message "
+        f"{seconds_text(fitted.handling)} of each of its two ranks\n"
         f"model against measured: {found.error:+.1%} of a microbatch, {found.mean_error:.1%} on average over all parts"
     )

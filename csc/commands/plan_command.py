@@ -79,8 +79,21 @@ def plan(
     show_limits(found.limits)
     console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)
+    console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
     limits = "; ".join(dict.fromkeys(found.devices))
     _show(advised, limits or (None if found.memory is None else bytes_text(found.memory)), limit)
+
+
+def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:
+    """What a step would take if ranks stood otherwise on their nodes; nothing if they cannot."""
+    if len(orders) < 2:
+        return []
+    (_, own), *others = orders
+    listed = ", ".join(f"{seconds_text(seconds)} with --mesh {mesh}" for mesh, seconds in others)
+    best, least = min(others, key=lambda each: each[1])
+    better = least < own * (1 - 1e-3)
+    verdict = f"ranks in the order of {best} are {own / least:.2f} times as fast" if better else "none is faster"
+    return [f"ranks stand on several nodes; the step takes {seconds_text(own)}, {listed}: {verdict}\n"]
 
 
 def _show(advised: Advice, memory: str | None, seconds: float) -> None:

@@ -2,10 +2,12 @@
 
 Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequence, *tp* shards of a layer.
 Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
-dp_index * pp + stage.
+dp_index * pp + stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp
+elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes.
 
-    Mesh(dp=1, pp=1, cp=1, tp=1)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
+    Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
+    .orders()                                          the mesh in every order of ranks, this one first
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
@@ -13,7 +15,7 @@ dp_index * pp + stage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,15 +41,19 @@ class Mesh:
         pp: Pipeline stages.
         cp: Shares of a sequence.
         tp: Parts of a layer.
+        order: The axes as ranks count through them, the last one fastest: dp, cp and tp in this order, pp anywhere. Of
+            axes of size 1 the place says nothing; meshes that differ in that alone are equal.
 
     Raises:
-        InputError: A size is less than 1.
+        InputError: A size is less than 1, or the order is none.
     """
 
     dp: int = 1
     pp: int = 1
     cp: int = 1
     tp: int = 1
+
+    order: tuple[str, ...] = ("dp", "pp", "cp", "tp")
 
     AXES: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp", "tp")
 
@@ -58,6 +64,21 @@ class Mesh:
                 raise InputError(
                     f"axis {axis} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1"
                 )
+        if sorted(self.order) != sorted(self.AXES) or [a for a in self.order if a != "pp"] != ["dp", "cp", "tp"]:
+            raise InputError(
+                f"the order of ranks is {'-'.join(map(str, self.order))}", "mesh",
+                "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
+            )  # fmt: skip
+        object.__setattr__(self, "order", self._plain_order())
+
+    def _plain_order(self) -> tuple[str, ...]:
+        """The order, with axes of size 1 where they stand by default."""
+        ahead = [axis for axis in self.order[: self.order.index("pp")] if getattr(self, axis) > 1]
+        if self.pp == 1 or ahead == ["dp"] or not (ahead or self.dp > 1):
+            return self.AXES
+        rest = ("dp", "cp", "tp")
+        place = rest.index(ahead[-1]) + 1 if ahead else 0
+        return (*rest[:place], "pp", *rest[place:])
 
     @property
     def size(self) -> int:
@@ -70,9 +91,9 @@ class Mesh:
         Raises:
             IndexError: They lie outside the mesh.
         """
-        rank = 0
-        for axis, index in zip(self.AXES, (dp, pp, cp, tp), strict=True):
-            size = getattr(self, axis)
+        rank, at = 0, Coordinates(dp, pp, cp, tp)
+        for axis in self.order:
+            size, index = getattr(self, axis), getattr(at, axis)
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
             rank = rank * size + index
@@ -86,11 +107,10 @@ class Mesh:
         """
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
-        found: list[int] = []
-        for axis in reversed(self.AXES):
-            rank, index = divmod(rank, getattr(self, axis))
-            found.append(index)
-        return Coordinates(*reversed(found))
+        found: dict[str, int] = {}
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**found)
 
     def group(self, what: Group, rank: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """The ranks of the group of this kind that `rank` is in, ascending.
@@ -106,11 +126,10 @@ class Mesh:
         """
         at = self.coordinates(rank)
         dp, pp, cp, tp = (
-            range(size) if axis in what.along else (index,)
-            for axis, size, index in zip(self.AXES, astuple(self), at, strict=True)
+            range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in self.AXES
         )
         if positions is None:
-            return tuple(self.rank_of(*one) for one in product(dp, pp, cp, tp))
+            return tuple(sorted(self.rank_of(*one) for one in product(dp, pp, cp, tp)))
         return tuple(self.rank_of(d, p, c, t) for p, d, c, t in product(positions, dp, cp, tp))
 
     def groups(self, what: Group, positions: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
@@ -146,13 +165,22 @@ class Mesh:
         """Of the axes along which groups of this kind run."""
         return tuple(getattr(self, axis) for axis in what.along)
 
-    def to_dict(self) -> dict[str, int]:
-        """The form that program.json holds."""
-        return asdict(self)
+    def orders(self) -> list[Mesh]:
+        """This mesh, and those of its sizes whose ranks count in another order; tp stays the fastest."""
+        places = [("dp", "cp", "tp")[:i] for i in range(3)]
+        found = [replace(self, order=(*ahead, "pp", *("dp", "cp", "tp")[len(ahead) :])) for ahead in places]
+        return list(dict.fromkeys([self, *found]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that program.json holds; the order only where it is not the usual one."""
+        sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in self.AXES}
+        return sizes if self.order == self.AXES else sizes | {"order": "-".join(self.order)}
 
     def __str__(self) -> str:
         """`pp=3,dp=2`: what `parse` reads; axes of size 1 are left out."""
-        return ",".join(f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1) or "dp=1"
+        named = [f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1] or ["dp=1"]
+        order = "-".join(axis for axis in self.order if getattr(self, axis) > 1)
+        return ",".join(named if self.order == self.AXES else [*named, f"order={order}"])
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -162,9 +190,12 @@ class Mesh:
             InputError: It is anything else.
         """
         form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(cls.AXES)}"
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             axis, equals, size = (p.strip() for p in part.partition("="))
+            if axis == "order" and equals and axis not in sizes:
+                sizes[axis] = size
+                continue
             if not equals or not size.isdecimal():
                 raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
             if axis not in cls.AXES:
@@ -172,9 +203,9 @@ class Mesh:
             if axis in sizes:
                 raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
             sizes[axis] = int(size)
-        if not sizes:
+        if not sizes.keys() - {"order"}:
             raise InputError("no axis is given", f"mesh {text!r}", form)
-        return cls(**sizes)
+        return cls._named(sizes)
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | str | Any) -> Mesh:
@@ -185,7 +216,7 @@ class Mesh:
                 (it is known by its attributes, so that torch is not imported here).
 
         Raises:
-            InputError: It is none of these, or its axes stand in another order.
+            InputError: It is none of these, or its axes stand in an order that no `order` names.
         """
         if isinstance(mesh, cls):
             return mesh
@@ -206,19 +237,34 @@ class Mesh:
                 "mesh",
                 f"Pass mesh_dim_names out of {', '.join(cls.AXES)}",
             )
-        found = cls._named(dict(zip(names, (int(n) for n in shape), strict=True)))
-        order = [a for a in cls.AXES if a in names]
-        if [n for n in names if n in order and getattr(found, n) > 1] != [a for a in order if getattr(found, a) > 1]:
+        sizes = dict(zip(names, (int(n) for n in shape), strict=True))
+        found, order = cls._named(sizes), [name for name in names if sizes[name] > 1]
+        if [n for n in order if n != "pp"] != [a for a in ("dp", "cp", "tp") if a in order]:
+            usual = ", ".join(a for a in cls.AXES if a in names)
             raise InputError(
                 f"the DeviceMesh has its axes in the order {', '.join(names)}",
                 "mesh",
-                f"Ranks count through the axes in the order {', '.join(order)}: create the DeviceMesh so",
+                f"Ranks count through the axes in the order {usual}, pp anywhere: create the DeviceMesh so",
             )
-        return found
+        return cls._named({**found.to_dict(), "order": "-".join(order)}) if order else found
 
     @classmethod
-    def _named(cls, sizes: dict[str, int]) -> Mesh:
-        unknown = [name for name in sizes if name not in cls.AXES]
+    def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
+        """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
+        unknown = [name for name in sizes if name not in (*cls.AXES, "order")]
         if unknown:
             raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
-        return cls(**sizes)
+        found = cls(**{name: size for name, size in sizes.items() if name != "order"})
+        if "order" not in sizes:
+            return found
+        named = str(sizes["order"]).split("-")
+        ahead = named[: named.index("pp")] if "pp" in named else []
+        rest = [a for a in ("dp", "cp", "tp") if a in named] == [a for a in named if a != "pp"]
+        left = [a for a in cls.AXES if getattr(found, a) > 1 and a not in named]
+        if not rest or len(set(named)) < len(named) or left:
+            raise InputError(
+                f"the order of ranks is {sizes['order']!r}", "mesh",
+                "Name the axes larger than 1: dp, cp and tp in this order, and pp where it should be, as in pp-dp-tp",
+            )  # fmt: skip
+        place = ("dp", "cp", "tp").index(ahead[-1]) + 1 if ahead else 0
+        return replace(found, order=(*("dp", "cp", "tp")[:place], "pp", *("dp", "cp", "tp")[place:]))

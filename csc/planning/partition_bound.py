@@ -1,8 +1,8 @@
 """Lower bounds of the makespan of one step: what no partition and no order of work can beat.
 
-Terms: see csc.planning.branches. The proofs are in docs/planning-bound.md. Messages take no time here and memory is
-left out, so the bounds hold for every network and every memory limit. Where ranks are of several kinds, see
-csc.planning.kind_bound.
+Terms: see csc.planning.branches. The proofs are in docs/planning-bound.md. Messages take no time on their way
+and memory is left out, so the bounds hold for every network and every memory limit. Where ranks are of several
+kinds, see csc.planning.kind_bound.
 
     stage_bound(problem, units)        seconds: a rank that runs these units as one stage
     lower_bound(problem)               -> Bound: over every partition into one stage on each rank
@@ -92,6 +92,7 @@ def lower_bound(problem: Problem) -> Bound:
     check_ranks(problem)
     if problem.kinds:
         seconds, stages = kind_bound.lower_bound(problem)
+        seconds = _with_actions(problem, seconds)
         term = "the work of the ranks, each at its speed, and the ways to it and back"
         return Bound(seconds, stages, ALONE if seconds <= round_trip(problem) * (1 + 1e-9) else term)
     tables = segments(problem, branches(problem))
@@ -101,6 +102,7 @@ def lower_bound(problem: Problem) -> Bound:
     assert found is not None  # without a memory limit every partition has a finite bound
     seconds, frontiers = max(floor, found[0] / (1 + within) if within > EXACT else found[0]), found[1]
     stages = stages_between(tables, frontiers)
+    seconds = _with_actions(problem, seconds)
     higher = paced(problem, tables, problem.ranks, seconds)
     if higher > seconds:
         return Bound(higher, stages, "the pace at which the slowest forward lets microbatches through")
@@ -110,6 +112,37 @@ def lower_bound(problem: Problem) -> Bound:
     if costs[worst] < round_trip(problem) * (1 - 1e-9):
         term = ALONE
     return Bound(seconds, stages, term)
+
+
+def _with_actions(problem: Problem, seconds: float) -> float:
+    """With what the runtime takes for actions: a stage whose own bound is above the round trip pays it in every
+    microbatch, for its F or for its B, whichever its bound comes from.
+    """
+    above = seconds > round_trip(problem) * (1 + 1e-9)
+    return seconds + problem.microbatches * problem.action if above else seconds
+
+
+def _runtime_of_a_rank(problem: Problem) -> float:
+    """Seconds that every rank's runtime takes at least: an F of each microbatch, and one end of a message if the units
+    hang together, since others are on other ranks.
+    """
+    links = [(value.maker, reader) for value in problem.values for reader in value.readers]
+    together = problem.ranks > 1 and len(reached(len(problem.units), links)) == len(problem.units)
+    return problem.microbatches * (problem.action + together * problem.handling)
+
+
+def reached(count: int, links: Sequence[tuple[int, int]]) -> set[int]:
+    """Which of `count` units links lead to from the first one, whichever way."""
+    beside: list[list[int]] = [[] for _ in range(count)]
+    for one, other in links:
+        beside[one].append(other)
+        beside[other].append(one)
+    found, open_ = {0}, [0]
+    while open_:
+        new = [other for other in beside[open_.pop()] if other not in found]
+        found.update(new)
+        open_ += dict.fromkeys(new)
+    return found
 
 
 def shared_lower_bound(problem: Problem) -> Bound:
@@ -138,13 +171,14 @@ def shared_lower_bound(problem: Problem) -> Bound:
         spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n
     largest = sorted((unit.work for unit in problem.units), reverse=True)
     crowded = max(sum(largest[k * n - k : k * n + 1]) for k in range((len(largest) - 1) // n + 1)) * tables.work
+    runtime = _runtime_of_a_rank(problem)
     terms = {
         ALONE: round_trip(problem),
         "the work of one unit and the ways to it and back": max(
             stage_bounds(tables, [[u] for u in range(len(problem.units))])
         ),
-        "the work of the units that some rank cannot but share": crowded,
-        "all work spread over the ranks, and the ways to their first and from their last action": spread,
+        "the work of the units that some rank cannot but share": crowded + runtime,
+        "all work spread over the ranks, and the ways to their first and from their last action": spread + runtime,
     }
     term = max(terms, key=lambda name: terms[name])
     return Bound(float(terms[term]), (), term)

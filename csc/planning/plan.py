@@ -14,6 +14,7 @@ gives the same plan.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -100,8 +101,10 @@ def plan(
     check_figures(problem)
     check_asked(chunks, effort, limit)
 
+    end = math.inf if limit is None else time.monotonic() + limit
+
     def planned(problem: Problem, counted: bool) -> PipelinePlan:
-        budget = Budget(budget_of(problem, effort), limit, tell)
+        budget = Budget(budget_of(problem, effort), max(0.0, end - time.monotonic()), tell)
         return _planned(problem, schedule, chunks, stages, placement, effort, budget, counted)
 
     kept_whole = isinstance(schedule, Schedule)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from csc.ir.schedule import Message
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork, hosted
 
 SECONDS = ("forward", "backward_input", "backward_weight")
 
@@ -87,7 +87,7 @@ class Problem:
     state and activations; None: no limit. scale: for each microbatch what its
     seconds and bytes are multiplied by; None if all are equal. gathering: how a rank gets the shards of others.
     waiting: messages that wait to be sent or taken have to fit into the memory, too. action: seconds that a rank takes
-    for each F, B and W of a stage, besides those of its units.
+    for each F, B and W of a stage, besides those of its units; handling: for each message that it sends or takes.
 
     kinds: of the ranks; none if all are alike. With kinds, seconds of units are the least that any of them takes, for
     F, B and W apart, and `memory` is the largest, so that what holds for every plan on such ranks holds for these.
@@ -104,6 +104,7 @@ class Problem:
     kinds: tuple[Kind, ...] = ()
     waiting: bool = False
     action: float = 0.0
+    handling: float = 0.0
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -226,9 +227,9 @@ def pipeline(
         gathered = sum(unit.gathered for unit in units)
         built.append(
             StageWork(
-                forward=sum(unit.forward for unit in units) + problem.action,
-                backward_input=sum(unit.backward_input for unit in units) + has_b * problem.action,
-                backward_weight=sum(unit.backward_weight for unit in units) + has_w * problem.action,
+                forward=sum(unit.forward for unit in units),
+                backward_input=sum(unit.backward_input for unit in units),
+                backward_weight=sum(unit.backward_weight for unit in units),
                 has_b=has_b,
                 has_w=has_w,
                 saved=saved,
@@ -245,4 +246,5 @@ def pipeline(
         for channel, carried in channels(problem.values, home).items()
     }
     loads = None if problem.scale is None else Loads.scaled(built, sizes, problem.scale)
-    return Pipeline(tuple(built), sizes, problem.network, loads)
+    found = Pipeline(tuple(built), sizes, problem.network, loads)
+    return hosted(found, problem.action, problem.handling, placement)

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 from csc.errors import InputError
 from csc.planning.problem import Problem, Unit, Value, pipeline
-from csc.simulation.pipeline import Loads, StageWork
+from csc.simulation.pipeline import Loads, StageWork, hosted
 
 UNIT = ("forward", "backward_input", "backward_weight", "saved", "kept")
 VALUE = ("size", "gradient_size")
@@ -94,15 +94,16 @@ def _sum(ones: Sequence[Any], figures: Sequence[str], features: Sequence[float])
 def loads(
     rates: Rates, problem: Problem, stages: Sequence[Sequence[int]], features: Sequence[Sequence[float]]
 ) -> Loads:
-    """What microbatches with these features take on these stages.
+    """What microbatches with these features, of which the first is 1, take on these stages.
 
     What B and W, one right after the other, take for a moment is that of the largest unit for each feature: at least
     as much as it is.
     """
+    bare = replace(problem, scale=None, action=0.0, handling=0.0)
     each = [
-        pipeline(replace(problem, units=units, values=values, scale=None), stages)
-        for units, values in zip(rates.units, rates.values)
+        pipeline(replace(bare, units=units, values=values), stages) for units, values in zip(rates.units, rates.values)
     ]
+    each[0] = hosted(each[0], problem.action, problem.handling)  # once for a microbatch, not for each of its tokens
     stage_rates: list[tuple[StageWork, ...]] = list(zip(*(one.stages for one in each)))
     channels = each[0].messages
     return Loads(

@@ -28,6 +28,7 @@ from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
 from csc.planning.problem import Problem
 from csc.planning.variations import Outcome, Variation, tried
+from csc.reports.rank_orders import priced_orders
 from csc.simulation.pipeline import Network
 from csc.simulation.pipeline_file import from_json as read_pipeline
 
@@ -91,13 +92,15 @@ class Row:
 @dataclass(frozen=True)
 class Advice:
     """alternatives: the plan itself and others, the fastest first. left: names of what there was no time for.
-    with_auto: changes are planned with `auto`, as the plan's own schedule was given whole.
+    with_auto: changes are planned with `auto`, as the plan's own schedule was given whole. orders: seconds of the step,
+    its end included, if its ranks counted through the axes in another order, by mesh; the plan's own first.
     """
 
     alternatives: tuple[Row, ...]
     changes: tuple[Row, ...]
     left: tuple[str, ...]
     with_auto: bool
+    orders: tuple[tuple[str, float], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,6 +110,9 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
     """Both lists for the plan of a compiled model, in about so many seconds of wall clock."""
     end = time.monotonic() + seconds
     now = now_of(compiled.program, compiled.options)
+    orders = priced_orders(
+        compiled.program, compiled.options, now.problem, now.stages, now.placement, now.whole
+    )  # fmt: skip
     others, changed = alternatives(now), changes(compiled, now)
     first = tried(others, seconds * SHARE, tell)
     second = tried(changed, end - time.monotonic(), tell)
@@ -116,6 +122,7 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
         changes=tuple(_row(outcome, now) for outcome in second),
         left=tuple(each.name for each in (*others[len(first) :], *changed[len(second) :])),
         with_auto=now.schedule_given,
+        orders=tuple((str(one.mesh), one.seconds) for one in orders),
     )
 
 

@@ -7,10 +7,13 @@ Terms
             compute again may be faster
   price     the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
 
+  order     how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
+
     choose(compiled, devices, step, seconds, tell) -> MeshChoice
 
-A layout whose work alone takes longer than the best plan so far is not planned. Tracing is what takes time: it is made
-once for each tp, cp and size of a microbatch.
+Where several nodes are filled, the fastest plan of a layout is priced in every order of its ranks, and planned for one
+that makes it faster. A layout whose work alone takes longer than the best plan so far is not planned. Tracing is what
+takes time: it is made once for each tp, cp and size of a microbatch.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
 from csc.passes.step_end import seconds_behind
 from csc.planning.meshes import Layout, layouts
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
+from csc.reports.rank_orders import priced_orders
 
 EFFORT, LIMIT = 0.1, 2.0  # of the search for each layout, in seconds
 LARGEST = 16  # samples of a microbatch
+GAIN = 1e-3  # what another order of ranks has to save, to be looked at
 WAYS = ((1, "none"), (1, "full"), (3, "none"), (3, "full"))  # zero, recompute
 
 
@@ -156,21 +161,32 @@ class _Choosing:
             self.memory = numbers.memory
             work = sum(unit.forward + unit.backward_input + unit.backward_weight for unit in numbers.units)
             if work * layout.microbatches / layout.mesh.pp < self.best:
-                rows.append(self._row(layout, own.options, program, numbers, recompute))
+                rows.append(self._ordered(layout, own.options, program, numbers, recompute))
                 self.best = min([self.best, *(row.seconds for row in rows if row.fits)])
         fitting = [row for row in rows if row.fits]
         return min(fitting, key=lambda row: row.seconds) if fitting else rows[-1] if rows else None
 
+    def _ordered(self, layout: Layout, options: Options, program: Program, numbers: Problem, recompute: str) -> MeshRow:
+        """By the order of ranks in which this plan is the fastest."""
+        planned, fits = _planned(numbers)
+        best = self._row(layout, options, program, recompute, planned, fits)
+        orders = priced_orders(
+            program, options, numbers, planned.stages, planned.placement, planned.schedule
+        )  # fmt: skip
+        for other in orders[1:]:
+            if other.seconds >= best.seconds * (1 - GAIN):
+                continue
+            again, fits = _planned(other.problem)
+            row = self._row(layout, other.options, program, recompute, again, fits)
+            best = min(best, row, key=lambda one: (not one.fits, one.seconds))
+        return best
+
     @staticmethod
-    def _row(layout: Layout, options: Options, program: Program, numbers: Problem, recompute: str) -> MeshRow:
-        fits = True
-        try:
-            planned = plan(numbers, "auto", effort=EFFORT, limit=LIMIT)
-        except CscError:  # nothing keeps to the limit
-            planned = plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
-            fits = False
+    def _row(
+        layout: Layout, options: Options, program: Program, recompute: str, planned: PipelinePlan, fits: bool
+    ) -> MeshRow:
         return MeshRow(
-            mesh=str(layout.mesh),
+            mesh=str(options.mesh),
             microbatches=layout.microbatches,
             samples=layout.samples,
             zero=options.zero,
@@ -193,6 +209,14 @@ class _Choosing:
             cut = self.compiled.with_options(microbatches=self.samples // samples)
             self.microbatches[samples] = cut.inspected.microbatch
         return compiled.inspected.divided(self.microbatches[samples])
+
+
+def _planned(numbers: Problem) -> tuple[PipelinePlan, bool]:
+    """A plan, and whether it keeps to the limit."""
+    try:
+        return plan(numbers, "auto", effort=EFFORT, limit=LIMIT), True
+    except CscError:  # nothing does
+        return plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT), False
 
 
 def _division(layout: Layout) -> str:

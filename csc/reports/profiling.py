@@ -108,7 +108,7 @@ def profile(
         VariantRow(name, keys[name], regions[name], measured[name], _modelled(works[name], fitted)) for name in works
     ]
     if wires:
-        fitted = _with_wires(fitted, wire_profile.measure(device), device)
+        fitted = _with_wires(fitted, wire_profile.measure(device))
     found = replace(fitted, measured_on=described(device), measured={keys[n]: measured[n] for n in measured})
     if output is not None:
         found = replace(found, name=output.stem)
@@ -116,11 +116,10 @@ def profile(
     return Profile(found, rows)
 
 
-def _with_wires(fitted: Hardware, host: wire_profile.Host, device: torch.device) -> Hardware:
-    """The runtime runs ahead of a GPU: what it does for an action takes no time of the device."""
+def _with_wires(fitted: Hardware, host: wire_profile.Host) -> Hardware:
     if host.message is not None:
         fitted = replace(fitted, within=host.message, collective=host.collective)
-    return replace(fitted, action=host.action) if device.type == "cpu" else fitted
+    return replace(fitted, action=host.host.action, handling=host.host.handling) if host.host is not None else fitted
 
 
 def profile_of(device: torch.device) -> str:

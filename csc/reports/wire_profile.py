@@ -2,7 +2,7 @@
 
 Terms
   message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
-  action    what the runtime does for one F, B or W besides its kernels: measured on a stage that computes nothing
+  host      what the runtime does for an F, B or W and at each end of a message (csc.reports.host_time)
 
     measure(device) -> Host                    processes of their own, over gloo, or on two GPUs
     fastest(there_and_back(rank, size, device), device), wire(times, sizes)            for processes that there are
@@ -30,30 +30,30 @@ import torch.distributed as dist
 from csc import devices
 from csc.analysis.hardware import Wire
 from csc.errors import CscError
-from csc.planning.schedules import SCHEDULES
-from csc.runtime.emulated import emulated, run
-from csc.runtime.transport import InProcess
-from csc.simulation.pipeline import Pipeline, StageWork
+from csc.reports import host_time
+from csc.runtime.c10d import Distributed
+from csc.runtime.emulated import run
 
 TURNS = 50
 SIZES, LARGE = (64, 4 << 20), (64, 256 << 20)  # bytes; GPUs need large ones to reach their bandwidth
 LIMIT = 120.0  # seconds after which a process that says nothing is given up
-MICROBATCHES, STEPS = 64, 5
 
 
 @dataclass(frozen=True)
 class Host:
-    """message, collective: between two neighbours; None where there is one GPU alone. action: seconds."""
+    """message, collective: between two neighbours; None where there is one GPU alone. host: None where kernels are
+    queued ahead, so that what the host does takes no time of the device.
+    """
 
     message: Wire | None
     collective: Wire | None
-    action: float
+    host: host_time.HostTime | None = None
 
 
 def measure(device: torch.device) -> Host:
     """A few seconds. CscError if the processes fail."""
     if device.type != "cpu" and devices.count(device) < 2:
-        return Host(None, None, action_seconds())
+        return Host(None, None)
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "csc.reports.wire_profile"]
         running = [
@@ -74,7 +74,8 @@ def measure(device: torch.device) -> Host:
             if process.returncode:
                 raise _failed(text.strip().splitlines()[-1] if text.strip() else "they end without a word")
         found = json.loads(Path(name, "wires.json").read_text())
-    return Host(Wire(*found["message"]), Wire(*found["collective"]), action_seconds())
+    host = host_time.HostTime(*found["host"]) if found["host"] is not None else None
+    return Host(Wire(*found["message"]), Wire(*found["collective"]), host)
 
 
 def _failed(why: str) -> CscError:
@@ -83,17 +84,6 @@ def _failed(why: str) -> CscError:
         "profile",
         "Pass --no-wires to keep the network of the profile that it starts from",
     )
-
-
-def action_seconds() -> float:
-    """Of the runtime for one F, B or W that computes nothing, in this process."""
-    numbers = Pipeline((StageWork(0.0),), {})
-    program = emulated(numbers, SCHEDULES["zb-h1"](numbers, (0,), MICROBATCHES))
-    spans = []
-    for timeline in run(program, InProcess(program.program), STEPS):
-        events = [timed for timed in timeline[0] if timed.action.computes]
-        spans.append((events[-1].end - events[0].start) / len(events))
-    return min(spans)
 
 
 def _rank(rank: int, folder: Path, kind: str) -> None:
@@ -111,11 +101,18 @@ def _rank(rank: int, folder: Path, kind: str) -> None:
     for size in sizes:
         found["message"].append(fastest(there_and_back(rank, size, device), device) / 2)
         found["collective"].append(fastest(_everyone(size, device), device))
+    host = _host(rank, device) if device.type == "cpu" else None
     if rank == 0:
-        rows = {name: wire(times, sizes) for name, times in found.items()}
+        rows = {name: wire(times, sizes) for name, times in found.items()} | {"host": host}
         (folder / "wires.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _host(rank: int, device: torch.device) -> host_time.HostTime:
+    program = host_time.calibration(2)
+    steps = run(program, Distributed(program.program, device, LIMIT), host_time.STEPS)
+    return host_time.taken(program, [traces[rank] for traces in steps])
 
 
 def wire(times: list[float], sizes: tuple[int, int]) -> Wire:

@@ -7,6 +7,7 @@ cores: what idles in the pipeline idles here, and a message takes the time that 
     emulated_program(program) -> Emulated                         from a compiled program and the times of its plan
     run(program, transport, steps, factor) -> [[Timed]]             this process' part of each step
     expected(program, factor) -> seconds                            what the simulator says to that
+    wait(seconds, oversleep())                                      as a stage does
 
 `factor` stretches all waits: with 100 a model of microseconds becomes measurable. Messages are real, so it does not
 stretch them.
@@ -14,6 +15,7 @@ stretch them.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from csc.simulation.pipeline_file import from_json
 from csc.simulation.simulate import makespan
 
 VALUE = "value"
+NAPS, NAP = 9, 5e-4  # sleeps, and seconds of each
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def run(program: Emulated, transport: Transport, steps: int = 1, factor: float =
         for rank in transport.ranks
     ]
     count = program.program.manifest.microbatches
-    microbatches = [{"factor": factor, "microbatch": mb} for mb in range(count)]
+    late = oversleep()
+    microbatches = [{"factor": factor, "microbatch": mb, "late": late} for mb in range(count)]
     timelines = []
     for _ in range(steps):
         transport.begin_step()
@@ -162,8 +166,27 @@ def _functions(program: Emulated, position: int) -> dict[int, StageFunctions]:
     return found
 
 
+def oversleep() -> float:
+    """Seconds by which the timer of this machine is late, at the median of some short sleeps."""
+    found = []
+    for _ in range(NAPS):
+        start = time.perf_counter()
+        time.sleep(NAP)
+        found.append(time.perf_counter() - start - NAP)
+    return statistics.median(found)
+
+
+def wait(seconds: float, late: float) -> None:
+    """At least so many seconds, and hardly more. late: of `oversleep`, which a sleep is made shorter by."""
+    end = time.perf_counter() + seconds
+    if seconds > late:
+        time.sleep(seconds - late)
+    while time.perf_counter() < end:
+        pass
+
+
 def _wait(seconds: Sequence[float], microbatch: Mapping[str, Any]) -> None:
-    time.sleep(seconds[microbatch["microbatch"]] * microbatch["factor"])
+    wait(seconds[microbatch["microbatch"]] * microbatch["factor"], microbatch["late"])
 
 
 def _work(seconds: Sequence[float], sent: Mapping[str, torch.Tensor], microbatch: Mapping[str, Any], *_: Any) -> tuple:

@@ -10,6 +10,7 @@ replica. A *rank* is a position on the pp axis.
     Pipeline   stages, bytes by channel, network, and the loads of microbatches that differ
 
     slower(pipeline, factor) -> Pipeline
+    hosted(pipeline, action, handling, placement) -> Pipeline
 """
 
 from __future__ import annotations
@@ -213,6 +214,52 @@ def slower(pipeline: Pipeline, factor: float) -> Pipeline:
     if loads is not None:
         loads = replace(loads, stages=tuple(tuple(map(stretched, rates)) for rates in loads.stages))
     return replace(pipeline, stages=tuple(map(stretched, pipeline.stages)), loads=loads)
+
+
+def hosted(
+    pipeline: Pipeline, action: float, handling: float, placement: Sequence[int] | None = None
+) -> Pipeline:  # fmt: skip
+    """The pipeline with what the runtime takes of a rank's own time, whatever the microbatch: `action` seconds for
+    each F, B or W (BW counts as both), `handling` for each message that it sends or takes. placement: the rank of each
+    stage; None: all messages lead from one rank to another.
+    """
+    if not (action or handling):
+        return pipeline
+    own = runtime_work(pipeline, action, handling, placement)
+    stages = tuple(_added(stage, more) for stage, more in zip(pipeline.stages, own))
+    loads = pipeline.loads
+    if loads is not None:
+        loads = Loads(
+            tuple((1.0, *features) for features in loads.features),
+            tuple((more, *rates) for more, rates in zip(own, loads.stages)),
+            {channel: (0.0, *rates) for channel, rates in loads.messages.items()},
+        )
+    return replace(pipeline, stages=stages, loads=loads)
+
+
+def runtime_work(
+    pipeline: Pipeline, action: float, handling: float, placement: Sequence[int] | None = None
+) -> tuple[StageWork, ...]:  # fmt: skip
+    """What `hosted` adds to each stage."""
+    ends = [dict.fromkeys("FB", 0) for _ in pipeline.stages]
+    for kind, source, destination in pipeline.messages:
+        if placement is None or placement[source] != placement[destination]:
+            ends[source][kind] += 1
+            ends[destination][kind] += 1
+    return tuple(
+        StageWork(
+            action + handling * met["F"],
+            stage.has_b * (action + handling * met["B"]),
+            stage.has_w * action,
+            stage.has_b,
+            stage.has_w,
+        )
+        for stage, met in zip(pipeline.stages, ends)
+    )
+
+
+def _added(stage: StageWork, more: StageWork) -> StageWork:
+    return _with(stage, {name: getattr(stage, name) + getattr(more, name) for name in FIGURES[:3]})
 
 
 def _with(stage: StageWork, figures: Mapping[str, float]) -> StageWork:

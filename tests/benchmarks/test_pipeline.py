@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.pipeline import report, rows_file
+from benchmarks.pipeline import published_fsdp, report, rows_file
 from benchmarks.pipeline.baselines import (
     AGNOSTIC,
     EQUAL,
@@ -31,6 +31,8 @@ from benchmarks.pipeline.baselines import (
 from benchmarks.pipeline.cases import Case, Numbers, cases, of_case
 from benchmarks.pipeline.emulated_ranks import DOUBLE, Measured, stretched, work
 from benchmarks.pipeline.emulated_ranks import EQUAL as CSC
+from benchmarks.pipeline.published import Row as Published
+from benchmarks.pipeline.published import error
 from benchmarks.pipeline.real import Real, _makespan, _work, together
 from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate, run
 from benchmarks.pipeline.summary import document, geomean, over_torch, summary
@@ -55,6 +57,8 @@ FIELDS = (
     "peak_memory_error_max",
     "published_error_geomean",
     "speedup_over_best_rival_geomean",
+    "best_rival_over_bound_trained_geomean",
+    "best_rival_over_bound_frozen_geomean",
     "speedup_over_unaware_heavy_encoder_geomean",
     "speedup_over_unaware_geomean",
     "paced_error_max",
@@ -475,3 +479,16 @@ def test_a_command_that_fails_says_why() -> None:
 
     with pytest.raises(CscError, match="it failed: ValueError: no"):
         together([[sys.executable, "-c", "raise ValueError('no')"]])
+
+
+def test_what_stands_beside_a_published_run_is_what_its_source_moves() -> None:
+    profile = published_fsdp.device()
+    few, many = (published_fsdp.beside(profile, 8 * 10**9, ranks, False) for ranks in (8, 128))
+    compiled = published_fsdp.beside(profile, 8 * 10**9, 8, True)
+    copies = "FSDP's copies"
+    assert few[copies] == many[copies] == pytest.approx(14 * 8e9 / (0.9 * 2.4e12))
+    assert few["optimizer, clipping, casts"] == pytest.approx(16 * many["optimizer, clipping, casts"])
+    assert many["processors held by NCCL"] == pytest.approx(24 / 108 * 8 * 8e9 * 127 / 128 / 50e9)
+    assert {name for name in few if few[name] != compiled[name]} == {"rotation in complex numbers"}
+    rows = [Published("a", "tokens/s", 100.0, 125.0, {}), Published("b", "tokens/s", 125.0, 100.0, {})]
+    assert error(rows) == pytest.approx(0.25) and error([]) is None

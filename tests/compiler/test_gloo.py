@@ -83,6 +83,7 @@ CASES = [
      "freeze": ["vision_tower"]},
 ]  # fmt: skip
 LONG = [
+    {"model": "llava_lengths", "mesh": "pp=2,dp=2,order=pp-dp", "samples": 4, "microbatches": 2},
     {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "interleaved-1f1b"},

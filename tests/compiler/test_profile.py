@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -19,11 +20,14 @@ from csc.commands import main as cli
 from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError
 from csc.ir.program import Options
+from csc.ir.schedule import Action
 from csc.reports import wire_profile
+from csc.reports.host_time import calibration, taken
 from csc.reports.part_times import measure
 from csc.reports.profiling import profile, profile_of
 from csc.reports.roofline_fit import Part, fit
 from csc.reports.varied_sizes import sampler
+from csc.runtime.executor import Timed
 from tests.compiler import small
 from tests.models import plain
 
@@ -166,7 +170,8 @@ def test_csc_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     shown = capsys.readouterr().out
     assert "model against measured" in shown and "body" in shown and "a collective" in shown
     mine = hardware(file)
-    assert mine.collective is not None and mine.within != hardware("cpu").within and mine.action > 0
+    assert mine.collective is not None and mine.within != hardware("cpu").within
+    assert 0 < mine.action < 0.1 and 0 < mine.handling < 0.1
     assert command(monkeypatch, "profile", target, "--seconds", 0, "--json", "--hardware", file, "--no-wires") == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["variant"] for row in found["variants"]} == {"project_forward_only", "body_first", "head"}
@@ -189,4 +194,29 @@ def test_processes_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_alone_keeps_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_profile.devices, "count", lambda device: 1)
     found = wire_profile.measure(torch.device("cuda"))
-    assert found.message is None and found.collective is None and found.action > 0
+    assert found.message is None and found.collective is None and found.host is None  # kernels are queued ahead
+
+
+def test_what_the_runtime_takes_is_what_is_left_of_a_trace() -> None:
+    """Made times: 1 ms of an action, 2 of a SEND, 3 of a RECV that is not late, 4 for posting it, .5 between all."""
+    program = calibration(2)
+    now, events = 0.0, []
+    late = itertools.cycle((0.0, 0.0, 0.0, 0.2))
+    for action in program.program.schedule.ranks[0]:
+        wait = program.pipeline.stages[action.stage].seconds(action.kind) if action.computes else 0.0
+        own = 1e-3 if action.computes else {"SEND": 2e-3, "RECV": 3e-3 + next(late)}.get(action.kind, 0.0)
+        now += 5e-4 + 4e-3 * action.computes
+        events.append(Timed(action, now, now + wait + own))
+        now += wait + own
+    found = taken(program, [[], events, events])
+    computes, receives = (sum(test(e.action) for e in events) for test in (_computes, _receives))
+    assert found.action == pytest.approx(1.5e-3)
+    assert found.handling == pytest.approx((2e-3 + 3e-3 + 4e-3 * computes / receives) / 2 + 5e-4)
+
+
+def _computes(action: Action) -> bool:
+    return action.computes
+
+
+def _receives(action: Action) -> bool:
+    return action.kind == "RECV"

@@ -134,6 +134,27 @@ def test_no_order_beats_the_bound(problem: Problem) -> None:
     assert lower_bound(problem).seconds <= best * (1 + 1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems(most=4, ranks=3, microbatches=(1, 2)), st.sampled_from([0.0, 0.7, 5.0]), st.sampled_from([0.0, 1.3]))
+def test_no_order_beats_the_bounds_that_count_the_runtime(problem: Problem, action: float, handling: float) -> None:
+    told = replace(problem, action=action, handling=handling)
+    best = min(best_makespan(told, members(home), range(told.ranks)) for home in assignments(told))
+    for bound in (lower_bound, shared_lower_bound):
+        assert bound(problem).seconds <= bound(told).seconds <= best * (1 + 1e-9)
+
+
+def test_the_bounds_count_what_the_runtime_takes() -> None:
+    """Eight equal units on two ranks, 40 microbatches: of each rank at least the time of its F's is the runtime's."""
+    problem = problem_of(chain(range(8)), [(1.0, True)] * 8, 2, 40)
+    told = replace(problem, action=0.5, handling=0.25)
+    assert lower_bound(told).seconds == pytest.approx(lower_bound(problem).seconds + 40 * 0.5)
+    assert shared_lower_bound(told).seconds == pytest.approx(shared_lower_bound(problem).seconds + 40 * 0.75)
+    alone = replace(told, ranks=1)
+    assert shared_lower_bound(alone).seconds == pytest.approx(
+        shared_lower_bound(replace(problem, ranks=1)).seconds + 20
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(problems(most=3, ranks=2, microbatches=(1, 2)))
 def test_no_plan_at_all_beats_the_shared_bound(problem: Problem) -> None:

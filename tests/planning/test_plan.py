@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import parse
 from csc.ir.schedule_verifier import verify
+from csc.planning import plan as plans
+from csc.planning.budget import Budget
 from csc.planning.partition import candidates, partition
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.plan import PipelinePlan, plan
@@ -202,6 +204,41 @@ def test_what_the_runtime_takes_for_an_action_counts_for_each() -> None:
     free, dear = plan(replace(many, action=0.0), effort=0.2), plan(replace(many, action=5.0), effort=0.2)
     assert len(dear.stages) < len(free.stages)
     check(replace(many, action=5.0), dear)
+
+
+def test_what_a_message_takes_of_both_ranks_counts_for_each() -> None:
+    """Two ranks: each has one end of an F and of a B message of every microbatch; one stage beside it has none."""
+    problem = problem_of(chain(range(2)), [(1.0, True)] * 2, 2, 3)
+    told = replace(problem, handling=0.25)
+    for stages, home, ends in ((((0,), (1,)), (0, 1), 1), (((0,), (1,)), (0, 0), 0)):
+        bare, own = pipeline(problem, stages), pipeline(told, stages, home)
+        for one, other in zip(bare.stages, own.stages):
+            assert other.forward == one.forward + 0.25 * ends
+            assert other.backward_input == one.backward_input + 0.25 * ends
+            assert other.backward_weight == one.backward_weight
+    sizes = replace(told, scale=(0.0, 1.0, 4.0), action=0.5)
+    numbers = pipeline(sizes, ((0,), (1,)))
+    bare = pipeline(problem, ((0,), (1,)))
+    for microbatch, factor in enumerate((0.0, 1.0, 4.0)):  # what the runtime takes does not depend on the size
+        assert numbers.stages_of(microbatch)[0].forward == factor * bare.stages[0].forward + 0.75
+        assert numbers.size(("F", 0, 1), microbatch) == factor * bare.messages["F", 0, 1]
+
+
+def test_one_limit_holds_for_a_plan_and_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    given: list[float | None] = []
+
+    def budget(actions: float, seconds: float | None, tell: object) -> Budget:
+        given.append(seconds)
+        clock[0] += 4.0
+        return Budget(actions, None, None)
+
+    problem = replace(problem_of(chain(range(4)), [(1.0, True)] * 4, 2, 4), waiting=True, memory=1e-6)
+    monkeypatch.setattr(plans, "Budget", budget)
+    monkeypatch.setattr(plans.time, "monotonic", lambda: clock[0])
+    with pytest.raises(InputError):
+        plan(problem, limit=10.0)
+    assert given[:3] == [10.0, 6.0, 2.0] and set(given[3:]) == {0.0}
 
 
 def test_all_schedules_can_be_planned() -> None:

@@ -79,14 +79,16 @@ third = st.floats(min_value=0, max_value=1e6)
     text=st.text(), memory=positive, bandwidth=positive, efficiency=share, launch=st.floats(0, 1),
     measured=st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), st.tuples(third, third, third)),
     collective=st.none() | st.builds(Wire, st.floats(0, 1), positive), action=st.floats(0, 1),
+    handling=st.floats(0, 1),
 )  # fmt: skip
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, text: str, memory: float, bandwidth: float, efficiency: float,
-    launch: float, measured: dict, collective: Wire | None, action: float,
+    launch: float, measured: dict, collective: Wire | None, action: float, handling: float,
 ) -> None:  # fmt: skip
     profile = replace(
         hardware("h100"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
         launch=launch, measured=measured, measured_on="here" if measured else "", collective=collective, action=action,
+        handling=handling,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("profile") / "h100.toml"
     path.write_text(toml_text(profile), encoding="utf-8")

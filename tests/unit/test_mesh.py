@@ -13,11 +13,31 @@ from hypothesis import strategies as st
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 
+ORDERS = [(*("dp", "cp", "tp")[:i], "pp", *("dp", "cp", "tp")[i:]) for i in range(4)]
 
-@given(*[st.integers(1, 4)] * 4)
-def test_coordinates_and_ranks_are_inverse(dp: int, pp: int, cp: int, tp: int) -> None:
-    mesh = Mesh(dp, pp, cp, tp)
+
+@given(*[st.integers(1, 4)] * 4, st.sampled_from(ORDERS))
+def test_coordinates_and_ranks_are_inverse(dp: int, pp: int, cp: int, tp: int, order: tuple[str, ...]) -> None:
+    mesh = Mesh(dp, pp, cp, tp, order)
     assert [mesh.rank_of(*mesh.coordinates(r)) for r in range(mesh.size)] == list(range(mesh.size))
+    shape = [getattr(mesh, axis) for axis in order]
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)._asdict()
+        counted = 0
+        for axis, size in zip(order, shape):
+            counted = counted * size + at[axis]
+        assert counted == rank, "the order that was asked for, whatever axes of size 1 did to it"
+    assert Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict()) == mesh
+    assert ("order" in str(mesh)) == (mesh.order != Mesh.AXES) == ("order" in mesh.to_dict())
+    others = mesh.orders()
+    assert others[0] == mesh and len(set(others)) == len(others)
+    placed = {tuple(other.coordinates(r) for r in range(mesh.size)) for other in others}
+    assert len(placed) == len(others), "each is another numbering"
+
+
+def test_a_device_mesh_says_its_order() -> None:
+    found = Mesh.of(SimpleNamespace(mesh_dim_names=("pp", "dp", "tp"), shape=(2, 4, 2)))
+    assert found == Mesh.parse("dp=4,pp=2,tp=2,order=pp-dp-tp") and found.coordinates(2) == (1, 0, 0, 0)
 
 
 def test_rank_is_dp_times_pp_plus_stage() -> None:
@@ -54,7 +74,11 @@ def test_every_form() -> None:
         ({"pp": 1.5}, "size 1.5"),
         (7, "int is not a mesh"),
         (SimpleNamespace(mesh_dim_names=None, shape=(2,)), "no axis names"),
-        (SimpleNamespace(mesh_dim_names=("pp", "dp"), shape=(2, 2)), "in the order pp, dp"),
+        (SimpleNamespace(mesh_dim_names=("cp", "dp"), shape=(2, 2)), "in the order cp, dp"),
+        ("pp=2,dp=2,order=pp", "order of ranks is 'pp'"),
+        ("pp=2,dp=2,order=pp-dp-dp", "order of ranks is"),
+        ("dp=2,cp=2,order=cp-dp", "Name the axes larger than 1"),
+        ("order=pp", "no axis is given"),
     ],
 )
 def test_other_forms_are_refused(form: object, part: str) -> None:
