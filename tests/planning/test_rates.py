@@ -46,9 +46,11 @@ def test_rates_are_found_again(case: tuple[Rates, Problem]) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(models())
-def test_loads_are_the_pipelines_of_each_size(case: tuple[Rates, Problem]) -> None:
+@given(models(), st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.3]))
+def test_loads_are_the_pipelines_of_each_size(case: tuple[Rates, Problem], action: float, handling: float) -> None:
+    """What the runtime takes is there once for a microbatch, not for each of its tokens."""
     rates, problem = case
+    problem = replace(problem, action=action, handling=handling)
     stages = [[u] for u in range(len(problem.units))]
     whole = pipeline(problem, stages)
     found = replace(whole, loads=loads(rates, problem, stages, SIZES))
