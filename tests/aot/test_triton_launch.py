@@ -72,6 +72,7 @@ def test_odd_head_dims_and_no_mask(launches: list[str], width: int) -> None:
     assert len(launches) == 4
 
 
+@pytest.mark.long
 def test_wide_heads_take_two_runs_for_dk_and_dv(launches: list[str]) -> None:
     both(t.causal(200), t.Sizes(1, 2, 1, 200, 200, 256), torch.bfloat16, 5.0)
     assert sum(name.startswith("dkv_kernel") for name in launches) == 2

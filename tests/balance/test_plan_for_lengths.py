@@ -51,6 +51,7 @@ def steps(compiled: csc.CompiledModel) -> list[float]:
     return [own.decide(batch).seconds + end for batch in batches]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_chosen_takes_what_is_said_and_no_way_takes_less() -> None:
     compiled = compiled_for()

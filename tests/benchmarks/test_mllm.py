@@ -100,6 +100,7 @@ def test_its_costs_are_those_of_a_deep_capture(grown: Program, deep: Program, fr
     assert values(ours) == values(theirs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_layers_of_both_kinds_take_turns(shallow: Program) -> None:
     whole = expand(shallow, {"llm": Stack(46, period=2)})

@@ -247,6 +247,7 @@ def test_an_attention_that_cannot_be_read_is_named() -> None:
         csc.compile(Odd(), example=small_batch(), mesh="cp=2", context={"tower": 2})
 
 
+@pytest.mark.long
 def test_the_mllm_in_one_phase_after_another(models: Models) -> None:
     """The frozen set changes behind the spread: the same traces serve."""
     first = models("plain", mesh="cp=2", context={"vision": 2, "audio": 2})

@@ -18,6 +18,7 @@ SETTINGS = {
     "any": {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "AVX2": {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
+MOST = {"any": 5, "AVX2": 3}  # how many of those below: AVX2 lies between "any" and what most machines have
 CHOSEN = [
     "compiler/test_one_sample.py::test_models_that_start_with_one_sample[SmolVLM]",
     "compiler/test_parity.py::test_llava_has_eager_gradients_bit_for_bit[all trainable-3]",
@@ -32,6 +33,6 @@ CHOSEN = [
 def test_exactness_as_other_processors_compute(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | SETTINGS[name]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [f"tests/{test}" for test in CHOSEN]
+    command += [f"tests/{test}" for test in CHOSEN[: MOST[name]]]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

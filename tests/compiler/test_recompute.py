@@ -74,6 +74,7 @@ def test_skips_and_threaded_gradients_bit_for_bit(models: Models, freeze: Any) -
     assert verify(plain.with_options(recompute="full")).grad_rel_max == 0
 
 
+@pytest.mark.long
 def test_vision_audio_and_text_bit_for_bit() -> None:
     valm = csc.compile(hf.valm(), mesh="pp=3", example=hf.valm_batch(4), microbatches=2, freeze=["audio_tower"])
     for schedule in ("zb-h1", "gpipe"):

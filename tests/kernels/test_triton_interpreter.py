@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import long
+
 CASES = Path(__file__).with_name("triton_interpreted.py")
 
 
 @pytest.mark.slow
-def test_the_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("tier", ["not long", long("long")])
+def test_the_kernels_in_the_interpreter(tier: str) -> None:
     pytest.importorskip("triton", reason="Triton is for Linux")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", tier, str(CASES)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=CASES.parents[2], capture_output=True, text=True
     )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.kernels import triton_cases as t
 from tests.kernels.masks import masks
 from tests.kernels.triton_cases import Sizes
+from tests.tiers import long
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "see test_triton_interpreter.py"
 
@@ -31,7 +32,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("softcap", [0.0, long(2.0)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, softcap: float) -> None:
     length = 57 if softcap else 71
@@ -45,7 +46,7 @@ def test_any_mask(mask: Mask, heads: tuple[int, int], softcap: float, seed: int)
     t.check(*t.inputs(sizes, torch.float32, "cpu", seed), mask, softcap)
 
 
-@pytest.mark.parametrize("width", [17, 32, 40, 64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("width", [17, long(32), long(40), 64, long(72), 80, long(96), 128, long(192), 256])
 def test_head_dims(width: int) -> None:
     """Powers of two or not; widths that no descriptor describes; wide ones, whose dK and dV are made apart."""
     t.check(*t.inputs(Sizes(1, 2, 1, 57, 57, width), torch.float32, "cpu"), t.causal(57))
