@@ -52,7 +52,7 @@ def main(case: dict[str, Any], directory: Path) -> None:
         losses.append(float(compiled.train_step(batch)))
         compiled.save(directory / "weights")
     known = compiled.trainer().transport.endpoint(rank).recent.known
-    ways = {type(way).__name__ for one in known for plan in one.plans.values() for way in plan._ways.values()}
+    ways = {type(way).__name__ for one in known for plan in one.plans.values() for way in plan._exchanges.values()}
     result = {"losses": losses, "norm": norm, "ways": sorted(ways)}
     (directory / f"result_{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
