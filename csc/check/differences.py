@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 NOISE = 1e-4
-CHUNK = 1 << 16  # elements: what lies in a cache, and few enough that float32 adds up their squares to 1e-6
-FLOAT32 = (1e-6, 1e15)  # norms between which squares of what counts in float32 neither vanish nor overflow
+# Elements: on a CPU what lies in a cache, and few enough that float32 adds up their squares to 1e-6.
+CHUNK, LARGE_CHUNK = 1 << 16, 1 << 24
+LEAST, MOST = 1e-6, 1e15  # norms between which squares of what counts in float32 neither vanish nor overflow
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -39,16 +40,16 @@ def _norm(tensor: torch.Tensor) -> float:
     """In float64 where float32 might not do: that takes thirty times as long."""
     flat = _flat(tensor)
     if flat.dtype is torch.float32:
-        norm = _hypot(flat.split(CHUNK))
-        if FLOAT32[0] <= norm <= FLOAT32[1]:
+        norm = _hypot(_chunks(flat))
+        if LEAST <= norm <= MOST:
             return norm
-    return _hypot(chunk.to(_wide(chunk)) for chunk in flat.split(CHUNK))
+    return _hypot(chunk.to(_wide(chunk)) for chunk in _chunks(flat))
 
 
 def _norm_of_difference(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     """scale: what it is to be divided by."""
-    pairs = zip(_flat(one).split(CHUNK), _flat(other).split(CHUNK), strict=True)
-    if one.dtype is other.dtype is torch.float32 and FLOAT32[0] <= scale <= FLOAT32[1]:
+    pairs = zip(_chunks(_flat(one)), _chunks(_flat(other)), strict=True)
+    if one.dtype is other.dtype is torch.float32 and LEAST <= scale <= MOST:
         return _hypot(a - b for a, b in pairs)
     return _hypot(a.to(_wide(a)) - b.to(_wide(b)) for a, b in pairs)
 
@@ -57,6 +58,10 @@ def _hypot(chunks: Iterable[torch.Tensor]) -> float:
     """The norm of all chunks together."""
     norms = [torch.linalg.vector_norm(chunk) for chunk in chunks]
     return float(torch.linalg.vector_norm(torch.stack(norms).double())) if norms else 0.0
+
+
+def _chunks(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return flat.split(CHUNK if flat.device.type == "cpu" else LARGE_CHUNK)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

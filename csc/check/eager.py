@@ -60,16 +60,13 @@ def eager_step(
     listed microbatches combine: "mean", "sum", "tokens" (counted targets of the loss), or "auto", as in one batch of
     all of them. chance: what stands for random numbers, if not constants.
     """
-    with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
+    with _as_in_training(model, trainable, chance) as mode:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             parameter.grad = None
-        mode = chance or WithoutChance()
-        torch.manual_seed(0)
-        with mode:
-            loss, sure = _loss(model, batch, rule)
-            if trainable:
-                loss.backward()
+        loss, sure = _loss(model, batch, rule)
+        if trainable:
+            loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(loss.detach()), gradients, mode.unknown, sure, mode.half)
 
@@ -84,12 +81,17 @@ def loss_again(
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
     """
-    with (
-        torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model),
-        chance or WithoutChance(),
-    ):  # fmt: skip
-        torch.manual_seed(0)
+    with _as_in_training(model, trainable, chance):
         return float(_loss(model, batch, rule)[0].detach())
+
+
+@contextmanager
+def _as_in_training(model: nn.Module, trainable: Set[str], chance: WithoutChance | None) -> Iterator[WithoutChance]:
+    """What is afterwards as before, and draws the same each time."""
+    with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
+        torch.manual_seed(0)
+        with chance or WithoutChance() as mode:
+            yield mode
 
 
 def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[torch.Tensor, bool]:

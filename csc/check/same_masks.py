@@ -7,6 +7,9 @@ after the other, along the first dimension.
     masks = SameMasks(draws, drawn, microbatches)
     masks.take(shape, p, device) -> [shape], bool       of the next dropout that eager PyTorch makes
     masks.fit                                           whether eager made the program's draws, and no others
+
+Of several microbatches that is a guess: samples need not stand together in what is dropped out. A step that differs
+from eager's then says nothing; one that does not says as much as with one microbatch.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class SameMasks:
     """draws: of a microbatch, all of them dropout; drawn: the seed of the step; microbatches: in the global batch."""
 
     def __init__(self, draws: Sequence[DrawSpec], drawn: int, microbatches: int) -> None:
+        self.microbatches = microbatches
         self._draws = draws
         self._seeds = [seeds.of_microbatch(drawn, index) for index in range(microbatches)]
         self._taken = 0
@@ -35,9 +39,9 @@ class SameMasks:
         """What the program leaves, where eager's dropout has probability p; everything once they do not fit."""
         draw = self._draws[self._taken] if self._taken < len(self._draws) else None
         self._taken += 1
-        parts = len(self._seeds)
+        parts = self.microbatches
         if draw is None or draw.p is None or abs(draw.p - p) > ROUNDING or not shape or shape[0] % parts:
-            self.refuse()
+            self._strange = True
             return torch.ones(list(shape), dtype=torch.bool, device=device)
         sizes = [shape[0] // parts, *shape[1:]]
         ours = [seeds.seed_of(seed, f"{draw.region}.") for seed in self._seeds]

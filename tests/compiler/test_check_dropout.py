@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import csc
+from csc.check.differences import relative
 from csc.check.eager import eager_step
 from csc.check.numbers import WithoutChance
 from csc.check.same_masks import SameMasks
@@ -115,7 +117,23 @@ class Mixing(small.Dropped):
         return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Again, "eager PyTorch draws"), (Noisy, ""), (Mixing, "with dropout as")])
+class Adapted(small.Dropped):
+    """As Mixing, in front of a factor that is zero as LoRA's: the loss says nothing of the mask, gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(small.WIDTH))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens).transpose(0, 1)
+        hidden = (hidden + self.zero * self.drop(hidden)).transpose(0, 1)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Again, "eager PyTorch draws"), (Noisy, ""), (Mixing, "with dropout as"), (Adapted, "with dropout as")],
+)
 def test_other_models_are_compared_with_nothing_left_to_chance(
     kind: type[nn.Module], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,3 +150,13 @@ def test_other_models_are_compared_with_nothing_left_to_chance(
     assert (f"compared with nothing left to chance: {said}" in caplog.text) == bool(said), caplog.text
     (loss, own), (plain, right) = found
     assert torch.equal(loss, plain) and all(torch.equal(own[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e-25, 1e25])
+def test_differences_of_gradients_of_any_size(scale: float) -> None:
+    """In float32 where squares neither vanish nor overflow, in float64 elsewhere; a number that is none is seen."""
+    right = {"a.weight": torch.randn(70_000, generator=torch.Generator().manual_seed(0)) * scale}
+    found = {"a.weight": right["a.weight"] * (1 + 1e-3)}
+    assert relative(right, found)["a.weight"] == pytest.approx(1e-3, rel=1e-3)
+    found["a.weight"][3] = torch.nan
+    assert math.isnan(relative(right, found)["a.weight"])
