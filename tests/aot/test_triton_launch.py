@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.aot.building import TARGETS
 from tests.kernels import triton_cases as t
+from tests.tiers import long
 
 ARCHITECTURE = "sm_90"
 
@@ -66,7 +67,7 @@ def test_lengths_and_masks_compile_nothing_new(launches: list[str]) -> None:
     assert all(keys == seen[0] for keys in seen)
 
 
-@pytest.mark.parametrize("width", [36, 72])
+@pytest.mark.parametrize("width", [36, long(72)])
 def test_odd_head_dims_and_no_mask(launches: list[str], width: int) -> None:
     both(None, t.Sizes(1, 4, 4, 300, 200, width), torch.float16)
     assert len(launches) == 4

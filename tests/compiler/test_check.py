@@ -23,6 +23,7 @@ from csc.reports.verification import parting, verify
 from csc.runtime.trainer import Trainer
 from tests import launching
 from tests.compiler import check_worker, small
+from tests.tiers import long
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_every_nth_step_is_checked(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("checked against eager PyTorch" in record.message for record in caplog.records) == 3  # 0, 2 and 4
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,cp=2"])
+@pytest.mark.parametrize("mesh", [long("pp=2"), "dp=2,cp=2"])
 def test_the_step_that_was_compared_is_the_training_step(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is computed again, and no bit is another one; gradients add to those that are there."""
     checked, plain = compiled(mesh=mesh, microbatches=2), compiled(mesh=mesh, microbatches=2, check=False)

@@ -21,6 +21,7 @@ from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError
 from csc.runtime.trainer import Trainer
 from tests.compiler import small
+from tests.tiers import long
 
 BATCH = small.text_batch(4)
 
@@ -33,7 +34,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,cp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2", long("dp=2,cp=2"), long("tp=2")])
 def test_the_step_with_dropout_that_was_compared_is_the_training_step(
     mesh: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from csc.check import first, one_of_each
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError
 from tests.compiler import small
+from tests.tiers import long
 
 DEPTH = 5
 
@@ -100,7 +101,7 @@ def test_context_parallel_templates_are_compared_too() -> None:
     assert "one layer of each kind: loss" in compiled(lambda: small.text(4), mesh="pp=2,cp=2", microbatches=2).check()
 
 
-@pytest.mark.parametrize("large_only", [False, True])
+@pytest.mark.parametrize("large_only", [False, long(True)])
 @pytest.mark.parametrize(
     ("before", "after"),
     [

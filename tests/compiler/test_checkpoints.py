@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 import csc
 from tests.compiler.eager import WIDTH, Applying, Stack, assert_as_eager, batch, stack
 from tests.models import hf
+from tests.tiers import long
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def checkpointed() -> Stack:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", [long(True), False])
 def test_llama(again: bool) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(hf.llama_config(layers=3))

@@ -42,7 +42,7 @@ def parity(compiled: csc.CompiledModel, gradients: int) -> csc.CompiledModel:
 
 # Lengths that no block divides, and more than one block of 128.
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "mesh"), [(57, "cp=2"), (57, "cp=4"), (600, "cp=4"), (1000, "cp=2")])
+@pytest.mark.parametrize(("length", "mesh"), [(57, "cp=2"), long(57, "cp=4"), (600, "cp=4"), long(1000, "cp=2")])
 def test_llava(models: Models, length: int, mesh: str) -> None:
     parity(models("llava", hf.llava_batch(length=length), mesh=mesh), 80)
 

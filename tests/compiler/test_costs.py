@@ -45,6 +45,7 @@ from tests.compiler import running, small
 from tests.compiler.conftest import MODELS
 from tests.compiler.test_split import packed
 from tests.models import hf
+from tests.tiers import long
 
 CAPTURES: dict[str, Sampler] = {}
 
@@ -81,7 +82,7 @@ def costs(program: Program, **options: bool) -> list[RegionCost]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "plain"])
+@pytest.mark.parametrize("name", [long("llava"), "plain"])
 def test_forward_flops_are_those_that_torch_counts(name: str) -> None:
     """Eager, with attention as the two matmuls that it is, which torch counts by itself."""
     model, batch, program = divided(name)

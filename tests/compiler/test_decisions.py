@@ -15,6 +15,7 @@ import csc
 from csc.errors import InputError
 from tests import launching
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 WORDS, WIDTH = 40, 8
 IMAGE, SOUND = 39, 38
@@ -187,7 +188,7 @@ def random_batch(seed: int) -> Batch:
         "written",
         "buffer",
         "sized",
-        pytest.param("everything", marks=pytest.mark.slow),
+        long("everything"),
     ],
 )
 def test_batches_of_all_kinds(kind: str) -> None:

@@ -61,19 +61,19 @@ def same(model: nn.Module, batch: Batch, limit: float, given: Any = None, **opti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA-NeXT", long("SmolVLM"), "Qwen2.5-VL", long("Qwen2-Audio")])
+@pytest.mark.parametrize("name", ["LLaVA-NeXT", long("SmolVLM"), long("Qwen2.5-VL"), long("Qwen2-Audio")])
 def test_images_of_different_size_and_number(name: str) -> None:
     same(*mixed.built(name, [2, 0, 1, 1]), FLOAT32, mesh="pp=2", microbatches=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2", 4), long("dp=2", 2), ("pp=2,dp=2", 1)])
+@pytest.mark.parametrize(("mesh", "microbatches"), [long("pp=2", 4), long("dp=2", 2), ("pp=2,dp=2", 1)])
 def test_meshes(mesh: str, microbatches: int) -> None:
     same(*mixed.built("Qwen2-VL", [1, 3, 2, 1]), FLOAT32, mesh=mesh, microbatches=microbatches)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA", long("Gemma 3"), "Qwen3-VL", long("Qwen2-Audio")])
+@pytest.mark.parametrize("name", ["LLaVA", long("Gemma 3"), long("Qwen3-VL"), long("Qwen2-Audio")])
 def test_a_microbatch_without_images(name: str) -> None:
     same(*mixed.built(name, [2, 1, 0, 0]), FLOAT32, mesh="pp=2", microbatches=2)
 
@@ -81,7 +81,9 @@ def test_a_microbatch_without_images(name: str) -> None:
 # a model in float64
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {"microbatches": 4}, {"mesh": "dp=2", "microbatches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"microbatches": 2}, long({"microbatches": 4}), {"mesh": "dp=2", "microbatches": 2}]
+)
 def test_images_belong_to_their_samples(options: dict[str, Any]) -> None:
     batch = captions.batch([[1, 2], [1], [3], [2, 1, 1]])
     same(captions.Captions(), batch, FLOAT64, **{"mesh": "pp=2", **options})
@@ -89,7 +91,7 @@ def test_images_belong_to_their_samples(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "tied"),
-    [("pp=1", 2, False), ("pp=3", 2, True), ("pp=3", 4, False), ("dp=2", 1, False), ("dp=2,pp=2", 2, True)],
+    [long("pp=1", 2, False), ("pp=3", 2, True), long("pp=3", 4, False), ("dp=2", 1, False), long("dp=2,pp=2", 2, True)],
 )
 def test_microbatches_and_replicas_without_images(mesh: str, microbatches: int, tied: bool) -> None:
     """Those that have some come first, or last; then nobody has one, and the encoder has no gradient."""
@@ -124,7 +126,7 @@ def test_options_that_name_what_a_text_has_not() -> None:
     same(captions.Captions(), batch, FLOAT64, mesh="pp=2", microbatches=2, recompute={"vision*": "full"})
 
 
-@pytest.mark.parametrize("mesh", ["pp=3", "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", [long("pp=3"), "pp=2,dp=2"])
 def test_two_kinds_come_and_go(mesh: str) -> None:
     """No microbatch has both."""
     compiled = same(captions.Captions(), captions.batch([[1], [2], [], []], [0, 0, 1, 2]), FLOAT64, mesh=mesh,
@@ -191,6 +193,7 @@ def test_a_timeline_leaves_out_what_is_not_done() -> None:
     assert "SEND F 0>1 0" in map(str, (event.action for event in found.ranks[0]))
 
 
+@pytest.mark.long
 def test_a_loop_of_hf_trainer(tmp_path: Path) -> None:
     """Batches with other numbers of images, with none, and with an image in the last sample alone."""
     counts = [[1, 2], [3], [], [1], [], [], [], [], [], [], [], [2], [1], [], [2], []]

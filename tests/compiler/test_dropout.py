@@ -266,7 +266,7 @@ def test_attention_written_out_is_attention() -> None:
         assert float((found[name] - p.grad).norm()) <= 2e-6 * float(p.grad.norm()) + 1e-8, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llava_with_dropout_of_attention_of_both_towers() -> None:
     made = hf.llava()
     made.config.text_config.attention_dropout = made.config.vision_config.attention_dropout = 0.1

@@ -18,6 +18,7 @@ from csc.reports.verification import verify
 from tests.compiler.conftest import Models
 from tests.models import plain
 from tests.models.images import grids_batch
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def ranks_of(compiled: csc.CompiledModel) -> dict[str, int]:
 
 
 # Ten tokens: five a rank, three and padding on four ranks; and two groups of two that compute the same.
-@pytest.mark.parametrize(("mesh", "ranks"), [("cp=2", 2), ("cp=4", 4), ("cp=4", 2)])
+@pytest.mark.parametrize(("mesh", "ranks"), [long("cp=2", 2), long("cp=4", 4), ("cp=4", 2)])
 def test_llava(models: Models, mesh: str, ranks: int) -> None:
     compiled = models("llava", mesh=mesh, context={"vision_tower": ranks})
     parity(compiled, 80)
@@ -66,7 +67,7 @@ def test_speech(models: Models) -> None:
     assert compiled.program.contexts[0].tokens == 16
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,pp=2"])
+@pytest.mark.parametrize("mesh", [long("cp=2"), "cp=2,pp=2"])
 def test_images_packed_in_one_row(mesh: str) -> None:
     """Qwen2-VL's encoder: patches of two images, each of which sees its own; then three of other sizes."""
     torch.manual_seed(0)
@@ -79,7 +80,8 @@ def test_images_packed_in_one_row(mesh: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "context"), [("cp=2", {"vision": 2}), ("cp=4", {"vision": 2, "audio": 4}), ("cp=4,pp=2", {"audio": 2})]
+    ("mesh", "context"),
+    [long("cp=2", {"vision": 2}), long("cp=4", {"vision": 2, "audio": 4}), ("cp=4,pp=2", {"audio": 2})],
 )
 def test_skips_from_the_middle_of_an_encoder(models: Models, mesh: str, context: dict[str, int]) -> None:
     """DeepStack reads every vision layer; one block of the audio tower runs twice; both have four or five tokens."""

@@ -64,7 +64,7 @@ def reversed_samples(batch: Batch) -> Batch:
 
 CASES: list[Any] = [
     ("llava", llava, llava_batch, "pp=2", ["vision_tower"], {}),
-    ("llava", llava, llava_batch, "pp=2,dp=2", ["vision_tower"], {"precision": "bf16"}),
+    long(("llava", llava, llava_batch, "pp=2,dp=2", ["vision_tower"], {"precision": "bf16"})),
     long(("valm", valm, valm_batch, "pp=3", ["vision_tower", "audio_tower"], {"schedule": "zb-h1"})),
     long(("whisper", whisper_llama, whisper_batch, "pp=2", ["audio_tower"], {"recompute": "full"})),
     long(("llava", llava, llava_batch, "cp=2,pp=2", ["vision_tower"], {})),

@@ -63,14 +63,11 @@ PARALLEL = [
 ]
 CASES = [
     {"model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2, "freeze": ["vision_tower", "language_model"]},
-    {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
-    {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "zb-v"},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "stages": PARALLEL, "schedule": "auto",
      "freeze": ["vision_tower", "audio_tower"]},
     {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava_long", "mesh": "cp=2,dp=2", "samples": 4, "microbatches": 2},
-    {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
     {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2, "precision": "bf16",
      "recompute": "full"},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
@@ -83,6 +80,9 @@ CASES = [
      "freeze": ["vision_tower"]},
 ]  # fmt: skip
 LONG = [
+    {"model": "llava_tied", "mesh": "pp=2", "samples": 4, "microbatches": 2},
+    {"model": "llava_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 1, "freeze": ["vision_tower"]},
+    {"model": "plain_long", "mesh": "cp=4", "samples": 2, "microbatches": 1},
     {"model": "llava_lengths", "mesh": "pp=2,dp=2,order=pp-dp", "samples": 4, "microbatches": 2},
     {"model": "tiles", "mesh": "pp=2", "samples": 3, "microbatches": 3},
     {"model": "valm", "mesh": "pp=5", "samples": 8, "microbatches": 8, "schedule": "auto"},

@@ -50,7 +50,7 @@ def test_registered_parameters_in_lists_train() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_first"), [(nn.GRU, True), long(nn.LSTM, True), (nn.LSTM, False), long(nn.RNN, False)]
+    ("kind", "batch_first"), [long(nn.GRU, True), long(nn.LSTM, True), (nn.LSTM, False), long(nn.RNN, False)]
 )
 def test_recurrent_modules_train_in_microbatches(kind: type[nn.RNNBase], batch_first: bool) -> None:
     torch.manual_seed(0)

@@ -211,6 +211,7 @@ def test_lightning_takes_a_balanced_loader(fresh: Callable[[], csc.CompiledModel
     assert losses == expected and same(parameters(trainer.lightning_module.model), trained)
 
 
+@pytest.mark.long
 def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
     compiled = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))

@@ -11,10 +11,11 @@ import csc
 from benchmarks.coverage.models import CASES
 from csc.errors import InputError
 from csc.reports.verification import verify
+from tests.tiers import long
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-Audio"])
+@pytest.mark.parametrize("name", ["LLaVA", long("Qwen2-Audio")])
 def test_the_program_is_that_of_the_model_with_weights(name: str) -> None:
     real, batch = CASES[name]()
     with csc.meta_init():

@@ -13,6 +13,7 @@ from torch import nn
 import csc
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 TEXT: dict[str, Any] = {
@@ -80,7 +81,7 @@ def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("build", [gemma3_with_images, t5, mixtral, vit], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [long(gemma3_with_images), t5, mixtral, vit], ids=lambda build: build.__name__)
 def test_gradients_are_those_of_eager(build: Any) -> None:
     torch.manual_seed(0)
     model, batch = build()

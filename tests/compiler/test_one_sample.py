@@ -137,7 +137,7 @@ def one_of(batch: Batch) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", long("LLaVA-NeXT"), "SmolVLM", "Qwen2-Audio", long("Voxtral")])
+@pytest.mark.parametrize("name", ["Llama", long("LLaVA-NeXT"), long("SmolVLM"), "Qwen2-Audio", long("Voxtral")])
 def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()

@@ -99,7 +99,7 @@ def apart(schedule: Schedule, channels: Iterable[Message]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "freeze"), [(2, None), (3, None), (3, ["embed_tokens"]), (2, ["layers.0", "lm_head"])]
+    ("ranks", "freeze"), [long(2, None), (3, None), long(3, ["embed_tokens"]), (2, ["layers.0", "lm_head"])]
 )
 def test_a_fused_backward_has_the_bits_of_one_process(tmp_path: Path, ranks: int, freeze: list[str] | None) -> None:
     """Against one rank that runs B of everything, then W of everything."""

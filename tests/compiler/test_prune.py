@@ -16,6 +16,7 @@ from csc.analysis.flops import MATMULS
 from csc.ir import graph as g
 from csc.ir.program import Program, Template
 from tests.compiler.conftest import Models
+from tests.tiers import long
 
 FROZEN: dict[str, list[list[str]]] = {
     "llava": [[], ["vision_tower"], ["language_model"], ["vision_tower", "language_model"], ["*.bias"], ["*norm*"]],
@@ -90,7 +91,7 @@ def random_needs(data: st.DataObject, template: Template) -> tuple[tuple[bool, .
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "template"), [("llava", "llama_decoder_layer"), ("llava", "clip_encoder_layer"), ("mixed", "body")]
+    ("name", "template"), [long("llava", "llama_decoder_layer"), long("llava", "clip_encoder_layer"), ("mixed", "body")]
 )
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -23,6 +23,7 @@ from tests.compiler.conftest import Models
 from tests.compiler.test_costs import storages
 from tests.compiler.test_split import packed
 from tests.models import hf
+from tests.tiers import long
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def recomputed(program: Program) -> set[str]:
     return {r.name for r in program.regions if program.variants[r.variant].saves is not None}
 
 
-@pytest.mark.parametrize("choice", ["full", "selective"])
+@pytest.mark.parametrize("choice", ["full", long("selective")])
 @pytest.mark.parametrize(
     ("mesh", "schedule", "freeze"),
     [
@@ -67,7 +68,7 @@ def test_llava_bit_for_bit(models: Models, choice: str, mesh: str, schedule: str
     same(models("llava", **options), models("llava", **options, recompute=choice))
 
 
-@pytest.mark.parametrize("freeze", [None, ["vision"]])
+@pytest.mark.parametrize("freeze", [None, long(["vision"])])
 def test_skips_and_threaded_gradients_bit_for_bit(models: Models, freeze: Any) -> None:
     plain = models("plain", mesh="pp=3", freeze=freeze)
     same(plain, plain.with_options(recompute="full"))

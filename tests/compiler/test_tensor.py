@@ -20,6 +20,8 @@ from tests.compiler import tensor_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 FLOAT32 = 1e-5  # what is promised; 1.4e-6 is the most that was seen
 
 
@@ -60,7 +62,9 @@ def divided(compiled: csc.CompiledModel) -> dict[str, str]:
     return {p.name: p.gradient.over("tp") if p.trainable else p.weight.over("tp") for p in parameters}
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp=2", "tp=2,cp=2", "tp=2,cp=2,pp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["tp=2", long("tp=4"), "tp=2,pp=2", long("tp=2,dp=2"), long("tp=2,cp=2"), "tp=2,cp=2,pp=2"]
+)
 def test_llama(mesh: str) -> None:
     compiled = parity(compiled_of("llama", 8, mesh=mesh, microbatches=2), 21)
     placed = divided(compiled)
@@ -72,9 +76,9 @@ def test_llama(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("name", "gradients", "whole"),
     [
-        ("tied", 20, "norm"), ("biases", 35, r"norm|(o|down)_proj.bias"), ("qwen3", 25, "norm"),
-        ("olmo2", 25, r"layernorm|model\.norm"), ("phi3", 15, "norm"), ("gpt2", 28, r"ln_|wte|wpe|c_proj.bias"),
-        ("dropped", 28, r"ln_|wte|wpe|c_proj.bias"), ("mixtral", 21, "norm|experts|gate"),
+        ("tied", 20, "norm"), long("biases", 35, r"norm|(o|down)_proj.bias"), long("qwen3", 25, "norm"),
+        long("olmo2", 25, r"layernorm|model\.norm"), ("phi3", 15, "norm"), ("gpt2", 28, r"ln_|wte|wpe|c_proj.bias"),
+        long("dropped", 28, r"ln_|wte|wpe|c_proj.bias"), ("mixtral", 21, "norm|experts|gate"),
         ("llava", 80, r"norm|vision_tower.embeddings|(out_proj|fc2|linear_2).bias"),
     ],
 )  # fmt: skip
@@ -90,7 +94,7 @@ def test_other_layers(name: str, gradients: int, whole: str) -> None:
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [
-        ("tied", 20), ("qwen3", 25), ("lora", 20), long("biases", 35), long("olmo2", 25), long("phi3", 15),
+        ("tied", 20), long("qwen3", 25), long("lora", 20), long("biases", 35), long("olmo2", 25), long("phi3", 15),
         long("gpt2", 28), long("dropped", 28), long("mixtral", 21),
     ],
 )  # fmt: skip
@@ -101,7 +105,7 @@ def test_tokens_are_divided_beside_layers(name: str, gradients: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoder", [1, 2])
+@pytest.mark.parametrize("encoder", [long(1), 2])
 def test_an_encoder_too(encoder: int) -> None:
     """A rank that has no label, but tokens of images, has the gradients of what the others make of these."""
     context = {"vision_tower": encoder} if encoder > 1 else None
@@ -111,7 +115,7 @@ def test_an_encoder_too(encoder: int) -> None:
 @pytest.mark.parametrize(
     ("freeze", "gradients", "expected"),
     [
-        (None, 21, [2, 2, 0]),
+        long(None, 21, [2, 2, 0]),
         (["model.layers.*"], 3, [2, 2, 0]),
         (["model.embed_tokens", "model.layers.*"], 2, [2, 0, 0]),
     ],
@@ -131,7 +135,7 @@ def test_a_first_layer_that_trains_holds_its_sums_in_w() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=2,pp=2"])
+@pytest.mark.parametrize("mesh", [long("tp=2"), "tp=2,pp=2"])
 def test_lora(mesh: str) -> None:
     """Of adapters at columns A is whole and B divided, at rows A divided and B whole. Ranks stay whole."""
     compiled = parity(compiled_of("lora", 8, mesh=mesh, microbatches=2), 20)
@@ -228,12 +232,12 @@ def test_boxes_are_of_one_model(tmp_path: Path) -> None:
         assert "up_proj.weight' starts with other values on rank 1 than on rank 0" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_functions_write_over_what_others_still_read() -> None:
     parity(compiled_of("llama", mesh="tp=2", fuse=True), 21)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_options_that_change_f_and_b() -> None:
     parity(compiled_of("llama", mesh="tp=2", recompute="full"), 21)
     result = verify(compiled_of("llama", mesh="tp=2", precision="bf16"))

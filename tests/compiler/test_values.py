@@ -14,6 +14,7 @@ import csc
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models import hf
+from tests.tiers import long
 
 WIDTH, WORDS, IMAGE, SOUND = 8, 40, 39, 38
 
@@ -236,7 +237,7 @@ def weighted(model: nn.Module, microbatches: list[Batch]) -> tuple[torch.Tensor,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", [long("pp=2"), "pp=2,dp=2"])
 def test_microbatches_of_one_step_differ_in_size(mesh: str) -> None:
     torch.manual_seed(0)
     example = reader_batch([[2, 3], [1, 4]])
@@ -264,7 +265,7 @@ def test_a_batch_that_the_host_function_refuses(reader: csc.CompiledModel) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sample", "found"), [(0, "sample 0: 8, sample 1: 9"), (1, "sample 0: 9, sample 1: 10")])
+@pytest.mark.parametrize(("sample", "found"), [(0, "sample 0: 8, sample 1: 9"), long(1, "sample 0: 9, sample 1: 10")])
 def test_placeholders_are_counted_before_the_step(sample: int, found: str) -> None:
     """One too few would drop a row of features in silence; one too many ends in a kernel's error on a GPU."""
     compiled = csc.compile(hf.llava(), mesh="pp=2", example=hf.llava_batch(2))

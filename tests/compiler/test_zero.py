@@ -24,6 +24,8 @@ from tests.compiler.zero_worker import adamw, compiled_of, steps
 from tests.exactness import FLOAT32
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 MOVED = 5e-6  # AdamW makes whole steps of small gradients, whose rounding shows
 
 OFTEN = [
@@ -34,6 +36,10 @@ OFTEN = [
 ]
 PROJECTOR = ["vision_tower", "language_model", "lm_head"]  # what is frozen for it alone to train
 LONG = [
+    {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
+    {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 3},
+    {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 3, "freeze": ["vision_tower"]},
+    {"model": "llama", "mesh": "dp=2,cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 1},
     {"model": "captions", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 2},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 2},
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 2, "freeze": ["vision_tower"]},
@@ -41,11 +47,7 @@ LONG = [
 ]
 SELDOM = [
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 3},
-    {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "qwen3", "mesh": "cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
-    {"model": "llama", "mesh": "dp=2,cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 1},
-    {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 3},
-    {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 3, "freeze": ["vision_tower"]},
     {"model": "llava", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "freeze": PROJECTOR},
 ]
 
@@ -121,7 +123,7 @@ def check_refusals(said: list[str]) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, long(3)])
 def test_without_clipping_every_bit_is_that_of_whole_parameters(zero: int, tmp_path: Path) -> None:
     case = {"model": "llama", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": zero, "clip": None}
     launching.ranks(zero_worker.main, 2, case, tmp_path)
@@ -250,7 +252,7 @@ def test_in_one_process_nothing_is_divided() -> None:
         compiled.optimizer(torch.optim.LBFGS)
 
 
-@pytest.mark.parametrize("model", ["odd", pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["odd", long("tied")])
 def test_buckets_of_gradients_leave_one_by_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of two regions of a stage waits for both; the sum is that of whole gradients."""
     monkeypatch.setattr(buckets, "BYTES", 1024)
@@ -268,15 +270,19 @@ def test_buckets_of_gradients_leave_one_by_one(model: str, monkeypatch: pytest.M
 
 IN_PROCESS = [
     {"model": "llama", "mesh": "dp=2,tp=2", "microbatches": 1},
-    {"model": "llava", "mesh": "dp=2", "microbatches": 1, "freeze": PROJECTOR},
     {"model": "odd", "mesh": "dp=4", "microbatches": 1, "schedule": "gpipe", "chunks": 2},
     {"model": "tied", "mesh": "dp=2,pp=2", "microbatches": 2, "precision": "bf16"},
+]
+LONG_IN_PROCESS = [
+    {"model": "llava", "mesh": "dp=2", "microbatches": 1, "freeze": PROJECTOR},
     {"model": "captions", "mesh": "dp=2", "microbatches": 2, "chunks": 2},
     {"model": "lora", "mesh": "dp=2,pp=2", "microbatches": 1, "recompute": "full"},
 ]
 
 
-@pytest.mark.parametrize("case", IN_PROCESS, ids=lambda case: f"{case['model']}-{case['mesh']}")
+@pytest.mark.parametrize(
+    "case", [*IN_PROCESS, *map(long, LONG_IN_PROCESS)], ids=lambda case: f"{case['model']}-{case['mesh']}"
+)
 def test_gathered_parameters_are_bit_for_bit_what_they_are(case: dict[str, Any]) -> None:
     """Only data moves: in one process, too, each rank computes with what it has gathered, and with nothing after FREE.
     Sums over two replicas are the same in any order; the cut of layers in stages changes no bit.

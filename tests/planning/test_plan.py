@@ -23,6 +23,7 @@ from csc.planning.schedules import SCHEDULES, placement
 from csc.simulation.pipeline import Link, Network
 from csc.simulation.simulate import makespan, simulate
 from tests.planning.graphs import chain, mllm, problem_of, problems
+from tests.tiers import long
 
 
 def check(problem: Problem, found: PipelinePlan) -> None:
@@ -93,8 +94,8 @@ def test_the_worked_cases(frozen: tuple[str, ...], parts: int, known: float) -> 
 
 
 NEAR = [
-    (mllm([(24, 0.3)], (32, 1.5), 6, ("encoder", "llm"), 16), 1.10, 1.06),
-    (mllm([(24, 1.0)], (24, 1.5), 6, ("encoder",), 16), 1.12, 1.08),
+    long(mllm([(24, 0.3)], (32, 1.5), 6, ("encoder", "llm"), 16), 1.10, 1.06),
+    long(mllm([(24, 1.0)], (24, 1.5), 6, ("encoder",), 16), 1.12, 1.08),
     (mllm([(12, 1.0), (12, 0.5)], (24, 1.5), 6, (), 16), 1.15, 1.05),
 ]
 

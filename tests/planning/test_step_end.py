@@ -8,9 +8,10 @@ from csc.passes.step_end import step_ends
 import csc
 from csc.analysis.hardware import hardware
 from tests.models import hf
+from tests.tiers import long
 
 
-@pytest.mark.parametrize(("zero", "rounds", "share"), [(0, 2, 1), (2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize(("zero", "rounds", "share"), [long(0, 2, 1), (2, 2, 2), long(3, 1, 2)])
 def test_gradients_are_added_and_the_optimizer_steps(zero: int, rounds: int, share: int) -> None:
     compiled = csc.compile(
         hf.llava(), mesh="dp=2,pp=2", example=hf.llava_batch(4), freeze=["vision_tower"], hardware="a100", zero=zero,
