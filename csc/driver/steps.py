@@ -29,7 +29,9 @@ from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.given_batches import GivenBatches
 from csc.driver.model_programs import ModelPrograms
+from csc.driver.notices import notice, what_trains
 from csc.driver.planned import beside, planned_memory
+from csc.driver.program_set import ProgramSet
 from csc.driver.share import Divided, Share
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
@@ -51,6 +53,7 @@ class Steps:
         self._count = 0
         self._evaluating: Steps | None = None
         self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
+        self._told: ProgramSet | None = None  # of which it was said what trains
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
@@ -69,8 +72,10 @@ class Steps:
 
     @property
     def current(self) -> Trainer:
-        """What has made the last step, or makes the example's."""
-        return self.programs.set.last or self.trainer()
+        """What has made the last step, or makes the example's. Whoever asks for parameters waits for no comparison: the
+        first step is compared as the training step that it is.
+        """
+        return self.programs.set.last or self.trainer(check=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -117,9 +122,18 @@ class Steps:
     def _step(self, operation: str, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
         with self.agreed(operation, batch, microbatches, local) as (trainer, dealt, flags, compared):
             self._count += 1
+            if operation == STEP:
+                self._tell_what_trains(trainer)
             loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags)
             self._measure(trainer)
             return loss
+
+    def _tell_what_trains(self, trainer: Trainer) -> None:
+        """Once for what is frozen, and by the first rank."""
+        programs = self.programs.set
+        if self._told is not programs and trainer.transport.ranks[0] == 0:
+            notice(what_trains(self.programs.compiler.model, trainer.program.manifest))
+        self._told = programs
 
     @contextmanager
     def agreed(

@@ -347,3 +347,14 @@ def test_a_program_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "program" / "program.json").read_text() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "program"]
+
+
+def test_asking_for_parameters_compares_nothing_yet(caplog: pytest.LogCaptureFixture) -> None:
+    """Every loop makes its optimizer first: a step that is compared is then still the training step."""
+    caplog.set_level(logging.INFO, "csc")
+    model = compiled(mesh="pp=2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "checked against" not in caplog.text
+    model.train_step(small.text_batch(4))
+    optimizer.step()
+    assert caplog.text.count("checked against") == caplog.text.count("beside the step itself") == 1

@@ -1,0 +1,53 @@
+"""What a user should read before the first step, whether or not logging is set up.
+
+notice(text)                             to the log; to stderr, where nobody listens to the log
+what_trains(model, manifest) -> text     which parameters train, and which of them get no gradient
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from torch import nn
+
+from csc.capture.module_tree import describe
+from csc.passes.freeze import component_of
+from csc.runtime.specs import Manifest
+
+log = logging.getLogger("csc")
+NAMED = 3  # of the parameters that get no gradient
+
+
+def notice(text: str) -> None:
+    """One rank says it for all."""
+    if log.hasHandlers():
+        log.info("%s", text)
+    else:
+        print(f"csc: {text}", file=sys.stderr, flush=True)
+
+
+def what_trains(model: nn.Module, manifest: Manifest) -> str:
+    """How many of the model's numbers a program gives a gradient, by component; and the names of parameters that should
+    train and get none. A tied parameter counts once.
+    """
+    frozen = set(manifest.frozen)
+    reached = {spec.name for spec in manifest.parameters if spec.trainable and spec.reached}
+    modules = describe(model)
+    counts: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        row = counts.setdefault(component_of(name, modules), [0, 0])
+        row[0] += parameter.numel() if name in reached else 0
+        row[1] += parameter.numel()
+    trained, whole = (sum(row[place] for row in counts.values()) for place in (0, 1))
+    shares = [f"{name}: {_share(*row)}" for name, row in counts.items() if row[0]]
+    text = f"{trained:,} of {whole:,} parameters train" + (f" ({', '.join(shares)})" if shares else "")
+    missed = [name for name, _ in model.named_parameters() if name not in frozen | reached]
+    if not missed:
+        return f"{text}; each gets a gradient" if shares else text
+    more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
+    return f"{text}; the loss does not depend on {', '.join(missed[:NAMED])}{more}, which get no gradient"
+
+
+def _share(trained: int, whole: int) -> str:
+    return f"all {whole:,}" if trained == whole else f"{trained:,} of {whole:,}"
