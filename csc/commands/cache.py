@@ -1,7 +1,7 @@
 """`csc cache list | clear | path`: what the cache on disk holds. See docs/cache.md.
 
 app                                        the commands, for csc.commands.main
-list_command(json_output, debug)           clear(prefix, debug)           path(debug)
+list_command(json_output, debug)           clear(prefix, ...)           path(json_output, debug)
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.printing import console
+from csc.commands.printing import DebugOption, JsonOption, console
 from csc.commands.printing import table as folding
 
 app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
 
-DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 SHOWN = 12  # digits of a key
 
 
 @app.command("list")
 def list_command(
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Programs and traced graphs: of which model, for which mesh and sizes, how large, when used last, how often."""
@@ -59,7 +58,7 @@ def list_command(
 @app.command()
 def clear(
     prefix: Annotated[str, typer.Argument(help="remove the entries whose keys begin so; all without it")] = "",
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Remove entries: all, or those of a key as `csc cache list` shows it."""
@@ -74,11 +73,11 @@ def clear(
 
 
 @app.command()
-def path(debug: DebugOption = False) -> None:
+def path(json_output: JsonOption = False, debug: DebugOption = False) -> None:
     """Print the folder of the cache."""
     from csc.cache.store import location
 
-    print(location())
+    print(json.dumps({"folder": str(location())}) if json_output else location())
 
 
 def _mesh(about: Mapping[str, Any]) -> str:

@@ -118,6 +118,7 @@ def dump(
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     form: Annotated[str, typer.Option("--format", help="text, python, mermaid or html")] = "text",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
+    json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Print the graph after a pass, or the emitted Python."""
@@ -125,10 +126,13 @@ def dump(
 
     with opening as compiled:
         text = dump_text(compiled, after, form, rank, region)
-    if output is None:
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if json_output:
+        where = {"output": str(output)} if output is not None else {"text": text}
+        print_json({"model": type(compiled.model).__name__, "after": after, "format": form, **where})
+    elif output is None:
         sys.stdout.write(text)
-    else:
-        output.write_text(text)
 
 
 @app.command()
@@ -138,6 +142,7 @@ def diff(
     first: Annotated[str, typer.Argument(help="pass name, or capture")],
     second: Annotated[str, typer.Argument(help="a later pass")],
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
+    json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """What changed between two passes, as a unified diff."""
@@ -145,7 +150,10 @@ def diff(
 
     with opening as compiled:
         text = difference(compiled, first, second, region)
-    sys.stdout.write(text)
+    if json_output:
+        print_json({"model": type(compiled.model).__name__, "first": first, "second": second, "diff": text})
+    else:
+        sys.stdout.write(text)
 
 
 @app.command()

@@ -156,7 +156,8 @@ class CompiledModel:
         raise InputError("a compiled model is not called", "compile", INSTEAD["forward"])
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise instead(name, dir(type(self)))
+        model = self.model if "_all" in vars(self) else None  # not while it is being copied
+        raise instead(name, dir(type(self)), model)
 
     def train(self, mode: bool = True) -> CompiledModel:
         """The model in training mode, as a step needs it, or with False in eval mode; returns this."""

@@ -1,11 +1,13 @@
 """What users of an nn.Module look for on a compiled model, and what there is instead: sentences.
 
-instead(name) -> AttributeError       for `compiled.generate`, `compiled.half`, ..., and for what nothing has
+instead(name, there, model) -> AttributeError    for `compiled.generate`, `compiled.half`, ..., and for what nothing has
 """
 
 from __future__ import annotations
 
 import difflib
+
+from torch import nn
 
 from csc import devices
 
@@ -19,15 +21,19 @@ INSTEAD = {
     "requires_grad_": "freeze=[...] says what is frozen: compiled.with_options(freeze=[...]) compiles without a trace",
     "save_pretrained": f"compiled.save(directory) writes the weights; {WHOLE}compiled.gather().save_pretrained(...)",
     "compile": "it is compiled already; compiled.with_options(...) changes how",
+    "load_state_dict": "compiled.load(directory) reads what compiled.save or save_pretrained wrote; a dict of tensors "
+    "goes to compiled.model.load_state_dict(...), on every rank",
     "backward": "compiled.train_step(batch) runs forward and backward",
 }
 INSTEAD |= dict.fromkeys((*devices.TYPES, "half", "float", "double", "bfloat16"), INSTEAD["to"])
 
 
-def instead(name: str, there: list[str]) -> AttributeError:
-    """The error for an attribute that a compiled model has not. there: those that it has."""
+def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeError:
+    """The error for an attribute that a compiled model has not. there: those that it has; model: what it compiles."""
     if name in INSTEAD:
         return AttributeError(f"a compiled model has no {name!r}: {INSTEAD[name]}")
+    if hasattr(model, name):
+        return AttributeError(f"a compiled model has no {name!r}; its eager model has: compiled.model.{name}")
     close = difflib.get_close_matches(name, [one for one in there if not one.startswith("_")], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return AttributeError(f"a compiled model has no {name!r}{hint}")

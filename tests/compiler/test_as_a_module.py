@@ -45,6 +45,8 @@ def test_a_call_says_what_a_step_is(compiled: CompiledModel) -> None:
 @pytest.mark.parametrize(("name", "said"), [
     ("generate", r"compiled\.gather\(\)\.generate"), ("cuda", "before csc.compile"), ("to", "before csc.compile"),
     ("save_pretrained", r"compiled\.save\(directory\)"), ("forward", "train_step"), ("modules", r"compiled\.model"),
+    ("load_state_dict", r"compiled\.load\(directory\).*compiled\.model\.load_state_dict"),
+    ("buffers", r"its eager model has: compiled\.model\.buffers"),
     ("trian_step", "did you mean 'train_step'"), ("nothing_like_it", "has no 'nothing_like_it'$"),
 ])  # fmt: skip
 def test_what_is_not_there_says_what_is(compiled: CompiledModel, name: str, said: str) -> None:

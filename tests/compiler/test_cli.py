@@ -230,6 +230,16 @@ def test_dump_python(run: Run, tmp_path: Path) -> None:
     assert "stage 2 of 3" in (ast.get_docstring(ast.parse(output.read_text())) or "")
 
 
+def test_dump_and_diff_as_json(run: Run, tmp_path: Path) -> None:
+    done = json.loads(run("dump", TARGET, "--after", "prune", "--json").out)
+    assert done["after"] == "prune" and done["text"] == run("dump", TARGET, "--after", "prune").out
+    done = json.loads(run("dump", TARGET, "--json", "-o", tmp_path / "graph.txt").out)
+    assert done["output"] == str(tmp_path / "graph.txt") and (tmp_path / "graph.txt").read_text()
+    assert "text" not in done
+    done = json.loads(run("diff", TARGET, "differentiate", "prune", "--json").out)
+    assert done["diff"] == run("diff", TARGET, "differentiate", "prune").out
+
+
 def test_dump_pictures(run: Run) -> None:
     mermaid = run("dump", TARGET, "--format", "mermaid").out
     assert mermaid.startswith("flowchart TB\n")
