@@ -14,7 +14,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -142,6 +142,8 @@ class ModelGuards:
                 old, new = before.get(name), after.get(name)
                 if self._is_ignored(path, name) or name == "training" or _is_holder(name, old):
                     continue
+                if _written_by_saving(after, name, old, new, self._dtypes):
+                    continue
                 if path.endswith("._parameters") and new is not old:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
                 elif not _equal(old, self._contents.get((path, name), (old, old))[1], new):
@@ -230,6 +232,18 @@ def _of_equals(model: nn.Module, slots: Set[Slot]) -> Set[Slot]:
     names = {name for _, name in classes}
     found = {(path, name) for path, module in modules.items() for name in names if (type(module), name) in classes}
     return found | set(slots)
+
+
+def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, dtypes: Sequence[Any]) -> bool:
+    """Whether a slot of a configuration of transformers is what save_pretrained puts there, on one rank alone: the
+    name of the class, and in words the dtype that the model has. dtypes: (dtype, device) of its parameters.
+    """
+    if not slots.keys() >= {"architectures", "transformers_version"}:
+        return False
+    if name != "dtype":
+        return name in ("architectures", "transformers_version")
+    names = {str(dtype).removeprefix("torch.") for dtype, _ in dtypes}
+    return str(new).removeprefix("torch.") in names and (old is None or str(old).removeprefix("torch.") == str(new))
 
 
 def _hidden(model: nn.Module) -> set[int]:

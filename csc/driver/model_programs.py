@@ -18,7 +18,7 @@ from torch import nn
 
 from csc.cache.features import FeatureCache
 from csc.cache.store import store
-from csc.capture.model_guards import ModelGuards
+from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.when import checks
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.program_set import ProgramSet
@@ -122,9 +122,17 @@ class ModelPrograms:
             programs.look()
         return self.set
 
-    def changed(self) -> bool:
-        """Whether programs are for the model as it was."""
-        return bool(self.set.guards.changed())
+    def changed(self) -> Changed:
+        """What of the model is not as its programs assume. Where that is nothing, though values were replaced by equal
+        ones, the guards are for these from now on, and cost microseconds again.
+        """
+        was = self.set.guards.model
+        if was is None or was.holds():
+            return Changed()
+        found = was.changed()
+        if not found:
+            self.set.look()
+        return found
 
     def after(self, directory: Path | None, check: bool | int | None) -> ModelPrograms:
         """For other options of the same model: the same traces, the same parameters. check: None: as before."""

@@ -30,13 +30,12 @@ from csc.runtime import own_samples
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
 from csc.runtime.meeting import OWN_SAMPLES, Heard, Meeting
-from csc.runtime.words import Said, digest
+from csc.runtime.words import CHANGED, Said, digest
 
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
 # Bits of what ranks say: below UNSERVED those of csc.runtime.trainer, from FLAGS on a digest of what replicas share.
 UNSERVED, FLAGS = 4, 8
-CHANGED = "the model has changed"
 
 
 class Divided(list[dict[str, Any]]):
@@ -101,7 +100,7 @@ class Share:
         return ready, result, heard
 
     def waits(self, ready: Ready, changed: bool) -> Said:
-        """Said by a rank without a program for its microbatches."""
+        """Said by a rank without a program for its microbatches. changed: it had one, for the model as it was."""
         value = float(UNSERVED)
         if self.own:
             return Said((CHANGED,) * changed, self._replica, value=value, shared=sizes(ready))

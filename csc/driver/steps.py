@@ -33,6 +33,7 @@ from csc.driver.notices import notice, what_trains
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
 from csc.driver.share import Divided, Share
+from csc.errors import StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
@@ -146,6 +147,7 @@ class Steps:
         meeting = programs.meeting(options)
         divided = batch if isinstance(batch, Divided) else Divided()
         share = Share(options.mesh, options.microbatches, meeting, local or batch is divided, divided.said)
+        changes: list[str] = []
 
         def ready_from(batch: Any) -> list[dict[str, Any]]:
             was = self.programs.set.guards.model
@@ -156,13 +158,14 @@ class Steps:
         def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches] | None]:
             given.check(ready if share.own else batch, share.own)
             changed = self.programs.changed()
+            changes.append(str(changed))
             with programs.compiling:
                 matches = [] if changed else programs.match(ready)
                 trainer = None if changed else programs.handed_out(matches, options)
                 if trainer is None:
                     if not changed:
                         log.info("no program for this batch yet: %s", programs.missing(matches, options))
-                    return share.waits(ready, changed), None
+                    return share.waits(ready, bool(changed)), None
                 return known(ready, matches, trainer, share.known)
 
         def known(
@@ -174,7 +177,12 @@ class Steps:
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
-            ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
+            try:
+                ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
+            except StepFailed as error:
+                for what in filter(None, changes):
+                    error.add_note(f"on this rank the model has changed since it was compiled: {what}")
+                raise
             served = share.served(heard) and found is not None
             due = served and self._is_due
             if due or not served:

@@ -26,6 +26,8 @@ SAME_SAMPLES = (
     "batch on all of them or on none. No gradient was touched"
 )
 
+CHANGED = "the model has changed"  # in the signature of a rank whose programs are for the model as it was
+
 
 @dataclass(frozen=True)
 class Said:
@@ -65,6 +67,14 @@ def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
                 operation,
                 "Every rank calls the same things in the same order, as often as the others: look for a rank whose "
                 "data ended earlier, or for a call that only some ranks make",
+            )
+        if (CHANGED in word.signature) != (CHANGED in first.signature):
+            there, not_there = (rank, 0) if CHANGED in word.signature else (0, rank)
+            return StepFailed(
+                f"the model has changed on rank {there} since it was compiled, and not on rank {not_there}",
+                operation,
+                "Make the same change on every rank, before the same step; a note on that rank says what has changed. "
+                "No gradient was touched",
             )
         if word.signature != first.signature:
             return StepFailed(

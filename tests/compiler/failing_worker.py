@@ -101,6 +101,22 @@ def main(directory: Path) -> None:
     ended = "rank 0 is at 'train_step', and rank 1 at 'save'"
     between(lambda: compiled.train_step(batches[0]) if rank != 1 else compiled.save(directory / "out"), 4, "", ended)
 
+    def changed() -> None:
+        if rank == 2:
+            model.layers[0].gain = 2.0
+        try:
+            compiled.train_step(batches[0])
+        except CscError as error:
+            notes = "".join(getattr(error, "__notes__", ()))
+            assert (rank == 2) == ("on this rank the model has changed since it was compiled: " in notes), (rank, notes)
+            assert (rank == 2) == ("gain" in notes)
+            raise
+        finally:
+            model.layers[0].__dict__.pop("gain", None)
+
+    there = "the model has changed on rank 2 since it was compiled, and not on rank 0"
+    between(changed, 4, "", there)
+
     def without_a_place() -> None:
         place = directory / "program-rank1-1"
         if rank == 1:

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from csc.check.eager import eager_step
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from tests.compiler import small
+from tests.models import hf
 
 
 class Settings:
@@ -310,3 +312,23 @@ def test_state_of_a_model_says_what_changed() -> None:
     state = ModelGuards(model, {("", "gain")})
     model.gain = 7.0
     assert not state.changed()
+
+
+def test_what_save_pretrained_notes_in_a_configuration_is_no_change(tmp_path: Path) -> None:
+    """One rank saves: its model would be another than those of the others."""
+    model = hf.llava()
+    state = ModelGuards(model)
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures and model.config.dtype == "float32"
+    assert not state.holds() and not state.changed()
+    model.config.text_config.dtype = torch.float32
+    assert not state.changed()
+    model.config.dtype = "bfloat16"
+    assert str(state.changed()) == "attribute config.dtype"
+    model.config.dtype, model.config.use_cache = "float32", False
+    assert str(state.changed()) == "attribute config.use_cache"
+    plain = Tuned()  # whose configuration is of no library
+    plain.config.dtype = None
+    state = ModelGuards(plain)
+    plain.config.dtype = "float32"
+    assert str(state.changed()) == "attribute config.dtype"
