@@ -99,3 +99,25 @@ def test_70_billion_parameters_for_1024_ranks_take_no_gigabyte(tmp_path: Path) -
     assert said["timings"]["peak_memory"] < 1e9
     lines = (tmp_path / "program" / "rank_617.py").read_text().splitlines()
     assert lines[0].startswith('"""Rank 617 of 1024') and len(lines) < 40
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+def test_a_script_for_hf_trainer_is_its_eager_self_on_four_ranks(tmp_path: Path) -> None:
+    """Images of different size, adapters, two replicas of two stages; saved halfway, and resumed to the bit."""
+
+    def logged(folder: str) -> list[float]:
+        state = json.loads((tmp_path / folder / "checkpoint-6" / "trainer_state.json").read_text())
+        return [row["loss"] for row in state["log_history"]]
+
+    def adapters() -> bytes:
+        return (tmp_path / "ranks" / "checkpoint-6" / "adapter_model.safetensors").read_bytes()
+
+    output("examples/trainer.py", "--eager", "--output", str(tmp_path / "eager"))
+    launching.script(4, "examples/trainer.py", "--output", str(tmp_path / "ranks"))
+    assert len(logged("ranks")) == 6
+    assert logged("ranks") == pytest.approx(logged("eager"), rel=1e-5)
+    whole = adapters()
+    (tmp_path / "ranks" / "checkpoint-6").rename(tmp_path / "before")
+    launching.script(4, "examples/trainer.py", "--output", str(tmp_path / "ranks"), "--resume")
+    assert adapters() == whole
