@@ -121,10 +121,14 @@ def train(
 
 
 def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: torch.dtype | None = None) -> Values:
-    """What eager PyTorch gives. moved: by how many steps of random last bits its weights are off; dtype: its own."""
+    """What eager PyTorch gives. moved: by how many steps of random last bits its weights are off; dtype: that of what
+    is float32 otherwise.
+    """
     model = module.make()
     apply(model, freeze(model, setting["freeze"]))
-    model = model if dtype is None else model.to(dtype)
+    if dtype is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.to(dtype) if tensor.dtype is torch.float32 else tensor.data
     if moved:
         generator = torch.Generator().manual_seed(moved)
         with torch.no_grad():
@@ -144,7 +148,7 @@ def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: tor
 
     batches = [module.batch(*size) for size in sizes(setting)]
     if dtype is not None:
-        batches = [{n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()} for batch in batches]
+        batches = [{n: t.to(dtype) if t.dtype is torch.float32 else t for n, t in batch.items()} for batch in batches]
     return train(model, batches, step, evaluate, setting)
 
 
