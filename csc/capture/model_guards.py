@@ -242,8 +242,8 @@ def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, 
         return False
     if name != "dtype":
         return name in ("architectures", "transformers_version")
-    names = {str(dtype).removeprefix("torch.") for dtype, _ in dtypes}
-    return str(new).removeprefix("torch.") in names and (old is None or str(old).removeprefix("torch.") == str(new))
+    was, now = (str(value).removeprefix("torch.") for value in (old, new))
+    return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, _ in dtypes)
 
 
 def _hidden(model: nn.Module) -> set[int]:

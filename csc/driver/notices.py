@@ -1,7 +1,7 @@
 """What a user should read before the first step, whether or not logging is set up.
 
 notice(text)                             to the log; to stderr, where nobody listens to the log
-what_trains(model, manifest) -> text     which parameters train, and which of them get no gradient
+what_trains(model, manifest) -> text     which parameters train with a program, and which get no gradient
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def what_trains(model: nn.Module, manifest: Manifest) -> str:
     if not missed:
         return f"{text}; each gets a gradient" if shares else text
     more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
-    return f"{text}; the loss does not depend on {', '.join(missed[:NAMED])}{more}, which get no gradient"
+    return f"{text}; the loss of this batch does not depend on {', '.join(missed[:NAMED])}{more}: no gradient"
 
 
 def _share(trained: int, whole: int) -> str:

@@ -71,7 +71,7 @@ def test_what_gets_no_gradient_is_named(caplog: pytest.LogCaptureFixture) -> Non
     (line,) = said(caplog)
     missed = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert len(missed) == 4 and "unused.weight" in missed
-    assert f"does not depend on {', '.join(missed[:3])} and 1 more, which get no gradient" in line
+    assert f"does not depend on {', '.join(missed[:3])} and 1 more: no gradient" in line
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.grad is not None)
     assert line.startswith(f"{trained:,} of ")
 

@@ -321,8 +321,9 @@ def test_what_save_pretrained_notes_in_a_configuration_is_no_change(tmp_path: Pa
     model.save_pretrained(tmp_path)
     assert model.config.architectures and model.config.dtype == "float32"
     assert not state.holds() and not state.changed()
-    model.config.text_config.dtype = torch.float32
-    assert not state.changed()
+    for same in (torch.float32, "float32", torch.float32):
+        model.config.text_config.dtype = same
+        assert not state.changed()
     model.config.dtype = "bfloat16"
     assert str(state.changed()) == "attribute config.dtype"
     model.config.dtype, model.config.use_cache = "float32", False
