@@ -226,7 +226,7 @@ class Steps:
             trained.collect(dict(self.programs.compiler.model.named_parameters()))
 
     def _measure(self, trainer: Trainer) -> None:
-        """The metrics of the step, with the planned memory; the log has both once the first steps are over."""
+        """The metrics of the step, with the planned memory; both are told once the first steps are over."""
         self.metrics = {**trainer.metrics, **self.programs.set.feature_counts()}
         if self._planned[0] is not trainer:
             self._planned = (trainer, planned_memory(trainer.program, trainer.transport.ranks))
@@ -234,7 +234,8 @@ class Steps:
         if planned is not None:
             self.metrics["planned_memory"] = planned
             if self._count == SETTLED:
-                log.info(beside(self.metrics, trainer.device.type))
+                tell = notice if trainer.transport.ranks[0] == 0 else log.info
+                tell(beside(self.metrics, trainer.device.type))
 
     def prepare(self, batch: Any, depth: int) -> None:
         """Plan a coming batch, which is at most `depth` steps ahead; another thread may train meanwhile."""
