@@ -1,7 +1,8 @@
-"""What a user should read before the first step, whether or not logging is set up.
+"""What a user should read, whether or not logging is set up.
 
 notice(text)                             to the log; to stderr, where nobody listens to the log
 what_trains(model, manifest) -> text     which parameters train with a program, and which get no gradient
+NewSizes().waited(seconds, steps)        a step has waited for a program; told once, where that goes on
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from csc.runtime.specs import Manifest
 
 log = logging.getLogger("csc")
 NAMED = 3  # of the parameters that get no gradient
+MANY = 5  # steps that waited
 
 
 def notice(text: str) -> None:
@@ -51,3 +53,20 @@ def what_trains(model: nn.Module, manifest: Manifest) -> str:
 
 def _share(trained: int, whole: int) -> str:
     return f"all {whole:,}" if trained == whole else f"{trained:,} of {whole:,}"
+
+
+class NewSizes:
+    """Batches whose sizes no program was there for."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def waited(self, seconds: float, steps: int) -> None:
+        """A step, after so many of this model, was compiled for before it could run."""
+        self._seconds.append(seconds)
+        if len(self._seconds) == MANY:
+            notice(
+                f"{MANY} of {steps + 1} steps have waited for a program, {sum(self._seconds):.0f} s in all: each size of "
+                "batches is compiled once. Pad to a few lengths (pad_to_multiple_of of a collator), or let csc.balanced "
+                "choose them and compile before the first step"
+            )

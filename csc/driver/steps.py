@@ -13,6 +13,7 @@ microbatches: how many, instead of those of the options.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.given_batches import GivenBatches
 from csc.driver.model_programs import ModelPrograms
-from csc.driver.notices import notice, what_trains
+from csc.driver.notices import NewSizes, notice, what_trains
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
 from csc.driver.share import Divided, Share
@@ -55,6 +56,7 @@ class Steps:
         self._evaluating: Steps | None = None
         self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
         self._told: ProgramSet | None = None  # of which it was said what trains
+        self._new_sizes = NewSizes()
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
@@ -188,8 +190,10 @@ class Steps:
             if due or not served:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
-                everyone = share.of_all(ready)
+                everyone, start = share.of_all(ready), time.perf_counter()
                 made, compared = self._made(everyone, options, everyone if share.own else batch, share.own, due)
+                if not due and not any(changes) and made.transport.ranks[0] == 0:
+                    self._new_sizes.waited(time.perf_counter() - start, self._count)
                 found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
             assert found is not None
             programs.use(found[0])

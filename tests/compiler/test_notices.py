@@ -76,6 +76,25 @@ def test_what_gets_no_gradient_is_named(caplog: pytest.LogCaptureFixture) -> Non
     assert line.startswith(f"{trained:,} of ")
 
 
+def test_batches_that_are_compiled_for_again_and_again_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "csc")
+    compiled = csc.compile(small.text(2), example=small.text_batch(4), check=False)
+    for length in (8, 8, 9, 10, 11, 12, 13, 14, 8):
+        compiled.train_step(small.text_batch(4, length))
+    (line,) = [record.message for record in caplog.records if "have waited" in record.message]
+    assert line.startswith("5 of 6 steps have waited for a program, ") and "Pad to a few lengths" in line
+
+
+def test_a_model_that_changes_is_no_new_size(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "csc")
+    model = small.text(2)
+    compiled = csc.compile(model, example=small.text_batch(4), check=False)
+    for number in range(7):
+        next(iter(model.parameters())).requires_grad_(number % 2 == 0)
+        compiled.train_step(small.text_batch(4))
+    assert "have waited" not in caplog.text
+
+
 def test_evaluation_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "csc")
     csc.compile(small.text(2), example=small.text_batch(4)).eval_step(small.text_batch(4))
