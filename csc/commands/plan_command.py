@@ -13,6 +13,7 @@ from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.lengths_options import BatchSizeOption, LengthsOption, MultipleOption, PackedOption
 from csc.commands.lengths_plan_table import show_plan
 from csc.commands.limits_table import show_limits
+from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
@@ -58,6 +59,7 @@ def plan(
         return
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
+    from csc.reports.memory_forecast import memory_forecast
     from csc.reports.mesh_choice import choose
 
     with opening as compiled:
@@ -67,15 +69,17 @@ def plan(
             return
         compiled = over(ranks, compiled)
         found = forecast(compiled, None)
+        held = memory_forecast(compiled.program, compiled.options)
         advised = advice(compiled, limit, compiled.progress)
     title = f"{compiled.program.name}: {found.layout}"
     write_timelines([found.plan], title, output, page, chrome, svg, found.bound, found.memory)
     if json_output:
-        print_json({**found.as_dict(), **advised.as_dict()})
+        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict()})
         return
     console.print(f"{escape(found.schedule)}, {escape(found.layout)}", highlight=False)
     for rank, (device, holds) in enumerate(zip(found.devices, found.holds)):
         console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
+    console.print(memory_table(held, found.memory, found.devices))
     show_limits(found.limits)
     console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)

@@ -44,6 +44,8 @@ def test_plan(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert this["makespan"] == found["makespan"] and this["speedup"] == 1
     times = [row["makespan"] or math.inf for row in found["alternatives"]]
     assert times == sorted(times) and len(times) > 10 and not found["left"]
+    whole = [row["activations"] + row["parameters"] for row in found["memory"]]
+    assert len(whole) == len(limits["idle"]) and min(whole) > 0, "memory by kind, of each rank"
     twice, wider = (named(found["changes"], name) for name in ("8 microbatches", "6 pipeline ranks"))
     assert twice["speedup"] == pytest.approx(2 * found["makespan"] / twice["makespan"])
     assert wider["makespan"] < found["makespan"]
