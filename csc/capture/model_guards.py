@@ -241,7 +241,7 @@ def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, 
     if not slots.keys() >= {"architectures", "transformers_version"}:
         return False
     if name != "dtype":
-        return name in ("architectures", "transformers_version")
+        return name == "architectures"
     was, now = (str(value).removeprefix("torch.") for value in (old, new))
     return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, _ in dtypes)
 

@@ -33,7 +33,6 @@ from csc.check.one_step import ComparedStep, compared_step, step_of
 from csc.check.same_masks import SameMasks
 from csc.codegen.directory import install
 from csc.driver.compiler import Compiler, Progress
-from csc.driver.notices import notice
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError
 from csc.ir.program import Options
@@ -250,10 +249,7 @@ class Checking:
             log.info("compared with nothing left to chance: %s", found.skipped)
             return found
         self.latest = found
-        if found.skipped:
-            log.warning("%s", found)
-        elif not dist.is_initialized() or dist.get_rank() == 0:
-            notice(str(found))
+        (log.warning if found.skipped else log.info)("%s", found)
         if not found.skipped:
             for name in self._new(asked):
                 self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)

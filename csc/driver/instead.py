@@ -32,7 +32,7 @@ def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeEr
     """The error for an attribute that a compiled model has not. there: those that it has; model: what it compiles."""
     if name in INSTEAD:
         return AttributeError(f"a compiled model has no {name!r}: {INSTEAD[name]}")
-    if hasattr(model, name):
+    if name in dir(model):  # without running the model's code
         return AttributeError(f"a compiled model has no {name!r}; its eager model has: compiled.model.{name}")
     close = difflib.get_close_matches(name, [one for one in there if not one.startswith("_")], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

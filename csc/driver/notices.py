@@ -1,6 +1,6 @@
 """What a user should read, whether or not logging is set up.
 
-notice(text)                             to the log; to stderr, where nobody listens to the log
+notice(text), unlogged(text)             to the log, and to stderr where nobody listens to the log; to stderr alone then
 what_trains(model, manifest) -> text     which parameters train with a program, and which get no gradient
 NewSizes().waited(seconds, steps)        a step has waited for a program; told once, where that goes on
 """
@@ -23,9 +23,13 @@ MANY = 5  # steps that waited
 
 def notice(text: str) -> None:
     """One rank says it for all."""
-    if log.hasHandlers():
-        log.info("%s", text)
-    else:
+    log.info("%s", text)
+    unlogged(text)
+
+
+def unlogged(text: str) -> None:
+    """What the log has already."""
+    if not log.hasHandlers():
         print(f"csc: {text}", file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.given_batches import GivenBatches
 from csc.driver.model_programs import ModelPrograms
-from csc.driver.notices import NewSizes, notice, what_trains
+from csc.driver.notices import NewSizes, notice, unlogged, what_trains
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
 from csc.driver.share import Divided, Share
@@ -210,11 +210,15 @@ class Steps:
         programs, progress = self.programs.set, self.programs.progress
         if own and not self.given.known:
             self.given.example = ready
+        before = programs.checking.latest
         with programs.checking.compared_steps() as compared:
             made = programs.trainer(ready, options, progress, batch, self.given.full(ready, self._options))
             if due:
                 self.gather()
                 programs.check(programs.match(ready), options, batch, progress)
+        found = programs.checking.latest
+        if found is not None and found is not before and not found.skipped and made.transport.ranks[0] == 0:
+            unlogged(str(found))
         return made, compared
 
     @property

@@ -37,10 +37,9 @@ from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
 
-# Called by traces; and what writes files and asks servers, which keeps what it found and computes nothing of a forward.
+# Called by traces; and huggingface_hub, which keeps what it found installed, and computes nothing of a forward.
 LIBRARIES = {
-    *NOT_THE_MODELS, *sys.stdlib_module_names, "mpmath", "networkx", "numpy", "sympy",
-    "filelock", "fsspec", "httpx", "huggingface_hub", "packaging", "requests", "safetensors", "tokenizers", "tqdm",
+    *NOT_THE_MODELS, *sys.stdlib_module_names, "huggingface_hub", "mpmath", "networkx", "numpy", "sympy",
 }  # fmt: skip
 RECORDERS = {"transformers.utils.output_capturing"}  # keep what layers return, and look at nothing
 DEEPEST, LONGEST = 4, 256  # of values within values; entries of a container
