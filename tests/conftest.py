@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
@@ -17,8 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-STARTED_HERE = "CSC_TEST_TRACES" not in os.environ  # not in pytest-xdist's workers, which inherit it
-TRACES = os.environ.setdefault("CSC_TEST_TRACES", tempfile.mkdtemp(prefix="csc-traces-") if STARTED_HERE else "")
+from tests.kept_traces import FOLDER, STARTED_HERE, kept_traces
 
 LONG = {"examples", "benchmarks"}  # folders of tests that run whole programs
 
@@ -52,7 +50,7 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # extensions complain about what is left of them at the end
     if STARTED_HERE:
-        shutil.rmtree(TRACES, ignore_errors=True)
+        shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,5 @@ def traces() -> Iterator[None]:
     """For files that are about what is made of a trace, not about tracing: models that other tests of this run have
     traced, in any of its processes, are not traced again. Nothing is left of it after the run.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CSC_CACHE", "1")
-        patch.setenv("CSC_CACHE_DIR", TRACES)
+    with kept_traces():
         yield

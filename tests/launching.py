@@ -7,6 +7,7 @@ Terms
     torchrun(processes, *command) -> CompletedProcess          as users start them: python -m torch.distributed.run
     ranks(main, processes, *arguments) -> [str]                main(*arguments) on so many ranks; what each wrote
     script(processes, path, *arguments) -> [str]               the same of a file of Python
+    alone(main, *arguments, **environment) -> str              main in one process of its own
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
@@ -69,14 +70,31 @@ def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[st
     if one did.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    places = [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        for rank in range(processes)
+    ]
+    return _heard(main, [place | meeting for place in places], arguments)
+
+
+def alone(main: Callable[..., None], *arguments: Any, **environment: str) -> str:
+    """main(*arguments) in one process of its own, with these variables beside those of this one; what it wrote.
+    AssertionError with that, if it failed.
+    """
+    return _heard(main, [environment], arguments)[0]
+
+
+def _heard(
+    main: Callable[..., None], environments: Sequence[Mapping[str, object]], arguments: tuple[Any, ...]
+) -> list[str]:
+    """What main(*arguments) wrote in a process for each of these environments."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
         started = []
-        for rank in range(processes):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-            environment = {**os.environ, **{name: str(value) for name, value in (place | meeting).items()}}
+        for rank, own in enumerate(environments):
+            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
             heard = Path(folder, f"{rank}.txt")
             started.append(context.Process(target=_rank, args=(main, environment, heard, arguments), daemon=True))
             started[-1].start()
@@ -85,7 +103,7 @@ def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[st
             f"rank {failed} ended with {started[failed].exitcode}:\n"
             + Path(folder, f"{failed}.txt").read_text()[-4000:]
         )
-        return [Path(folder, f"{rank}.txt").read_text() for rank in range(processes)]
+        return [Path(folder, f"{rank}.txt").read_text() for rank in range(len(environments))]
 
 
 def _first_failure(started: list[Any]) -> int | None:

@@ -21,6 +21,8 @@ from csc.reports.data import probes
 from csc.reports.lengths_plan import Asked, LengthsPlan, plan_for_lengths
 from tests.compiler import small
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 BATCH, BATCHES = 16, 4
 FITTED = 1e-4  # costs are fitted at the sizes of the example's microbatch, which depends on the mesh
 ASKED = Asked(BATCH, BATCHES, 8, True, 60.0)

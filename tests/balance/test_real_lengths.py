@@ -18,6 +18,8 @@ from csc.balance.lengths import Lengths
 from csc.commands.main import app
 from tests.balance.costs import costs
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 STEP, MICROBATCHES = 128, 32
 
 

@@ -1,4 +1,4 @@
-"""The models that the compiler's tests share: each is captured once a session, on first use."""
+"""The models that the compiler's tests share: each is captured once a run, on first use in any of its processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import csc
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from tests.compiler import small
+from tests.kept_traces import kept_traces
 from tests.models import hf, packed, plain
 
 Batch = Mapping[str, torch.Tensor]
@@ -60,7 +61,8 @@ class Models:
     def __call__(self, name: str, example: Batch | None = None, **options: Any) -> CompiledModel:
         make, batch = MODELS[name]
         if name not in self.bases:
-            self.bases[name] = csc.compile(make(), example=batch(2), cache=False)  # some look at its capture
+            with kept_traces():
+                self.bases[name] = csc.compile(make(), example=batch(2))
         base = self.bases[name]
         # Two samples a microbatch whatever the options are: one capture serves all of them.
         chosen = base.with_options(**options).options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -47,9 +47,19 @@ class Applying(nn.Module):
         return x + self.function(self.linear(x), self)
 
 
-def stack(function: Callable[[torch.Tensor, Applying], torch.Tensor], layers: int = 2) -> Stack:
+def stack(*functions: Callable[[torch.Tensor, Applying], torch.Tensor], layers: int = 2) -> Stack:
+    """So many equal layers of each function."""
     torch.manual_seed(0)
-    return Stack([Applying(function) for _ in range(layers)])
+    return Stack([Applying(function) for function in functions for _ in range(layers)])
+
+
+def together(cases: Iterable[str], number: int = 5) -> list[Any]:
+    """Cases for one test each so many: a model of several is compiled in little more time than of one, and names the
+    layers whose gradients are wrong.
+    """
+    names = list(cases)
+    groups = [names[start : start + number] for start in range(0, len(names), number)]
+    return [pytest.param(group, id=" + ".join(group)) for group in groups]
 
 
 def batch(samples: int = 2, length: int = 6) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from tests.compiler.eager import together
 
 WIDTH, WORDS = 8, 11
 BF16 = torch.bfloat16
@@ -31,11 +32,11 @@ Part = Callable[[Layer, torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
-    def __init__(self, part: Part) -> None:
+    def __init__(self, *parts: Part) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(part) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(part) for part in parts for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -148,9 +149,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_casts_are_those_of_eager(case: str) -> None:
-    eager, model = Model(CASES[case]), Model(CASES[case])
+@pytest.mark.parametrize("cases", together(CASES, 3))
+def test_casts_are_those_of_eager(cases: list[str]) -> None:
+    eager, model = (Model(*(CASES[case] for case in cases)) for _ in range(2))
     loss = eager(**batch())["loss"]
     loss.backward()
     compiled = csc.compile(model, mesh="pp=2", example=batch(), cache=False)  # and checked

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from csc.commands.main import main
 from csc.errors import InputError
 from csc.ir.printer import program_text
 from csc.ir.stored import Unstorable, from_tree, to_tree
+from tests import launching
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.compiler.test_image_sizes import Placed, close, placed_batch
@@ -34,8 +33,6 @@ from tests.compiler.test_replay import Deciding
 from tests.compiler.test_replay import batch as decided_batch
 from tests.compiler.test_values import Reader, equal, reader_batch
 from tests.exactness import FLOAT32
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -198,22 +195,17 @@ def test_another_frozen_set_starts_from_the_traced_graphs(cache: Store, tmp_path
         equal(again)
 
 
+def _start(folder: str, freeze: list[str]) -> None:
+    compiled = csc.compile(small.mixed, mesh="pp=2", example=small.mixed_batch, freeze=freeze)
+    compiled.progress = print
+    compiled.prepare()
+    compiled.write(folder)
+
+
 @pytest.mark.slow
 def test_in_another_process(cache: Store, tmp_path: Path) -> None:
     def started(folder: str, freeze: list[str]) -> list[str]:
-        code = f"""
-import csc
-from tests.compiler import small
-compiled = csc.compile(lambda: small.mixed(), mesh="pp=2", example=small.mixed_batch, freeze={freeze})
-compiled.progress = print
-compiled.prepare()
-compiled.write({str(tmp_path / folder)!r})
-"""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.split("\n")
+        return launching.alone(_start, str(tmp_path / folder), freeze).split("\n")
 
     assert started("first", [])[0] == "capture"
     assert started("second", ["body"])[:3] == ["traced graphs, from the cache", "freeze", "prune"]

@@ -4,14 +4,17 @@ cache of the one before, its gradients are those of a fresh compilation, or the 
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
+import logging
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import csc
+from tests import launching
 from tests.exactness import FLOAT32
 from tests.models.indirections import CASES, NET, SIDE
 
@@ -33,29 +36,29 @@ from .net import Net
 class Loss(Net):
     def forward(self, x): return super().forward(x).square().mean()
 """
-START = """
-import importlib, json, logging, sys
-logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-import torch
-import csc
-found = []
-for package, change in json.loads(sys.argv[1]):
-    Loss = importlib.import_module(f"{package}.loss").Loss
-    exec(change)
-    torch.manual_seed(0)
-    model, x = Loss(), torch.linspace(-1, 1, 8).view(2, 4)
-    print(package, file=sys.stderr)
-    compiled = csc.compile(model, example={"x": x})
-    loss = compiled.train_step({"x": x})
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    expected = model(x)
-    expected.backward()
-    apart = max(float((g - p.grad).norm() / p.grad.norm()) for g, p in zip(gradients, model.parameters(), strict=True))
-    captures = len(compiled.compiler.captures)
-    found.append([captures, float(loss), max(apart, abs(float(loss - expected)) / float(expected))])
-print(json.dumps(found))
-"""
+
+
+def started(folder: str, models: list[tuple[str, str]]) -> None:
+    """Each model compiled and stepped, after its line has run: captures, loss, distance to eager; and the log."""
+    sys.path.insert(0, folder)
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    found = []
+    for package, change in models:
+        made = importlib.import_module(f"{package}.loss").Loss
+        exec(change)
+        torch.manual_seed(0)
+        model, x = made(), torch.linspace(-1, 1, 8).view(2, 4)
+        print(package)
+        compiled = csc.compile(model, example={"x": x})
+        loss = compiled.train_step({"x": x})
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = model(x)
+        expected.backward()
+        apart = [float((g - p.grad).norm() / p.grad.norm()) for g, p in zip(gradients, model.parameters(), strict=True)]
+        captures = len(compiled.compiler.captures)
+        found.append([captures, float(loss), max(*apart, abs(float(loss - expected)) / float(expected))])
+    print(json.dumps(found))
 
 
 def written(folder: Path, name: str) -> str:
@@ -75,15 +78,11 @@ def written(folder: Path, name: str) -> str:
 @pytest.mark.slow
 def test_a_start_after_a_change_is_a_fresh_one(tmp_path: Path) -> None:
     packages = {name: written(tmp_path, name) for name in CHANGES}
-    cache = {"CSC_CACHE": "1", "CSC_CACHE_DIR": str(tmp_path / "cache")}
-    environment = {**os.environ, **cache, "PYTHONPATH": str(tmp_path)}
-    environment.pop("CSC_TEST_SCALE", None)
+    environment = {"CSC_CACHE": "1", "CSC_CACHE_DIR": str(tmp_path / "cache")}
 
     def start(models: list[tuple[str, str]]) -> tuple[list[list[float]], str]:
-        command = [sys.executable, "-c", START, json.dumps(models)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout), done.stderr
+        said = launching.alone(started, str(tmp_path), models, **environment)
+        return json.loads(said.splitlines()[-1]), said
 
     first, _ = start([(package, "") for package in packages.values()])
     changes = {name: change.replace("PKG", packages[name]) for name, change in CHANGES.items()}

@@ -23,6 +23,8 @@ from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 BATCH = small.text_batch(4)
 
 
@@ -133,7 +135,7 @@ class Adapted(small.Dropped):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Again, "eager PyTorch draws"), (Noisy, ""), (Mixing, "with dropout as"), (Adapted, "with dropout as")],
+    [(Again, "eager PyTorch draws"), long(Noisy, ""), (Mixing, "with dropout as"), (Adapted, "with dropout as")],
 )
 def test_other_models_are_compared_with_nothing_left_to_chance(
     kind: type[nn.Module], said: str, caplog: pytest.LogCaptureFixture

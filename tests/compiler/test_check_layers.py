@@ -22,6 +22,8 @@ from csc.errors import DifferenceError
 from tests.compiler import small
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 DEPTH = 5
 
 

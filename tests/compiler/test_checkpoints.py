@@ -16,6 +16,8 @@ from tests.compiler.eager import WIDTH, Applying, Stack, assert_as_eager, batch,
 from tests.models import hf
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:

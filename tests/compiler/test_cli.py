@@ -24,6 +24,8 @@ from csc.ir.mesh import Mesh
 from csc.runtime.loaded_program import load
 from tests.exactness import FLOAT32
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 ROOT = Path(__file__).parents[2]
 TARGET = f"{ROOT}/examples/llava.py:llava"
 
@@ -381,16 +383,13 @@ def test_a_plain_class_with_an_example_from_the_same_file(run: Run, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_command_itself() -> None:
-    """In processes of their own: a good command, a bad one, the same with --debug."""
-    listed = process("passes", "--json")
-    assert listed.returncode == 0
-    assert len(json.loads(listed.stdout)["passes"]) == len(contracts())
+def test_the_command_itself(run: Run) -> None:
+    """A bad command in a process of its own (a good one is below), and the same with --debug."""
     bad = process("explain", "no_such.py:llava", "--json")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "no file no_such.py" in bad.stderr
     assert "Traceback" not in bad.stderr
-    assert "Traceback" in process("explain", "no_such.py:llava", "--debug").stderr
+    assert "Traceback" in run("explain", "no_such.py:llava", "--debug").err
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ from tests.compiler.test_split import packed
 from tests.models import hf
 from tests.tiers import long
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 CAPTURES: dict[str, Sampler] = {}
 
 

@@ -17,6 +17,8 @@ from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 TOKENS, WIDTH, KEYS = 64, 32, 16
 KNOWN = {"tp": (4, Wire(1.0, 10.0)), "cp": (2, Wire(0.5, 5.0))}
 

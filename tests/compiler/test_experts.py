@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import csc
 from tests.compiler.eager import WIDTH, Stack, assert_as_eager, batch
+from tests.tiers import long
 
 EXPERTS, CHOSEN = 4, 2
 
@@ -91,7 +92,7 @@ def one_is_never_hit(self: Experts, hidden: torch.Tensor, shares: torch.Tensor, 
     return out
 
 
-@pytest.mark.parametrize("loop", [added, by_rows, first_alone, those_hit, one_is_never_hit])
+@pytest.mark.parametrize("loop", [long(added), by_rows, long(first_alone), those_hit, one_is_never_hit])
 def test_gradients_are_those_of_eager(loop: Callable[..., Any]) -> None:
     assert_as_eager(stacked(loop), batch(), meshes=("pp=2",))
 

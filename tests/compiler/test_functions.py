@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import csc
-from tests.compiler.eager import WIDTH, Applying, assert_as_eager, batch, stack, step
+from tests.compiler.eager import WIDTH, Applying, assert_as_eager, batch, stack, step, together
 
 
 class Reverse(Function):
@@ -188,9 +188,9 @@ CASES: dict[str, Callable[[torch.Tensor, Applying], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_function(name: str) -> None:
-    assert_as_eager(stack(CASES[name]), batch())
+@pytest.mark.parametrize("names", together(CASES))
+def test_gradients_are_those_of_the_functions(names: list[str]) -> None:
+    assert_as_eager(stack(*(CASES[name] for name in names)), batch())
 
 
 def test_under_options() -> None:

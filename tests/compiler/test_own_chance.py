@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 def compiled(draw: Callable[[], Any]) -> csc.CompiledModel:
     torch.manual_seed(0)  # as a script does, and a forward may do again
-    return csc.compile(stack(lambda x, layer: layer.scale * x * draw(), 1), example=batch(), cache=False)
+    return csc.compile(stack(lambda x, layer: layer.scale * x * draw(), layers=1), example=batch(), cache=False)
 
 
 @pytest.mark.parametrize(("draw", "said"), REFUSED)
@@ -134,7 +134,7 @@ def test_numbers_of_a_generator_that_the_forward_seeds_are_those_of_eager() -> N
         return first - 2 * random.uniform(0, 2)
 
     random.seed(0)
-    expected, model = draw(), stack(lambda x, layer: layer.scale * x * draw(), 1)
+    expected, model = draw(), stack(lambda x, layer: layer.scale * x * draw(), layers=1)
     found = csc.compile(model, example=batch(), cache=False, check=False).train_step(batch()).item()
     model.layers[0].function = lambda x, layer: layer.scale * x * expected
     assert found == model(**batch()).item()

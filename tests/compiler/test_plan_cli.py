@@ -12,6 +12,8 @@ import pytest
 from csc.simulation.idle import CAUSES
 from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 SHARED = (TARGET, "--ranks", "3", "--hardware", "a100", "--microbatches", "4", "--freeze", "vision_tower")
 
 PATIENT = ("--limit", "1000")  # however busy the machine is, no row is left out

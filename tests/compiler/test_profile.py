@@ -31,6 +31,8 @@ from csc.runtime.executor import Timed
 from tests.compiler import small
 from tests.models import plain
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 
 @st.composite
 def devices(draw: st.DrawFn) -> tuple[Hardware, list[Part]]:

@@ -29,6 +29,8 @@ from tests.compiler.conftest import Models
 from tests.compiler.peft_models import llama
 from tests.counting import calls
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 RANKS = 1024
 
 

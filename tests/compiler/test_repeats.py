@@ -21,6 +21,7 @@ from csc.capture.dedup.equality import attributes_read, same
 from csc.ir.printer import program_text
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 WIDTH, DEPTH = 8, 5
 RUN = array("b")  # a number for every forward of a layer, where nobody looks
@@ -216,9 +217,9 @@ def texts(model: nn.Module, example: dict[str, torch.Tensor]) -> tuple[str, str,
 @pytest.mark.parametrize(
     "layer, traced",
     [
-        (Layer, 1), (OtherScale, 2), (ByNumber, DEPTH), (Viewing, 1), (Dropping, 1), (Hooked, 2),
+        (Layer, 1), (OtherScale, 2), long(ByNumber, DEPTH), long(Viewing, 1), (Dropping, 1), (Hooked, 2),
         (Writing, DEPTH), (Opaque, 1 + DEPTH),
-        (Telling, DEPTH), (Looking, DEPTH),
+        long(Telling, DEPTH), (Looking, DEPTH),
     ],
 )  # fmt: skip
 def test_layers_that_do_the_same_are_traced_once_and_no_others(layer: Callable[[int], nn.Module], traced: int) -> None:

@@ -14,6 +14,7 @@ import csc
 from csc.errors import CscError
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 WORDS, WIDTH = 40, 8
 Batch = dict[str, torch.Tensor]
@@ -118,9 +119,9 @@ BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [
-        ("moved", 1), ("ended", 1), ("unused", 1), ("size", 1), ("overwritten", 1), ("branch", 2), ("detached", 2),
-        ("number", 3), ("sum", 3), ("parameter", 3), ("tensor", 3), ("written", 3),
-        ("upstream", 3), ("unseen", 3), ("edited", 4), ("increased", 3),
+        ("moved", 1), long("ended", 1), ("unused", 1), long("size", 1), ("overwritten", 1), ("branch", 2),
+        long("detached", 2), ("number", 3), long("sum", 3), ("parameter", 3), long("tensor", 3), ("written", 3),
+        long("upstream", 3), ("unseen", 3), ("edited", 4), long("increased", 3),
     ],
 )  # fmt: skip
 def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, needed: int) -> None:

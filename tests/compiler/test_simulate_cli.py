@@ -10,6 +10,8 @@ import pytest
 from csc.simulation.timeline import from_json
 from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 
 @pytest.mark.slow
 def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811

@@ -19,6 +19,7 @@ from csc.check.eager import eager_step
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from tests.compiler import small
+from tests.compiler.eager import together
 from tests.models import hf
 
 
@@ -163,12 +164,13 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_taken_up_by_the_next_step(change: str) -> None:
+@pytest.mark.parametrize("changes", together(CHANGES, 6))
+def test_a_change_is_taken_up_by_the_next_step(changes: list[str]) -> None:
     model = compiled()
     assert is_eagers(model)
-    CHANGES[change](model.model)
-    assert is_eagers(model) and is_eagers(model)
+    for change in changes:
+        CHANGES[change](model.model)
+        assert is_eagers(model) and is_eagers(model), change
 
 
 class Asking(small.TextModel):

@@ -12,6 +12,8 @@ import torch
 
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, links, script
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 TAUGHT = [page for page in PAGES if page.startswith(("tutorial/", "how-to/", "reference/"))]
 RUN = [page for page in PAGES if page in TAUGHT or script(page).code.strip()]
 FIRST = "tutorial/first-model.md"  # its files are those that later pages import

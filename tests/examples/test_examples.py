@@ -34,9 +34,9 @@ def losses_in(said: str, step: int = 9) -> list[float]:
 
 
 @pytest.mark.gloo
-def test_llava_trains_alike_in_one_process_and_under_torchrun() -> None:
+def test_llava_trains_alike_in_one_process_and_on_ranks() -> None:
     alone = losses("examples/llava.py")
-    ranks = losses("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "examples/llava.py")
+    ranks = losses_in("".join(launching.script(3, "examples/llava.py")))
     assert len(alone) == 1 and ranks == alone  # the first rank alone prints
     assert alone[0] < 4.6  # ten steps from log(100) = 4.605
 

@@ -23,6 +23,8 @@ from csc.reports.forecast import forecast
 from csc.reports.mesh_choice import choose
 from tests.compiler.tensor_models import BATCHES, MODELS
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 
 @given(
     st.integers(1, 24), st.integers(1, 24), st.sets(st.integers(1, 4), min_size=1), st.integers(1, 8), st.integers(1, 6)
