@@ -13,13 +13,14 @@ from csc.passes.written_out import written_out
 from torch import fx
 
 from csc.analysis import visibility
+from csc.analysis.operators.moves import RESHAPES
+from csc.analysis.operators.products import SDPA
 from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
-SDPA = "aten::scaled_dot_product_attention"
 
 
 def attention(program: Program, options: Options) -> Program:
@@ -113,7 +114,7 @@ def _heads(node: fx.Node) -> fx.Node:
     if g.op_name(node) == "aten::repeat_interleave" and node.args[2:] == (1,):
         return node.args[0]  # type: ignore[return-value]
     inner = node
-    for names in ({"aten::view", "aten::_unsafe_view", "aten::reshape"}, {"aten::clone"}):
+    for names in (RESHAPES, {"aten::clone"}):
         if inner.op == "call_function" and g.op_name(inner) in names:
             inner = inner.args[0]  # type: ignore[assignment]
     if inner is node or inner.op != "call_function" or g.op_name(inner) != "aten::expand":

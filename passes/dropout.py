@@ -16,7 +16,9 @@ from csc.passes.differentiate import in_layout
 from torch import fx
 
 from csc.analysis.cutting import label
-from csc.analysis.samples.layer_rules import RECURRENT
+from csc.analysis.operators.products import SDPA
+from csc.analysis.operators.randomness import DROPOUTS, FILLED_AT_RANDOM, is_random
+from csc.analysis.operators.reductions import RECURRENT
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
@@ -24,7 +26,6 @@ from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 SEED = ("random", "seed")
-SDPA = "aten::scaled_dot_product_attention"
 
 
 def dropout(program: Program, options: Options) -> Program:
@@ -41,12 +42,12 @@ def dropout(program: Program, options: Options) -> Program:
     for node in g.calls(program.graph):
         if g.op_name(node) in RECURRENT:
             _refuse_dropout_within(node)
-    if not any(g.is_random(node) for node in g.calls(program.graph)):
+    if not any(is_random(node) for node in g.calls(program.graph)):
         return program
     graph, _ = g.copy_graph(program.graph)
     draws = _Draws(program, graph)
     for node in g.calls(graph):
-        if g.is_random(node):
+        if is_random(node):
             draws.rewrite(node)
     g.erase_dead(graph)
     return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(draws.notes)))
@@ -79,11 +80,11 @@ class _Draws:
         """Replace one random call, or note that it stays."""
         name, given = g.op_name(node), g.bind(node)
         with self.graph.inserting_before(node):
-            if name in ("aten::native_dropout", "aten::dropout"):
+            if name in DROPOUTS:
                 new = self._dropout(node, given)
             elif name == SDPA:
                 new = self._attention(node, given)
-            elif name in ("aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like"):
+            elif name in FILLED_AT_RANDOM:
                 new = self._drawn(node, name, given)
             elif name == "aten::bernoulli" and given.get("generator") is None:
                 new = self._bernoulli(node, given)

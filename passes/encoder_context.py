@@ -21,13 +21,15 @@ from torch import fx
 
 from csc.analysis.axes import Axis, apart, axes
 from csc.analysis.cutting import shared_nodes
+from csc.analysis.operators.memory import is_view
+from csc.analysis.operators.products import ATTENTION, SDPA
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
 
 BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
 LARGEST_BLOCK = 128
-ATTENTIONS = ("csc::attention", "aten::scaled_dot_product_attention")
+ATTENTIONS = (ATTENTION, SDPA)
 
 
 def sizes_for(tokens: int, ranks: int, component: str) -> TokenSizes:
@@ -93,7 +95,7 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
     notes = tuple(
         f"{g.place(node)}: {g.op_name(node)} runs on all tokens of {component}, on every rank: not spread"
         for node in calls
-        if node in between and not g.is_view(node) and node.target is not operator.getitem
+        if node in between and not is_view(node) and node.target is not operator.getitem
     )
     contexts = (*program.contexts, spreading.context(attentions[0]))
     return replace(program, graph=graph, contexts=contexts, notes=(*program.notes, *notes))

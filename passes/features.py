@@ -9,6 +9,7 @@ from csc.passes.partition import stage_of
 from csc.passes.split import divided
 from torch import fx
 
+from csc.analysis.operators.randomness import draws
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import identifier, unique
@@ -72,7 +73,7 @@ def _reasons(program: Program) -> dict[str, str]:
             found[region.name] = f"{trained!r} trains"
         elif above is not None:
             found[region.name] = f"{region.name} depends on {above}, and {found[above]}"
-        elif any(kind == "random" for kind, _ in read) or any(map(g.draws, g.calls(template.graph))):
+        elif any(kind == "random" for kind, _ in read) or any(map(draws, g.calls(template.graph))):
             found[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
         elif template.divided or any(kind in ("context", "tensor") for kind, _ in read):
             found[region.name] = f"{region.name} {SPREAD}"

@@ -19,6 +19,7 @@ import torch
 from csc.kernels.linear_cross_entropy import room_on, rows_of, wide
 from torch import fx
 
+from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.samples.loss_rules import MEAN
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
@@ -27,7 +28,6 @@ from csc.ir.rewrite import Writer, replace_call
 aten = torch.ops.aten
 SUM = 2
 LARGE = 2  # rooms
-RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
 PRODUCTS = frozenset({"aten::linear", "aten::matmul"})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # float16 has too little room for gradients not yet scaled
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from csc.analysis.operators.memory import OWN_LAYOUT, is_view
 from csc.ir import graph as g
-
-# Their results lie in memory in their own way, whatever their inputs do; csc's own operators are known to do as traced.
-OWN_LAYOUT = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"})
 
 
 def with_reshapes(graph: fx.Graph) -> None:
@@ -42,7 +40,7 @@ def _made_contiguous(node: fx.Node) -> bool:
 
 def _computed(node: fx.Node) -> bool:
     """Whether the result is made from several tensors; what one tensor gives follows that."""
-    return not g.is_view(node) and len(node.all_input_nodes) > 1
+    return not is_view(node) and len(node.all_input_nodes) > 1
 
 
 def _strided(node: fx.Node) -> bool:

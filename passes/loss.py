@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.memory import is_view
+from csc.analysis.operators.moves import COPIES
 from csc.analysis.operators.reductions import LABELS
 from csc.analysis.samples.combining import combination
 from csc.analysis.samples.loss_rules import MEAN
@@ -101,7 +103,7 @@ def _scales_only(node: fx.Node) -> bool:
         return False
     if g.op_name(node) in ("aten::mul", "aten::div"):
         return isinstance(node.args[0], fx.Node) and not isinstance(node.args[1], fx.Node)
-    return g.is_view(node) or g.op_name(node) in ("aten::_to_copy", "aten::clone")
+    return is_view(node) or g.op_name(node) in COPIES
 
 
 def _named(graph: fx.Graph, name: str) -> fx.Node | None:

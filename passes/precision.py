@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.work import COMPUTE, FLOAT32, LOSSES, serves_in_low
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
@@ -32,50 +34,11 @@ BF16 = "bf16"
 LOW, HIGH = torch.bfloat16, torch.float32
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in text.split())
-
-
-# Matmuls, convolutions and attention: their operands are lowered. As torch.autocast's list for lower precision.
-COMPUTE = _names(
-    "mm addmm bmm baddbmm addbmm matmul linear einsum mv addmv addr dot vdot convolution conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu scaled_dot_product_attention"
-) | {"csc::attention"}
-LOSSES = _names(
-    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward mse_loss l1_loss "
-    "smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
-    "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss triplet_margin_loss "
-    "multi_margin_loss multilabel_margin_loss"
-)
-# Their operands are raised. As torch.autocast's list for float32; batch and RMS norms stand here, too.
-FLOAT32 = LOSSES | _names(
-    "layer_norm native_layer_norm group_norm native_group_norm batch_norm _native_batch_norm_legit rms_norm "
-    "_fused_rms_norm softmax _softmax log_softmax _log_softmax logsumexp _safe_softmax acos asin cosh erfinv exp expm1 "
-    "log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus norm linalg_vector_norm dist cdist renorm "
-    "cosine_similarity cumprod cumsum prod sum var var_mean"
-)
-
-# Of these bfloat16 has no kernel, or one that is no good: decompositions, solvers and transforms, under the names that
-# a trace has before it takes operations apart. What is made of products alone serves.
-NOT_IN_LOW = _names(
-    "inverse matrix_exp det logdet slogdet svd _linalg_svd qr geqrf orgqr ormqr pinverse cholesky cholesky_solve "
-    "cholesky_inverse lu_solve lu_unpack triangular_solve _lu_with_info nuclear_norm stft istft ctc_loss _ctc_loss "
-    "view_as_complex complex polar"
-)
-NOT_IN_LOW_PREFIXES = ("aten::linalg_", "aten::_linalg_", "aten::fft_", "aten::_fft_", "aten::special_bessel_")
-PRODUCTS = _names(
-    "linalg_multi_dot linalg_vecdot linalg_cross linalg_matmul linalg_matrix_power linalg_vander linalg_diagonal "
-    "linalg_vector_norm"
-)
-
-
 def _serves(node: fx.Node) -> bool:
     """Whether bfloat16 has the operation, and the numbers among its arguments: the least float32 it has not."""
     numbers = [entry for entry in (*node.args, *node.kwargs.values()) if isinstance(entry, float)]
     beyond = any(math.isfinite(number) and abs(number) > torch.finfo(LOW).max for number in numbers)
-    name = g.op_name(node)
-    lacks = name in NOT_IN_LOW or (name.startswith(NOT_IN_LOW_PREFIXES) and name not in PRODUCTS)
-    return not beyond and not lacks
+    return not beyond and serves_in_low(g.op_name(node))
 
 
 def precision(program: Program, options: Options) -> Program:
@@ -166,7 +129,7 @@ class _Lowering:
 
     def _call(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
-        if all(used in self.tables for used in inputs) and not g.is_random(node):
+        if all(used in self.tables for used in inputs) and not is_random(node):
             self.tables.add(node)
         if g.op_name(node) in LOSSES or any(used in self.losses for used in inputs):
             self.losses.add(node)

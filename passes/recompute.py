@@ -34,6 +34,7 @@ from torch import fx
 from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
 from csc.analysis.hardware import Hardware
 from csc.analysis.kernels import Kernels
+from csc.analysis.operators.randomness import is_random
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique
@@ -274,4 +275,4 @@ def _computes(node: fx.Node) -> bool:
 def _is_fixed(node: fx.Node) -> bool:
     """True for a random draw, attention over several ranks, an opaque module, and the items of what these return."""
     maker = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return g.is_random(maker) or g.op_name(maker).startswith(("csc::context_", "csc::opaque"))
+    return is_random(maker) or g.op_name(maker).startswith(("csc::context_", "csc::opaque"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import fx
 
 from csc.analysis import cutting, gradient_flow
+from csc.analysis.operators.memory import VIEWS
+from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
-from csc.ir.naming import identifier, table_name, template_name, unique, value_name
+from csc.ir.naming import identifier, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
 from csc.ir.rewrite import extract
 from csc.ir.strides import dense
@@ -59,7 +62,7 @@ def _sources_late(found: list[Region], templates: dict[str, Template]) -> list[R
     waiting = {
         value: region
         for region in found
-        if not region.activations and not any(g.is_random(node) for node in g.calls(templates[region.name].graph))
+        if not region.activations and not any(is_random(node) for node in g.calls(templates[region.name].graph))
         for value in region.outputs
     }
     moving = {region.name for region in waiting.values()}
@@ -232,3 +235,37 @@ class _Builder:
         )
         graph.output_node().meta["names"] = tuple(self.tables.values())
         return graph
+
+
+# An op that only reshapes, casts or scales by a literal keeps the name of what it is applied to.
+CARRIES_NAME = VIEWS | {
+    "aten::_to_copy",
+    "aten::clone",
+    "aten::pad",
+    "aten::lift_fresh_copy",
+    "aten::constant_pad_nd",
+    "aten::index_select",
+}
+
+
+def table_name(node: fx.Node) -> str:
+    """A name for a value made from the batch alone: `cos`, `labels`, `attention_mask`, `mask`."""
+    val = g.tensor_value(node)
+    if val is not None and str(val.dtype) == "torch.bool":
+        return "mask"
+    while node.op == "call_function":
+        if node.target is operator.getitem or g.op_name(node) in CARRIES_NAME or _scales_by_literal(node):
+            if not isinstance(node.args[0], fx.Node):
+                break
+            node = node.args[0]
+        else:
+            break
+    if node.op == "placeholder" and node.meta["role"][0] in ("context", "tensor"):
+        return identifier(node.name)
+    if node.op == "placeholder":
+        return identifier(node.meta["role"][1].split(".")[-1])
+    return identifier(node.meta.get("hint") or g.short_op(node))
+
+
+def _scales_by_literal(node: fx.Node) -> bool:
+    return g.op_name(node) in ("aten::mul", "aten::add") and len(node.all_input_nodes) == 1

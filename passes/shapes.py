@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.made import filled_with
+from csc.analysis.operators.memory import VIEWS
+from csc.analysis.operators.moves import COPIES, STOPS
 from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -18,10 +21,7 @@ from csc.ir.rewrite import add_call
 from csc.torch_private.traces import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.
-IDENTITY_IF_UNCHANGED = (g.VIEWS - {"aten::detach"}) | {"aten::_to_copy", "aten::clone"}
-
-# Their results have the sizes of their argument, and none of its values: with sizes known they need no argument.
-FILLED = {"aten::zeros_like": 0, "aten::ones_like": 1, "aten::new_zeros": 0, "aten::new_ones": 1}
+IDENTITY_IF_UNCHANGED = (VIEWS | COPIES) - STOPS
 
 
 def shapes(program: Program, options: Options) -> Program:
@@ -92,15 +92,13 @@ def _lower(
 
 
 def _filled(node: fx.Node) -> fx.Node | None:
-    """Zeros or ones without what they take their sizes from; None for any other call."""
-    val = node.meta["val"]
-    if g.op_name(node) not in FILLED or val.is_floating_point() or not val.is_contiguous():
+    """Numbers that are all the same without what they take their sizes from; None for any other call."""
+    val, number = node.meta["val"], filled_with(node)
+    if not isinstance(number, (int, float)) or val.is_floating_point() or not val.is_contiguous():
         return None
     sizes, where = list(val.shape), {"dtype": val.dtype, "device": val.device}
     with node.graph.inserting_before(node):
-        return add_call(
-            node.graph, torch.ops.aten.full.default, (sizes, FILLED[g.op_name(node)]), where, val=val, like=node
-        )
+        return add_call(node.graph, torch.ops.aten.full.default, (sizes, number), where, val=val, like=node)
 
 
 def _misfit(node: fx.Node, error: Exception, inputs: Sequence[Input]) -> InputError:

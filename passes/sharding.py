@@ -23,7 +23,9 @@ from csc.passes.spread_masks import SpreadMasks, TokenSizes
 from torch import fx
 
 from csc.analysis.operators.made import NEW
+from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
+from csc.analysis.operators.reductions import LABELS
 from csc.analysis.routing import TOKENS, Moved, positions
 from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes
@@ -35,7 +37,6 @@ from csc.ir.program import Context, Program
 from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
-LOSSES = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss"}
 OTHER_ORDER = "combines tokens with others, since its operands have them in another order"
 
 
@@ -152,7 +153,7 @@ class Spreading:
         if name == "aten::cat" and self._along_tokens(node):
             self._joined(node)
             return
-        if not (name in LOSSES and not node.meta["val"].dim()):
+        if not (name in LABELS and not node.meta["val"].dim()):
             why = mixes(node, self.dims)
             if why is not None:
                 raise self._mixed(node, why)
@@ -383,6 +384,6 @@ def _what_moves(node: fx.Node | None) -> set[fx.Node]:
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
-        moves = node.op == "call_function" and (g.is_view(node) or g.op_name(node) in SIZED_VIEWS | COPIES)
+        moves = node.op == "call_function" and (is_view(node) or g.op_name(node) in SIZED_VIEWS | COPIES)
         node = node.args[0] if moves else None  # type: ignore[assignment]
     return found

@@ -10,13 +10,12 @@ from typing import Any
 from torch import fx
 
 from csc.analysis.flops import call_flops, count
+from csc.analysis.operators.made import FACTORIES
+from csc.analysis.operators.memory import is_view
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
 from csc.ir.rewrite import narrow_outputs
 from csc.torch_private.exported import OpOverload
-
-# Cheaper to make again than to keep between F and B: views share their base's memory, constants need none.
-RECOMPUTED = frozenset({"aten::scalar_tensor", "aten::full", "aten::zeros", "aten::ones", "aten::arange"})
 
 
 def split(program: Program, options: Options) -> Program:
@@ -212,5 +211,7 @@ def _may_write_over(node: fx.Node) -> bool:
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """True for what each part makes for itself: views of what it has, and constants."""
-    return node.op == "call_function" and (g.is_view(node) or g.op_name(node) in RECOMPUTED)
+    """True for what each part makes for itself: views of what it has, and constants. It is cheaper to make again than
+    to keep between F and B: views share their base's memory, constants need none.
+    """
+    return node.op == "call_function" and (is_view(node) or g.op_name(node) in FACTORIES)

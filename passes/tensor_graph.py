@@ -29,10 +29,10 @@ from torch import fx
 from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index, shard_size
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
-from csc.analysis.operators.moves import COPIES, GATHER, SIZED_VIEWS
+from csc.analysis.operators.moves import SIZED_VIEWS
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
-from csc.analysis.operators.reductions import NORMS
-from csc.analysis.operators.table import RULES, relation
+from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
@@ -41,12 +41,6 @@ from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # reductions of a loss
-# On shards the same as on the whole, whatever its arguments: what they do along an axis is blocked in the trees.
-SAME = COPIES | NORMS | {
-    f"aten::{name}"
-    for name in ("permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "softmax",
-                 "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "slice_scatter", "index_select")
-} | {GATHER}  # fmt: skip
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
 ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
@@ -169,7 +163,7 @@ class Divided:
             return
         self._check_one_axis(node)
         name = g.op_name(node)
-        if g.draws(node):
+        if draws(node):
             raise Undivided(node, "draws random numbers for what is divided")
         if not cut and name not in MAKES_SHARDS:
             raise Undivided(node, "makes a shard of what is equal, which csc knows for expand alone")
@@ -187,7 +181,7 @@ class Divided:
             self._part(node, name)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
-        elif name in SAME or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
+        elif name in SAME_ON_SHARDS or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
             self._same(node)
         else:
             raise Undivided(node, "is none that csc can divide")

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from csc.analysis.operators.moves import COPIES, STOPS
 from csc.ir import graph as g
 
-COPIES = {"aten::clone", "aten::_to_copy", "aten::alias"}
 TRANSPOSED = ((2, 3), (3, 2), (-1, -2), (-2, -1))
 
 
@@ -27,7 +27,7 @@ def written_out(node: fx.Node) -> dict[str, Any] | None:
     value: Any
     mask: Any
     weights, value = node.args
-    while g.op_name(weights) in COPIES:
+    while g.op_name(weights) in COPIES - STOPS:
         weights = weights.args[0]
     if g.op_name(weights) not in ("aten::softmax", "aten::_softmax") or weights.args[1] not in (-1, 3):
         return None

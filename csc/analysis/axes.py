@@ -23,6 +23,7 @@ from math import prod
 
 from torch import fx
 
+from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.operators.products import ATTENTION
 from csc.analysis.operators.relation import Axis, Link, Relation, Use, alike, reshaped, several, shape_of
@@ -148,7 +149,7 @@ def apart(node: fx.Node, found: Mapping[fx.Node, Axis], tokens: int) -> bool:
         along = link[own[0]]
         if found.get(used) != (None if along is None else (along, own[1])):
             return False
-    return g.is_view(node) or mixes(node, lambda value: (found[value][0],) if value in found else ()) is None
+    return is_view(node) or mixes(node, lambda value: (found[value][0],) if value in found else ()) is None
 
 
 def _attention_apart(node: fx.Node, found: Mapping[fx.Node, Axis]) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.moves import EXACT_COPIES, UNSQUEEZED
+from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
-
-COPIED = {"aten::expand", "aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy"}
-RESHAPED = {"aten::unsqueeze", "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze"}
 
 
 def one_number(value: Any) -> float | None:
@@ -35,7 +34,7 @@ def table(node: fx.Node) -> fx.Node | None:
     while node.op == "call_function":
         name = g.op_name(node)
         source = node.args[0]
-        if name in COPIED or name in RESHAPED or name == "aten::slice":
+        if name in EXACT_COPIES or name in UNSQUEEZED or name == "aten::slice":
             if not isinstance(source, fx.Node) or source.meta["val"].numel() != node.meta["val"].numel():
                 return node
         elif name == "aten::index":
@@ -93,7 +92,7 @@ def folded(node: fx.Node) -> torch.Tensor | None:
     stack = [node]
     while stack:
         current = stack[-1]
-        if current.op != "call_function" or g.is_random(current):
+        if current.op != "call_function" or is_random(current):
             return None
         missing = [used for used in current.all_input_nodes if used not in values]
         if missing:

@@ -36,13 +36,12 @@ from csc.analysis.flops import call_flops
 from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
 from csc.analysis.kernels import Call, Kernels
+from csc.analysis.operators.memory import is_view
+from csc.analysis.operators.work import LOOK_UPS
 from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program, Variant
-
-# Calls that read as many elements of their first argument as they write, whatever its size.
-LOOKUPS = frozenset({"aten::embedding", "aten::index", "aten::index_select", "aten::gather"})
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Call]]:
 
 def call_of(node: fx.Node) -> Call | None:
     """The kernel that a node runs; None if it runs none."""
-    if node.target is operator.getitem or g.is_view(node):  # items of a tuple were written by its maker
+    if node.target is operator.getitem or is_view(node):  # items of a tuple were written by its maker
         return None
     name = g.op_name(node)
     written = list(_tensors(node.meta["val"]))
@@ -316,7 +315,7 @@ def call_of(node: fx.Node) -> Call | None:
         return None  # a number, not a tensor: nothing on the device
     inputs = [t for used in node.all_input_nodes for t in _tensors(used.meta.get("val"))]
     moved = sum(map(_bytes, written))
-    if name in LOOKUPS:  # the rows, not the table, and the indices
+    if name in LOOK_UPS:  # the rows, not the table, and the indices
         moved += moved + sum(map(_bytes, inputs[1:]))
     else:
         moved += sum(map(_bytes, inputs))
@@ -377,6 +376,6 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
 
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory a view looks at."""
-    while node.op == "call_function" and g.is_view(node):
+    while node.op == "call_function" and is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from csc.analysis.operators.randomness import draws
 from csc.ir import graph as g
 from csc.ir.program import ModuleInfo
 
@@ -34,7 +35,7 @@ def shared_nodes(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder":
             if node.meta["role"][0] == "parameter":
                 local.add(node)
-        elif g.draws(node) or any(used in local for used in node.all_input_nodes):
+        elif draws(node) or any(used in local for used in node.all_input_nodes):
             local.add(node)
     return {node for node in g.calls(graph) if node not in local}
 

@@ -8,10 +8,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from csc.analysis import head_costs
+from csc.analysis.operators.products import CONTEXT_ATTENTION
+from csc.analysis.operators.work import ATTENTIONS, MATMULS
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
-
-MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
 class FlopCount(NamedTuple):
@@ -53,18 +53,11 @@ def call_flops(node: fx.Node) -> int:
         return _context_attention(node, backward=name != CONTEXT_ATTENTION)
     if name == head_costs.NAME:
         return head_costs.flops(node)
-    if name in ATTENTION:
+    if name in ATTENTIONS:  # what the mask hides too, as PyTorch's formulas do: how much depends on the batch
         return _attention(*fx.map_arg(node.args[:3], _value))
-    if name.removesuffix("_backward") in ATTENTION:
+    if name.removesuffix("_backward") in ATTENTIONS:
         return 5 * _attention(*fx.map_arg(node.args[1:4], _value)) // 2
     return 0
-
-
-# What the mask hides is counted too, as PyTorch's own formulas do: how much that is depends on the batch.
-ATTENTION = frozenset({"csc::attention", "aten::_scaled_dot_product_flash_attention_for_cpu"})
-
-
-CONTEXT_ATTENTION = "csc::context_attention"
 
 
 def _context_attention(node: fx.Node, backward: bool) -> int:

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from csc.analysis.kernels import Call, Kernels
+from csc.analysis.operators.memory import is_view, maker
+from csc.analysis.operators.work import FUSED_REDUCTIONS
 from csc.ir import graph as g
-
-REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::_softmax", "aten::_to_copy", "aten::var_mean"})
 
 
 def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Call]]) -> Kernels:
@@ -28,7 +28,7 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Call]]) -> Kernels:
     group: dict[fx.Node, fx.Node] = {}
     for node, _ in calls:
         if _fusible(node):
-            makers = [group[made] for one in node.all_input_nodes if (made := _maker(one)) in group]
+            makers = [group[made] for one in node.all_input_nodes if (made := maker(one)) in group]
             first = min(makers, key=lambda one: place[one], default=node)
             for other in {*makers} - {first}:
                 group.update({one: first for one, head in group.items() if head is other})
@@ -47,7 +47,7 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Call]]) -> Kernels:
 
 def _together(first: fx.Node, members: Sequence[fx.Node], kernel: dict[fx.Node, Call]) -> Call:
     inside = set(members)
-    read = {made: None for one in members for used in one.all_input_nodes if (made := _maker(used)) not in inside}
+    read = {made: None for one in members for used in one.all_input_nodes if (made := maker(used)) not in inside}
     written = [one for one in members if any(user not in inside for user in _readers(one))]
     moved = sum(_bytes(one) for one in (*read, *written))
     return Call("fused", kernel[first].dtype, sum(kernel[one].flops for one in members), moved)
@@ -55,21 +55,14 @@ def _together(first: fx.Node, members: Sequence[fx.Node], kernel: dict[fx.Node, 
 
 def _fusible(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or g.op_name(node) in REDUCTIONS
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks at."""
-    while node.op == "call_function" and (node.target is operator.getitem or g.is_view(node)):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return torch.Tag.pointwise in tags or g.op_name(node) in FUSED_REDUCTIONS
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Who reads a value, through views."""
     found = []
     for user in node.users:
-        view = user.op == "call_function" and (user.target is operator.getitem or g.is_view(user))
+        view = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
         found += _readers(user) if view else [user]
     return found
 

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
+from csc.analysis.operators.moves import STOPS
 from csc.ir import graph as g
-
-STOPS = frozenset({"aten::detach", "csc::incoming"})
 
 
 def carrying(graph: fx.Graph) -> set[fx.Node]:

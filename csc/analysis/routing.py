@@ -23,12 +23,11 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
+from csc.analysis.operators.products import GROUPED
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 
 Dims = Callable[[fx.Node], tuple[int, ...]]
-GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
-           "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
 ROOMY = (torch.int32, torch.int64, torch.float32, torch.float64)
 UNWRITTEN = {"aten::empty_like", "aten::zeros_like"}
 

@@ -40,6 +40,7 @@ from csc.analysis.dimension_trees import (
     stretches,
     unify,
 )  # fmt: skip
+from csc.analysis.operators.moves import EMBEDDING
 from csc.analysis.operators.products import ATTENTION
 from csc.analysis.operators.reductions import CLASSES, LABELS
 from csc.analysis.operators.relation import End, Use
@@ -177,7 +178,7 @@ class Trees:
         elif end.how == "grouped" and end.dim is not None:
             times = out[end.dim].size // dim.size
             unify(factors(out[end.dim], [dim.size, times])[0] if times > 1 else out[end.dim], dim)
-        elif end.how == "cut" or end.how in _WHOLE or (end.how == "picked" and g.op_name(node) != "aten::embedding"):
+        elif end.how == "cut" or end.how in _WHOLE or (end.how == "picked" and g.op_name(node) != EMBEDDING):
             block(dim, reason)
             if end.dim is not None and end.how in _WHOLE:
                 block(out[end.dim], reason)
@@ -198,7 +199,7 @@ class Trees:
             self.named += [("samples", query[0]), ("heads", key[1]), ("tokens", query[2])]
         for use in uses:
             for d, end in use.ends.items():
-                looked_up = name == "aten::embedding" and end.how == "picked"
+                looked_up = name == EMBEDDING and end.how == "picked"
                 if looked_up or (name in LABELS and end.walk == CLASSES):
                     ids = not looked_up or any(map(self._is_batch, g.ancestors([node])))
                     self.named.append(("vocabulary" if ids else "positions", self.of[use.node][0][d]))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from csc.analysis.operators.randomness import DROPOUTS, draws
 from csc.analysis.operators.relation import Use, several, shape_of
 from csc.analysis.operators.table import relation
 from csc.ir import graph as g
@@ -26,7 +27,6 @@ _WHY = {
     "contracted": "sums over tokens", "padded": "pads tokens", "repeated": "repeats the sequence",
     "picked": _UNKNOWN, "regrouped": _UNKNOWN, "grouped": _UNKNOWN,
 }  # fmt: skip
-_DROPOUT = {"aten::native_dropout", "aten::dropout"}
 
 
 def mixes(node: fx.Node, dims: Dims) -> str | None:
@@ -41,7 +41,7 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
     found = relation(node)
     if found is None or found.sizes or not given <= {use.node for use in found.uses}:
         return _UNKNOWN
-    if g.draws(node) and g.op_name(node) not in _DROPOUT:
+    if draws(node) and g.op_name(node) not in DROPOUTS:
         return "draws a random number for every token"
     own = dims(node) if isinstance(node.meta["val"], torch.Tensor) else None
     if own is not None and len(own) > 1:

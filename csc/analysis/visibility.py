@@ -24,7 +24,10 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import fx
 
-from csc.analysis.batch_free_values import COPIED, RESHAPED, folded, one_number, restarting, slots, table
+from csc.analysis.batch_free_values import folded, one_number, restarting, slots, table
+from csc.analysis.operators.made import filled_with
+from csc.analysis.operators.moves import EXACT_COPIES, UNSQUEEZED
+from csc.analysis.operators.pointwise import AND, COMPARISONS, NOT, OR
 from csc.ir import graph as g
 
 MOST_CLAUSES = 8
@@ -82,12 +85,6 @@ Clause = frozenset[Condition]
 NOTHING: tuple[Clause, ...] = ()
 EVERYTHING: tuple[Clause, ...] = (frozenset(),)
 
-_AND = {"aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul"}
-_OR = {"aten::__or__", "aten::bitwise_or", "aten::logical_or"}
-_NOT = {"aten::bitwise_not", "aten::logical_not"}
-_CONSTANT = {"aten::ones": True, "aten::new_ones": True, "aten::ones_like": True,
-             "aten::zeros": False, "aten::new_zeros": False, "aten::zeros_like": False}  # fmt: skip
-_COMPARE = {"aten::le": "<=", "aten::lt": "<", "aten::ge": ">=", "aten::gt": ">", "aten::eq": "==", "aten::ne": "!="}
 _OPPOSITE = {"<=": ">", "<": ">=", ">=": "<", ">": "<=", "==": "!=", "!=": "=="}
 _MIRRORED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
@@ -149,9 +146,9 @@ def _places(value: Any, queries: int) -> list[int] | None:
 def _of_bias(node: fx.Node) -> tuple[tuple[Clause, ...], float]:
     """Floats: `where(seen, 0, low)`, `where(hidden, low, 0)` or `zeros.masked_fill(hidden, low)`; and what low is."""
     name, bound = g.op_name(node), g.bind(node) if node.op == "call_function" else {}
-    if name in COPIED or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
+    if name in EXACT_COPIES or (name == "aten::_to_copy" and g.is_float(node.args[0])):  # type: ignore[arg-type]
         return _of_bias(node.args[0])  # type: ignore[arg-type]
-    if name in RESHAPED and _aligned(node):
+    if name in UNSQUEEZED and _aligned(node):
         return _of_bias(node.args[0])  # type: ignore[arg-type]
     if name == "aten::where":
         first, second = (one_number(bound.get(side)) for side in ("self", "other"))
@@ -172,13 +169,12 @@ def _union(node: fx.Node, negated: bool) -> tuple[Clause, ...]:
     """The node, or its negation, as clauses."""
     name = g.op_name(node)
     if node.op == "call_function":
-        if name in COPIED or (name in RESHAPED and _aligned(node)):
+        if name in EXACT_COPIES or (name in UNSQUEEZED and _aligned(node)):
             return _union(node.args[0], negated)  # type: ignore[arg-type]
         if name == "aten::_to_copy" and _is_bool(node) and _is_bool(node.args[0]):  # type: ignore[arg-type]
             return _union(node.args[0], negated)  # type: ignore[arg-type]
-        if name in _CONSTANT or name in ("aten::full", "aten::full_like", "aten::new_full"):
-            value = _CONSTANT[name] if name in _CONSTANT else bool(g.bind(node)["fill_value"])
-            return EVERYTHING if value != negated else NOTHING
+        if isinstance(value := filled_with(node), (int, float)):
+            return EVERYTHING if bool(value) != negated else NOTHING
     sizes = _sizes(node)
     if sizes[0] == 1 or sizes[1] == 1:
         if not _is_bool(node):
@@ -186,16 +182,16 @@ def _union(node: fx.Node, negated: bool) -> tuple[Clause, ...]:
         return (frozenset({Predicate("queries" if sizes[1] == 1 else "keys", node, negated)}),)
     if node.op != "call_function":
         raise Unrecognised("a whole mask given in the batch; give what it is made from (lengths, token types) instead")
-    if name in _NOT:
+    if name in NOT:
         return _union(node.args[0], not negated)  # type: ignore[arg-type]
-    if name in _AND or name in _OR:
+    if name in AND or name in OR:
         one, other = (_union(argument, negated) for argument in node.args[:2])  # type: ignore[arg-type]
-        joined = (name in _AND) != negated
+        joined = (name in AND) != negated
         return _conjunction(one, other) if joined else one + other
     if name in ("aten::tril", "aten::triu"):
         return _triangle(node, name, negated)
-    if name in _COMPARE:
-        sign = _COMPARE[name]
+    if name in COMPARISONS:
+        sign = COMPARISONS[name]
         return _comparison(node, _OPPOSITE[sign] if negated else sign)
     raise Unrecognised(f"the operation {name}")
 
@@ -305,7 +301,7 @@ def _linear(value: Any, factor: int) -> _Sum:
     if name in ("aten::add", "aten::sub") and g.bind(value).get("alpha", 1) == 1:
         second = factor if name == "aten::add" else -factor
         return _linear(value.args[0], factor) + _linear(value.args[1], second)
-    if name in COPIED:
+    if name in EXACT_COPIES:
         return _linear(value.args[0], factor)
     raise Unrecognised(f"a comparison of what {name} makes of queries and keys")
 

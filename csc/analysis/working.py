@@ -10,13 +10,13 @@ executor holds it. What an operation takes for itself while it runs is not seen.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from csc.analysis.costs import extent, held_bytes
+from csc.analysis.operators.memory import maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
 
@@ -38,7 +38,7 @@ def working(variant: Variant, saved: int | None = None) -> int:
         over.append(peak(backward) - max(saved, kept))
     if variant.backward_weight is not None:
         # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
-        made = [_size(_block(one)) for one in variant.backward_weight.output_node().all_input_nodes]
+        made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
         over.append(peak(variant.backward_weight) - kept + sum(made) + max(made, default=0))
     return max(0, *over) if over else 0
 
@@ -49,7 +49,7 @@ def peak(graph: fx.Graph) -> int:
     position = {node: i for i, node in enumerate(nodes)}
     ends: dict[fx.Node, int] = {}
     for node in nodes:
-        base = _block(node)
+        base = maker(node)
         last = max((position[user] for user in node.users), default=position[node])
         ends[base] = max(ends.get(base, 0), last)
     sizes = {base: _size(base) for base in ends if _counted(base)}
@@ -67,13 +67,6 @@ def peak(graph: fx.Graph) -> int:
             most = max(most, alive)
         alive -= sum(sizes[base] for base in dying.get(i, ()))
     return most
-
-
-def _block(node: fx.Node) -> fx.Node:
-    """The node that allocated what this one's value lies in; items of a tuple lie in that of the call."""
-    while node.op == "call_function" and (node.target is operator.getitem or g.is_view(node)):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _counted(base: fx.Node) -> bool:

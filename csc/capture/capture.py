@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx, nn
 
+from csc.analysis.operators.made import OF_VALUES
 from csc.analysis.table_limits import table_limits
 from csc.capture.batch import (
     device_of,
@@ -45,11 +46,6 @@ from csc.ir.sizes import exactly
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 log = logging.getLogger("csc")
-
-# Of what these give, values say the size, or they are values.
-OF_VALUES = frozenset(
-    f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
-)
 
 
 def name_of(program: Program) -> str:

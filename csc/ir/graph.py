@@ -9,7 +9,6 @@ Terms
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -21,14 +20,6 @@ from csc.torch_private.exported import OpOverload
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place")
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
-
-VIEWS = frozenset(
-    {
-        "aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose", "aten::permute", "aten::expand",
-        "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
-        "aten::as_strided", "aten::split", "aten::split_with_sizes", "aten::unbind", "aten::diagonal", "aten::unfold",
-    }
-)  # fmt: skip
 
 
 def op_name(node: fx.Node) -> str:
@@ -44,46 +35,9 @@ def short_op(node: fx.Node) -> str:
     return op_name(node).split("::")[-1]
 
 
-def is_view(node: fx.Node) -> bool:
-    """True if the node's result shares the storage of its first argument; a reshape, if that one's strides allow it."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
-    return op_name(node) in VIEWS or (op_name(node) == "aten::reshape" and _shares(node.args[0], node))
-
-
-def _shares(operand: Any, node: fx.Node) -> bool:
-    before, after = operand.meta["val"], node.meta["val"]
-    if not all(isinstance(size, int) for size in (*before.shape, *before.stride(), *after.shape)):
-        return False
-    alike = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
-    try:
-        alike.view(after.shape)
-    except RuntimeError:
-        return False
-    return True
-
-
 def mutates(node: fx.Node) -> bool:
     """True for an operation that writes to an argument."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def is_random(node: fx.Node) -> bool:
-    """True for ops that draw from the random generator."""
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    if op_name(node).startswith("aten::scaled_dot_product"):
-        arguments = bind(node)
-        return bool(arguments.get("dropout_p", 0.0))
-    return True
-
-
-def draws(node: fx.Node) -> bool:
-    """True for a random op and for one that takes its numbers from a seed: a value of its own in every region."""
-    return is_random(node) or op_name(node) in SEEDED
 
 
 def bind(node: fx.Node, given: tuple[Any, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names that a reader knows from the model: of values inside a region, of templates, of shared tables."""
+"""Names that a reader knows from the model: of values inside a region, of templates."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from csc.ir import graph as g
 
 # An op that is what its module is about takes the module's name alone.
 MAIN_OPS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm"})
-# An op that only reshapes, casts or scales by a literal keeps the name of what it is applied to.
-CARRIES_NAME = g.VIEWS | {
-    "aten::_to_copy",
-    "aten::clone",
-    "aten::pad",
-    "aten::lift_fresh_copy",
-    "aten::constant_pad_nd",
-    "aten::index_select",
-}
 SHORTER = {
     "scaled_dot_product_attention": "attention", "context_attention": "attention", "cross_entropy_loss": "loss",
     "linear_cross_entropy": "head",
@@ -97,26 +88,3 @@ def template_name(kind: str, path: str) -> str:
     last = path.split(".")[-1]
     generic = hasattr(nn, kind) and not last.isdigit()
     return identifier(last) if generic else snake(kind)
-
-
-def table_name(node: fx.Node) -> str:
-    """A name for a value made from the batch alone: `cos`, `labels`, `attention_mask`, `mask`."""
-    val = g.tensor_value(node)
-    if val is not None and str(val.dtype) == "torch.bool":
-        return "mask"
-    while node.op == "call_function":
-        if node.target is operator.getitem or g.op_name(node) in CARRIES_NAME or _scales_by_literal(node):
-            if not isinstance(node.args[0], fx.Node):
-                break
-            node = node.args[0]
-        else:
-            break
-    if node.op == "placeholder" and node.meta["role"][0] in ("context", "tensor"):
-        return identifier(node.name)
-    if node.op == "placeholder":
-        return identifier(node.meta["role"][1].split(".")[-1])
-    return identifier(node.meta.get("hint") or g.short_op(node))
-
-
-def _scales_by_literal(node: fx.Node) -> bool:
-    return g.op_name(node) in ("aten::mul", "aten::add") and len(node.all_input_nodes) == 1

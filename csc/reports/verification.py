@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from csc.analysis.operators.randomness import draws
 from csc.capture.trace.meta_init import with_weights
 from csc.check.differences import relative
 from csc.check.eager import eager_step
@@ -174,4 +175,4 @@ def compared(
 
 
 def _random_ops(compiled: CompiledModel) -> int:
-    return sum(g.draws(node) for node in g.calls(compiled.program.graph))
+    return sum(draws(node) for node in g.calls(compiled.program.graph))

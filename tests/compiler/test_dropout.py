@@ -10,6 +10,7 @@ from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM, mixed
 from torch import fx, nn
 
 import csc
+from csc.analysis.operators.randomness import is_random
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from csc.errors import InputError
@@ -245,7 +246,7 @@ def _run(graph: fx.Graph, values: Any) -> Any:
 def test_gpt2_with_dropout_of_hidden_states_and_attention() -> None:
     compiled = csc.compile(gpt2(), example=gpt2_batch(2))
     assert sum("attention written out" in note for note in compiled.program.notes) == 3
-    assert not any(g.is_random(node) for node in g.calls(compiled.program.graph))
+    assert not any(is_random(node) for node in g.calls(compiled.program.graph))
     found = step(compiled)
     same(found, by_autograd(compiled, 0))
     for options in ({"mesh": "pp=2"}, {"mesh": "pp=3", "schedule": "zb-h1", "recompute": "full"}):
@@ -302,7 +303,7 @@ class Drawing(nn.Module):
 def test_other_random_numbers() -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Drawing(), example={"x": torch.randn(4, 8)})
-    assert not any(g.is_random(node) for node in g.calls(compiled.program.graph))
+    assert not any(is_random(node) for node in g.calls(compiled.program.graph))
     found = step(compiled)
     assert not torch.equal(step(compiled, 1)[0], found[0])
     same(step(compiled.with_options(mesh="pp=3")), found)

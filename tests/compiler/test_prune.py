@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from csc.analysis.flops import MATMULS
+from csc.analysis.operators.memory import is_view
 from csc.ir import graph as g
 from csc.ir.program import Program, Template
 from tests.compiler.conftest import Models
@@ -161,7 +162,7 @@ def matmuls_by_nature(program: Program) -> tuple[int, int, int]:
 
 
 def _without_views(node: fx.Node) -> fx.Node:
-    while g.is_view(node) or g.op_name(node) == "aten::clone":
+    while is_view(node) or g.op_name(node) == "aten::clone":
         (node,) = node.all_input_nodes
     return node
 

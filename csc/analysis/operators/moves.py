@@ -2,7 +2,11 @@
 
 RULES: {operation: rule}        see csc.analysis.operators.table
 RESHAPES: calls that lay out the same entries in other sizes, in their order; SIZED_VIEWS: and `expand`
-COPIES: calls that give the entries of their first operand, in the same sizes
+COPIES: calls that give the entries of their first operand, in the same sizes; CASTS: those that may change the dtype
+EXACT_COPIES: without casts, and for each of a dimension; UNSQUEEZED: reshapes, and dimensions of one entry more or less
+SAME_NUMBERS: calls that hand on all entries of their first operand, and no others
+LOOK_UPS: rows of a table by numbers; EMBEDDING: that of a table that trains
+STOPS: calls whose result has no gradient to hand on
 GATHER: the tokens of all context-parallel ranks
 SIZES: {operation: argument}    that lists the result's sizes
 """
@@ -20,6 +24,15 @@ from csc.analysis.operators.relation import Call, End, Link, Rule, Use, alike, d
 RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape"}
 SIZED_VIEWS = RESHAPES | {"aten::expand"}
 COPIES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::alias", "aten::detach"}
+CASTS = {"aten::_to_copy", "aten::to", "aten::type_as"}
+EXACT_COPIES = (COPIES - CASTS) | {"aten::expand", "aten::lift_fresh_copy"}
+UNSQUEEZED = RESHAPES | {"aten::unsqueeze", "aten::squeeze"}
+SAME_NUMBERS = COPIES | CASTS | SIZED_VIEWS | {
+    f"aten::{name}" for name in ("lift_fresh_copy", "unsqueeze", "squeeze", "transpose", "permute", "t")
+}  # fmt: skip
+EMBEDDING = "aten::embedding"
+LOOK_UPS = {"aten::index", "aten::index_select", EMBEDDING}
+STOPS = frozenset({"aten::detach", "csc::incoming"})
 SIZES = {
     "aten::view": "size", "aten::_unsafe_view": "size", "aten::reshape": "shape", "aten::expand": "size",
     "aten::sum_to_size": "size",
@@ -240,7 +253,7 @@ RULES: dict[str, Rule] = {
     "aten::stack": stack,
     "aten::masked_scatter": masked_scatter,
     "aten::index_select": index_select,
-    "aten::embedding": embedding,
+    EMBEDDING: embedding,
     "aten::one_hot": one_hot,
     "aten::index": index,
     **{f"aten::{name}": along_others

@@ -1,5 +1,6 @@
 """Calls that work element by element, their operands broadcast; and those that make a value as another one is.
 
+AND, OR, NOT, COMPARISONS: logic
 RULES: {operation: rule}        see csc.analysis.operators.table
 """
 
@@ -11,6 +12,11 @@ from torch import fx
 from csc.analysis.operators.relation import Call, End, Rule, Use, same, shape_of
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
+
+AND = {"aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul"}  # of what is true or false
+OR = {"aten::__or__", "aten::bitwise_or", "aten::logical_or"}
+NOT = {"aten::bitwise_not", "aten::logical_not"}
+COMPARISONS = {"aten::le": "<=", "aten::lt": "<", "aten::ge": ">=", "aten::gt": ">", "aten::eq": "==", "aten::ne": "!="}
 
 # Those that torch has not tagged as pointwise.
 _BROADCASTING = ("where", "floor_divide", "rsub", "remainder", "polar", "complex", "hardswish", "mish",

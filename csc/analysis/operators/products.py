@@ -2,6 +2,7 @@
 
 RULES: {operation: rule}        see csc.analysis.operators.table
 PRODUCTS: {operation: places of the two factors}
+GROUPED: {operation: arguments}  rows by the matrix of their group, matrices, where each group ends
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from csc.analysis.operators.relation import Call, End, Link, Rule, Use, alike, s
 PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
             "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::addmv": (1, 2), "aten::mv": (0, 1),
             "aten::dot": (0, 1), "aten::vdot": (0, 1)}  # fmt: skip
+GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
+           "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
 ATTENTION = "csc::attention"
 CONTEXT_ATTENTION = "csc::context_attention"  # of a shard of the tokens: queries and keys are the rank's own
 SDPA = "aten::scaled_dot_product_attention"

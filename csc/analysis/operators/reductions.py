@@ -2,7 +2,9 @@
 
 RULES: {operation: rule}        see csc.analysis.operators.table
 NORMS: layers that normalise over trailing dimensions
-LABELS, ELEMENTS, SAMPLES: loss functions over classes, entry by entry, row by row
+BATCH_NORMS: those that normalise over samples; NORMALISING: softmax and its like
+RECURRENT: layers that keep a state from token to token
+LABELS, ELEMENTS, SAMPLES, SEQUENCES: loss functions over classes, entry by entry, row by row, sequence by sequence
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from csc.analysis.operators.pointwise import broadcasting
 from csc.analysis.operators.relation import Call, End, How, Rule, Use, alike, dims_of, same, shape_of
 
 NORMS = {"aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm"}
+BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+               "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
+               "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
+RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 LABELS = ("aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::nll_loss", "aten::nll_loss2d")
 ELEMENTS = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss",
             "aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits", "aten::kl_div",
@@ -23,6 +29,7 @@ ELEMENTS = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::hu
             "aten::margin_ranking_loss")  # fmt: skip
 SAMPLES = ("aten::cosine_embedding_loss", "aten::triplet_margin_loss", "aten::multi_margin_loss",
            "aten::multilabel_margin_loss")  # fmt: skip
+SEQUENCES = ("aten::ctc_loss",)
 CLASSES = -1  # the walk of a loss over classes
 FOURIER = ("_fft_r2c", "_fft_c2r", "_fft_c2c",  # along the dimensions that are named
            *(f"fft_{way}{kind}{dims}"
@@ -30,7 +37,7 @@ FOURIER = ("_fft_r2c", "_fft_c2r", "_fft_c2c",  # along the dimensions that are 
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "any", "all", "prod",
                "argmax", "argmin", "nansum", "count_nonzero", "aminmax", "std_mean", "var_mean",
                "linalg_matrix_norm")  # fmt: skip
-_NORMALISING = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
+NORMALISING = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
 _EXTREMES = ("max", "min", "median", "nanmedian", "kthvalue", "mode")  # with a dim: values and places
 _ALONG = (
     "cumsum",
@@ -137,12 +144,12 @@ RULES: dict[str, Rule] = {
     **{f"aten::{name}": extreme for name in _EXTREMES},
     "aten::sum_to_size": sum_to_size,
     **dict.fromkeys(NORMS, norm),
-    **{f"aten::{name}": _along("normalised") for name in _NORMALISING},
+    **{f"aten::{name}": _along("normalised") for name in NORMALISING},
     **{f"aten::{name}": _along("blocked") for name in (*_ALONG, *FOURIER)},
     **dict.fromkeys(("aten::flip", "aten::roll", "aten::rot90"), _along("blocked", "dims")),
     **dict.fromkeys(("aten::bucketize", "aten::searchsorted"), search),
     **dict.fromkeys(LABELS, labels),
     **dict.fromkeys(ELEMENTS, elements),
     **dict.fromkeys(SAMPLES, rows),
-    "aten::ctc_loss": sequences,
+    **dict.fromkeys(SEQUENCES, sequences),
 }

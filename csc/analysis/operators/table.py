@@ -3,8 +3,10 @@
     relation(node) -> Relation | None               None for an operation that csc does not know
     links(node) -> [(operand, Link)]                where each operand's dimensions are in the result
 
-The terms are those of csc.analysis.operators.relation. What else is known of an operation (whether it is linear, how
-many bytes it moves) is for those who ask; which dimensions it touches is said here alone.
+The terms are those of csc.analysis.operators.relation. What else is known of operations stands beside the rules:
+which are views (memory), draw (randomness), are made of sizes or values (made), are copies or casts (moves), compare
+(pointwise), are products (products), normalise (reductions); how they run, and in which dtype (work). Nothing else
+of csc lists operations by what they are: who names one elsewhere looks for a pattern, or makes that call.
 """
 
 from __future__ import annotations
@@ -22,6 +24,18 @@ RULES: dict[str, Rule] = {
     **pointwise.RULES, **made.RULES, **moves.RULES, **products.RULES, **reductions.RULES, **spatial.RULES,
 }  # fmt: skip
 SIZES = moves.SIZES | made.SIZES
+# Twice the operand, twice the result; and the result of a sum of operands is the sum of their results.
+LINEAR = moves.COPIES - moves.CASTS | moves.UNSQUEEZED | {f"aten::{name}" for name in (
+    "transpose", "permute", "t", "select", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal", "flip",
+    "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj", "_conj",
+    "conj_physical", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg", "select_scatter",
+    *reductions.FOURIER,
+)}  # fmt: skip
+# On shards the same as on the whole, whatever their arguments: what they do along an axis is blocked in the trees.
+SAME_ON_SHARDS = moves.COPIES | reductions.NORMS | {f"aten::{name}" for name in (
+    "permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "slice_scatter",
+    "index_select", *reductions.NORMALISING,
+)} | {moves.GATHER}  # fmt: skip
 
 
 def relation(node: fx.Node) -> Relation | None:

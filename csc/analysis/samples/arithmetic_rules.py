@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.made import FILLED
+from csc.analysis.operators.made import FILLED, filled_with
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.operators.table import links
 from csc.analysis.samples.operands import number_of, of, powers_of
@@ -232,9 +232,5 @@ def choice_rule(following: Following, node: fx.Node) -> State:
 def is_zero(value: Any) -> bool:
     """Whether a value is zero in all its entries, as its own call says."""
     if isinstance(value, fx.Node):
-        made = g.op_name(value)
-        if made in ("aten::zeros_like", "aten::zeros", "aten::new_zeros"):
-            return True
-        filled = made in ("aten::scalar_tensor", "aten::full", "aten::full_like", "aten::lift_fresh_copy")
-        return filled and len(value.args) > 0 and is_zero(value.args[-1 if made != "aten::full" else 1])
+        return is_zero(value.args[0] if g.op_name(value) == "aten::lift_fresh_copy" else filled_with(value))
     return isinstance(value, (int, float)) and value == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from csc.analysis.operators.reductions import RECURRENT
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.samples.operands import of
 from csc.analysis.samples.propagation import (
@@ -21,8 +22,6 @@ from csc.analysis.samples.propagation import (
     Whole,
 )
 from csc.ir import graph as g
-
-RECURRENT = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 
 
 def attention_rule(following: Following, node: fx.Node) -> State:

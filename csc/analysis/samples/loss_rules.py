@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.reductions import CLASSES, ELEMENTS, LABELS, SAMPLES
+from csc.analysis.operators.reductions import CLASSES, ELEMENTS, LABELS, SAMPLES, SEQUENCES
 from csc.analysis.samples.operands import uses_of
 from csc.analysis.samples.propagation import (
     ALONG_SAMPLES,
@@ -87,5 +87,5 @@ def _reduced(reduction: int, rows: SampleRows) -> State:
 
 LOSS_RULES: dict[str, Callable[[Following, fx.Node], State]] = {
     **dict.fromkeys(LABELS, _labels),
-    **dict.fromkeys((*ELEMENTS, *SAMPLES, "aten::ctc_loss"), _terms),
+    **dict.fromkeys((*ELEMENTS, *SAMPLES, *SEQUENCES), _terms),
 }

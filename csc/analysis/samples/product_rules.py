@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from csc.analysis.operators.products import PRODUCTS
 from csc.analysis.operators.relation import Use
 from csc.analysis.samples.operands import of, powers_of, uses_of
 from csc.analysis.samples.propagation import (
@@ -25,8 +26,6 @@ from csc.analysis.samples.propagation import (
 from csc.analysis.sized import given
 from csc.ir import graph as g
 
-ADDED = ("aten::addmm", "aten::baddbmm", "aten::addmv")  # to their first operand
-
 
 def reduction_rule(following: Following, node: fx.Node) -> State:
     """`sum`, `mean`, and `sum_to_size`: what broadcasting made of a value, summed again."""
@@ -45,7 +44,7 @@ def contraction_rule(following: Following, node: fx.Node) -> State:
     """Products of matrices and `einsum`: linear in every factor."""
     uses = uses_of(node)
     bound = given(node)
-    added_to = bound.get("bias", bound.get("self") if g.op_name(node) in ADDED else None)
+    added_to = bound.get("bias", bound.get("self") if PRODUCTS.get(g.op_name(node)) == (1, 2) else None)
     factors = [use for use in uses if use.node is not added_to]
     states = [of(following, use.node) for use in factors]
     powers = NONE

@@ -22,8 +22,10 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.made import FILLED
-from csc.analysis.operators.moves import COPIES, RESHAPES, SIZED_VIEWS
+from csc.analysis.operators.made import FILLED, SIZES_READ
+from csc.analysis.operators.memory import is_view
+from csc.analysis.operators.moves import CASTS, COPIES, LOOK_UPS, RESHAPES, SIZED_VIEWS
+from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.relation import Axis, reshaped, shape_of
 from csc.analysis.operators.table import links
 from csc.ir import graph as g
@@ -144,7 +146,7 @@ class Following:
                 if kind != "parameter":
                     self.of_batch.add(node)
             elif node.op == "call_function":
-                if not g.draws(node) and all(used in self.of_batch for used in self.operands(node)):
+                if not draws(node) and all(used in self.of_batch for used in self.operands(node)):
                     self.of_batch.add(node)
                 self.states[node] = self._state(node)
         return self.states
@@ -158,7 +160,7 @@ class Following:
     def _state(self, node: fx.Node) -> State:
         name = g.op_name(node)
         used = [self.states[one] for one in self.operands(node)]
-        if name not in SHAPES_ALONE:
+        if name not in SIZES_READ:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:
                 return self._after(node, lost)
@@ -184,7 +186,7 @@ class Following:
             return self.special[name](self, node)
         if name == "aten::argsort" and node in self.of_batch and g.bind(node).get("stable"):
             return Mixed(lost.node, lost.why, "order")
-        kept = g.is_view(node) or name in MOVES
+        kept = is_view(node) or name in MOVES
         return lost if kept else Mixed(lost.node, lost.why)
 
     def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
@@ -253,7 +255,7 @@ class Following:
             if self.states[one] == Whole() and link and self._varies(one, link[result.axis[0]]):
                 raise Lost(FIXED)
         if isinstance(result, RowNumbers):
-            if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (g.is_view(node) or g.op_name(node) in MOVES):
+            if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (is_view(node) or g.op_name(node) in MOVES):
                 raise Lost("computes with the numbers of samples")
             return result
         return replace(result, powers=powers)
@@ -322,7 +324,7 @@ class Following:
 
     def _uniform(self, node: fx.Node) -> bool:
         """Whether all entries of a value are the same number, as a trace for one number of samples fills tensors."""
-        while node.op == "call_function" and (g.is_view(node) or g.op_name(node) in MOVES):
+        while node.op == "call_function" and (is_view(node) or g.op_name(node) in MOVES):
             node = node.args[0]  # type: ignore[assignment]
         return g.op_name(node) in FILLED if node.op == "call_function" else False
 
@@ -337,9 +339,6 @@ class Following:
         return Count("value", node.name) if alone else None
 
 
-SHAPES_ALONE = {"aten::sym_size", "aten::sym_numel", "aten::zeros_like", "aten::ones_like", "aten::empty_like",
-                "aten::rand_like", "aten::randn_like"}  # fmt: skip
 GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
-LOOK_UPS = {"aten::index", "aten::index_select", "aten::embedding"}
-MOVES = COPIES | RESHAPES | {"aten::to", "aten::type_as"}
+MOVES = COPIES | RESHAPES | CASTS

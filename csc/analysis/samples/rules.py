@@ -10,8 +10,10 @@ from collections.abc import Callable
 from torch import fx
 
 from csc.analysis.operators.made import MADE
+from csc.analysis.operators.moves import LOOK_UPS
 from csc.analysis.operators.products import PRODUCTS
-from csc.analysis.operators.reductions import FOURIER
+from csc.analysis.operators.reductions import BATCH_NORMS, RECURRENT
+from csc.analysis.operators.table import LINEAR
 from csc.analysis.samples.arithmetic_rules import (
     cast_rule,
     choice_rule,
@@ -23,7 +25,6 @@ from csc.analysis.samples.arithmetic_rules import (
 )
 from csc.analysis.samples.function_rules import hooked_rule, incoming_rule, own_gradient_rule
 from csc.analysis.samples.layer_rules import (
-    RECURRENT,
     attention_rule,
     batch_norm_rule,
     broadcast_rule,
@@ -44,7 +45,7 @@ from csc.analysis.samples.move_rules import (
     typed_rule,
 )
 from csc.analysis.samples.product_rules import contraction_rule, reduction_rule
-from csc.analysis.samples.propagation import LOOK_UPS, Following, State
+from csc.analysis.samples.propagation import Following, State
 from csc.analysis.samples.size_rules import (
     expand_rule,
     filled_rule,
@@ -64,19 +65,11 @@ _NUMBERS: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub"), number_sum_rule),
     **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), same_number_rule),
 }
-_LINEAR = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "alias",
-           "detach", "clone", "contiguous", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal",
-           "flip", "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj",
-           "_conj", "conj_physical", "_conj_physical", "resolve_conj", "_neg_view", "resolve_neg",
-           "select_scatter", *FOURIER)  # fmt: skip
-_BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
-                "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
-                "aten::cudnn_batch_norm", "aten::miopen_batch_norm")  # fmt: skip
 
 RULES: dict[str, Rule] = {
     **_NUMBERS,
     **dict.fromkeys(MADE, filled_rule),
-    **{f"aten::{name}": linear_rule for name in _LINEAR},
+    **dict.fromkeys(LINEAR, linear_rule),
     **dict.fromkeys(PRODUCTS, contraction_rule),
     **LOSS_RULES,
     "aten::sym_size": size_rule,
@@ -111,7 +104,7 @@ RULES: dict[str, Rule] = {
     "aten::masked_scatter": scatter_in_order_rule,
     "aten::repeat_interleave": repeat_each_rule,
     "aten::scaled_dot_product_attention": attention_rule,
-    **dict.fromkeys(_BATCH_NORMS, batch_norm_rule),
+    **dict.fromkeys(BATCH_NORMS, batch_norm_rule),
     **dict.fromkeys(RECURRENT, recurrent_rule),
     "aten::argsort": order_rule,
     "aten::slice_scatter": overwritten_rule,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import python_kernels
@@ -90,7 +91,7 @@ class _Made:
         operation = _counterpart(node)
         target = self._one(node.args[0])  # type: ignore[arg-type]
         root = self._root(target)
-        if root.op != "call_function" or g.is_random(node):
+        if root.op != "call_function" or is_random(node):
             raise _LeftToTorch
         arguments, keywords = fx.map_arg(node.args, self._current), fx.map_arg(node.kwargs, self._current)
         written = self._call(node, operation, *arguments, **keywords)

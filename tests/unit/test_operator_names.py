@@ -1,0 +1,101 @@
+"""What is known of operators stands in one table: who else names one looks for a pattern, or makes that call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.unit.test_imports import MODULES
+
+TABLE = "csc.analysis.operators"
+# A file that names operators of ATen, and why they are no knowledge that others could need.
+NAMES = {
+    "csc.analysis.batch_free_values": "a pattern: the numbers of runs, and an index that counts through all",
+    "csc.analysis.routing": "a pattern: tokens sorted by expert and put back",
+    "csc.analysis.samples.arithmetic_rules": "the rule of one call each, with what the table says of its dimensions",
+    "csc.analysis.samples.layer_rules": "the rule of one call",
+    "csc.analysis.samples.product_rules": "the rule of one call",
+    "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
+    "csc.analysis.samples.rules": "which rule follows samples through which call",
+    "csc.analysis.samples.size_rules": "the rule of one call",
+    "csc.analysis.sized": "writes a view as a reshape",
+    "csc.analysis.token_counts": "a pattern: what csc.capture.lower.masked_index writes for a selection",
+    "csc.analysis.visibility": "a pattern: masks written as comparisons",
+    "csc.capture.lower.autocast": "writes casts",
+    "csc.capture.lower.decompose": "which calls are taken apart, and into what",
+    "csc.capture.lower.detached": "writes copies for values that are written to later",
+    "csc.capture.lower.flatten": "which calls of an exported graph are left out",
+    "csc.capture.lower.masked_index": "writes selections as masked calls",
+    "csc.capture.lower.writes": "writes what changes in place as calls that give it",
+    "csc.capture.trace.size_guards": "the one call that asks whether a size is 1",
+    "csc.check.numbers": "draws by itself: what judges shares no code with what it judges",
+    "csc.kernels.cpu": "runs ATen's kernels",
+    "csc.kernels.vocabulary": "runs ATen's kernels",
+    "csc.masks.mask_mod": "indexes while a mask_mod is traced",
+    "csc.passes.attention": "writes masks as ranges and kinds",
+    "csc.passes.differentiate": "tidies what autograd traced",
+    "csc.passes.dropout": "writes calls that draw from a seed",
+    "csc.passes.head": "a pattern: logits from the product to the loss",
+    "csc.passes.layouts": "writes a view as a reshape",
+    "csc.passes.loss": "writes what a loss is a mean over",
+    "csc.passes.precision": "writes casts",
+    "csc.passes.provenance": "writes a view as a reshape",
+    "csc.passes.prune": "writes zeros",
+    "csc.passes.regions": "writes copies; which calls leave a value its name",
+    "csc.passes.shapes": "writes constants",
+    "csc.passes.sharding": "writes the calls of a shard of tokens",
+    "csc.passes.split": "a pattern: the product that ends a gradient",
+    "csc.passes.tensor_graph": "writes the calls of a shard",
+    "csc.passes.written_out": "a pattern: attention written out",
+}
+# Their lists of operators: {file: names of the lists}.
+LISTS = {
+    "csc.analysis.samples.propagation": {"UNLESS"},
+    "csc.analysis.samples.rules": {"RULES"},
+    "csc.analysis.routing": {"UNWRITTEN"},
+    "csc.capture.lower.decompose": {"_OTHER_OPERATIONS", "_MADE_OF_OTHERS"},
+    "csc.capture.lower.flatten": {"ASSERTIONS"},
+    "csc.capture.lower.masked_index": {"ALONG_ROWS", "SIZED"},
+    "csc.capture.lower.writes": {"SCATTERS"},
+    "csc.passes.head": {"PRODUCTS", "STEPS"},
+    "csc.passes.regions": {"CARRIES_NAME"},
+    "csc.passes.tensor_graph": {"MAKES_SHARDS", "WITHOUT_BIAS"},
+}
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Operators of ATen that code names: "aten::mm", f"aten::{..}", torch.ops.aten.mm; not those that texts tell of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("aten::") and " " not in node.value:
+                yield node.value
+        elif isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            if chain.startswith(("aten.", "torch.ops.aten.")):
+                yield chain
+
+
+def lists(tree: ast.Module) -> Iterator[str]:
+    """The names of constants of a file that hold operators."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not isinstance(node.value, ast.Constant | ast.Attribute):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and any(named(node)):
+                yield target.id
+
+
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text()) for name, file in MODULES.items() if not name.startswith(TABLE)}
+
+
+def test_files_that_name_operators_have_a_reason() -> None:
+    assert {name for name, tree in trees().items() if any(named(tree))} == NAMES.keys()
+
+
+def test_no_other_file_lists_operators() -> None:
+    assert {name: found for name, tree in trees().items() if (found := set(lists(tree)))} == LISTS
+
+
+def test_the_example_of_a_second_table_is_found() -> None:
+    tree = ast.parse('"""aten::mm"""\nCHEAP = {"aten::t", "aten::view"}\nONE = "aten::mm"\nMM: dict = {aten.mm: 1}\n')
+    assert list(lists(tree)) == ["CHEAP", "MM"]
