@@ -15,7 +15,7 @@ from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
 from csc.ir.naming import identifier, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
-from csc.ir.rewrite import extract
+from csc.ir.rewrite import add_call, extract
 from csc.ir.strides import dense
 
 
@@ -216,10 +216,10 @@ class _Builder:
     def _densify(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         if dense(node.meta["val"].shape, node.meta["val"].stride()):
             return node
-        copied = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-        g.copy_meta(node, copied)
-        copied.meta["val"] = self._dense(node.meta["val"])
-        return copied
+        layout = {"memory_format": torch.contiguous_format}
+        return add_call(
+            graph, torch.ops.aten.clone.default, (node,), layout, val=self._dense(node.meta["val"]), like=node
+        )
 
     def table(self, node: fx.Node) -> str:
         """The name of a shared value; batch inputs and constants keep theirs as far as identifiers allow."""

@@ -6,6 +6,7 @@ Terms
 
     values_of(arguments)                        the arguments of a call with values in place of nodes
     add_call(graph, target, args, val=, like=)  one call whose value is known
+    add_traced_call(graph, target, args, ..)    the same in a graph as export traced it
     Writer(graph, mode).call(like, target, ..)  calls whose values are computed
     replace_call(node, new)                     let `new` stand for a call
     extract(graph, outputs) -> fx.Graph         what makes these values, alone
@@ -44,6 +45,21 @@ def add_call(
     """A call of this value with the provenance of `like`, where the graph's insertion point is."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     node.meta.update(val=val, **provenance(like))
+    return node
+
+
+def add_traced_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    val: Any,
+    like: fx.Node,
+) -> fx.Node:
+    """A call of this value beside one that export traced, with all that it noted of that one."""
+    node = graph.create_node("call_function", target, args, kwargs)
+    node.meta.update(like.meta, val=val)
     return node
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 import torch
 from torch import fx
@@ -9,6 +11,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.rewrite import Writer, add_call, extract, provenance, replace_call, values_of
 from csc.torch_private.traces import FakeTensorMode
+from tests.unit.test_imports import MODULES
 
 aten = torch.ops.aten
 
@@ -147,3 +150,14 @@ def test_a_part_takes_what_it_is_given() -> None:
     assert torch.equal(found, (-values).relu()) and torch.equal(twice, values * 2)
     assert named(part, "added").meta["role"] == ("activation", "added")
     assert named(part, "added").meta["val"] is added.meta["val"]
+
+
+def test_no_other_file_makes_calls_by_hand() -> None:
+    makers = ("create_node", "call_function")
+    found = {
+        name
+        for name, file in MODULES.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+    }
+    assert found == {"csc.ir.rewrite", "csc.ir.graph", "csc.ir.stored"}

@@ -23,7 +23,7 @@ from torch import fx
 from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.rewrite import values_of
+from csc.ir.rewrite import add_traced_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import TorchDispatchMode, pytree, without_messages
 
@@ -129,8 +129,7 @@ def _cast(
     kept = used.op == "placeholder" and used.meta["val"].requires_grad  # parameters: what torch's cache keeps
     if kept and (used, dtype) in known:
         return known[used, dtype]
-    made = body.call_function(torch.ops.aten.to.dtype, (used, dtype))
-    made.meta.update(reader.meta, val=used.meta["val"].to(dtype))
+    made = add_traced_call(body, torch.ops.aten.to.dtype, (used, dtype), val=used.meta["val"].to(dtype), like=reader)
     made.meta[SETTLED] = True
     if kept:
         known[used, dtype] = made

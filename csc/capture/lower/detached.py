@@ -24,6 +24,7 @@ from torch import fx
 from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.rewrite import add_traced_call
 from csc.torch_private.exported import OpOverload
 
 DETACH = "aten::detach"
@@ -132,6 +133,5 @@ def _written(node: fx.Node) -> Any:
 
 def _copied(graph: fx.Graph, cut: fx.Node) -> None:
     with graph.inserting_after(cut):
-        copy = graph.call_function(torch.ops.aten.clone.default, (cut,))
-    copy.meta.update(cut.meta)
+        copy = add_traced_call(graph, torch.ops.aten.clone.default, (cut,), val=cut.meta["val"], like=cut)
     cut.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)

@@ -14,7 +14,6 @@ twice: for a scan over tokens, which writes in each turn of a loop, that is most
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import fx
 
 from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
+from csc.ir.rewrite import add_traced_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import python_kernels
 
@@ -83,7 +83,7 @@ class _Made:
         writes = self._writes.get(self._root(node), 0)
         if self._made_at[node] != writes:
             again = self.graph.node_copy(node, self._current)
-            again.meta["val"] = _value(again)
+            again.meta["val"] = _value(again.target, again.args, again.kwargs)
             self._now[node], self._made_at[node] = again, writes
         return self._now[node]
 
@@ -128,9 +128,8 @@ class _Made:
         raise _LeftToTorch
 
     def _call(self, like: fx.Node, operation: OpOverload, *arguments: Any, **keywords: Any) -> fx.Node:
-        made = self.graph.call_function(operation, arguments, keywords)
-        made.meta = {**like.meta, "val": _value(made)}
-        return made
+        val = _value(operation, arguments, keywords)
+        return add_traced_call(self.graph, operation, arguments, keywords, val=val, like=like)
 
 
 SCATTERS: dict[str, OpOverload] = {
@@ -172,13 +171,12 @@ def _counterpart(node: fx.Node) -> OpOverload:
     return found
 
 
-def _value(node: fx.Node) -> Any:
+def _value(operation: Any, arguments: Any, keywords: Any) -> Any:
     """The type that an operation gives."""
-    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    evaluate: Callable[..., Any] = node.target  # type: ignore[assignment]
+    given, named = values_of((arguments, keywords))
     try:
         with torch.no_grad(), python_kernels():
-            return evaluate(*arguments, **keywords)
+            return operation(*given, **named)
     except Exception as error:
         raise _LeftToTorch from error
 
