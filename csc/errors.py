@@ -5,9 +5,17 @@ raises on purpose carries the three, and reads as one or two sentences. Anything
 csc.
 
     CscError(what, where="", remedy="")    str(): "WHERE: WHAT. REMEDY."
+    user_line(error), calling_line()       `file:line: code` of the user's, where one was raised or where it runs
 """
 
 from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
 
 
 def _sentence(text: str) -> str:
@@ -75,3 +83,39 @@ class StepFailed(CscError):
     """Another rank failed, or was about to do something else: no rank has done the step. Gradients are as they were,
     the ranks are in step, and the next one can be made.
     """
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
+    innermost = ""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for item in chain:
+        innermost = _innermost(traceback.extract_tb(item.__traceback__)) or innermost
+    return innermost
+
+
+def calling_line() -> str:
+    """The same, of the code that is running."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
+    innermost = ""
+    for frame in frames:
+        name = frame.filename
+        if not is_of_libraries(name) and not name.startswith("<"):
+            code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
+            innermost = f"{name}:{frame.lineno}: {code}"
+    return innermost
+
+
+def is_of_libraries(file: str) -> bool:
+    """Whether a file is torch's, csc's or Python's own."""
+    standard = sysconfig.get_paths()["stdlib"]
+    ours = os.path.dirname(os.path.abspath(__file__))
+    torch_home = str(Path(find_spec("torch").origin).parent)  # type: ignore[union-attr, arg-type]
+    return file.startswith((torch_home, ours)) or (file.startswith(standard) and "site-packages" not in file)

@@ -225,16 +225,10 @@ def _warm_up(trainer: Any, batch: Any) -> None:
 
 
 def _say_what_is_edited(program: Any, launch: Any) -> None:
-    """The first rank says it of what all share, each other one of its own file, the first of a position of theirs."""
-    from csc.ir.groups import Group
-    from csc.runtime.loaded_program import own_files
+    """Each rank says it of the files that it is the first to have; see csc.runtime.loaded_program."""
+    from csc.runtime.loaded_program import edited_files
 
-    found, rank = program.edited, launch.rank if launch else 0
-    if rank:
-        mesh = program.manifest.mesh
-        alone, position = own_files(mesh, rank) if rank < mesh.size else ("", "")
-        speaks = rank < mesh.size and mesh.group(Group.POSITION, rank)[0] == rank
-        found = [name for name in found if name == alone or (name == position and speaks)]
+    found = edited_files(program, launch.rank if launch else 0)
     if found:
         _say(f"edited since it was compiled: {', '.join(found)}.")
 
@@ -270,16 +264,11 @@ def _wait(options: Arguments, program: Any, launch: Any) -> None:
 
 
 def _record(options: Arguments, traces: Any, manifest: Any, name: str) -> None:
-    """Write the timeline of a step, from the first rank, if it is asked for. All ranks call it."""
-    if options.timeline is None or not traces:
-        return
-    from csc.runtime.timelines import gathered, timeline
-    from csc.simulation.timeline import to_json
+    """Write the timeline of a step, if it is asked for. All ranks call it."""
+    from csc.runtime.timelines import record
 
-    together = gathered(traces)
-    if 0 in traces:
-        options.timeline.parent.mkdir(parents=True, exist_ok=True)
-        options.timeline.write_text(json.dumps(to_json(timeline(together, manifest, name))))
+    if options.timeline is not None and traces:
+        record(options.timeline, traces, manifest, name)
 
 
 def _batches(options: Arguments, program: Any) -> Batches:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from csc.balance.collation import Collation, Counted
 from csc.balance.decision import Decider, Decision
-from csc.capture.diagnostics import user_line
-from csc.errors import CscError, InputError
+from csc.errors import CscError, InputError, user_line
 from csc.planning.assign.layout import Size
 from csc.runtime.words import digest
 

@@ -5,15 +5,12 @@ untraceable(error, asked) -> CscError
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
-import sysconfig
-import traceback
 
 import torch
 
-from csc.errors import CscError, InputError
+from csc.errors import CscError, InputError, user_line
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
 # What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
@@ -73,39 +70,3 @@ def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def user_line(error: BaseException) -> str:
-    """`file:line: code` of the innermost frame outside torch, the standard library and csc; "" if there is none."""
-    innermost = ""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    for item in chain:
-        innermost = _innermost(traceback.extract_tb(item.__traceback__)) or innermost
-    return innermost
-
-
-def calling_line() -> str:
-    """The same, of the code that is running."""
-    return _innermost(traceback.extract_stack())
-
-
-def _innermost(frames: traceback.StackSummary) -> str:
-    innermost = ""
-    for frame in frames:
-        name = frame.filename
-        if not is_of_libraries(name) and not name.startswith("<"):
-            code = (frame.line or linecache.getline(name, frame.lineno or 0)).strip()
-            innermost = f"{name}:{frame.lineno}: {code}"
-    return innermost
-
-
-def is_of_libraries(file: str) -> bool:
-    """Whether a file is torch's, csc's or Python's own."""
-    standard = sysconfig.get_paths()["stdlib"]
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    torch_home = os.path.dirname(torch.__file__)
-    return file.startswith((torch_home, ours)) or (file.startswith(standard) and "site-packages" not in file)

@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from csc.api import compile
-from csc.capture.diagnostics import user_line
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
-from csc.errors import CscError, InputError, MissingPackage
+from csc.errors import CscError, InputError, MissingPackage, user_line
 
 
 def load_target(target: str, example: str | None = None) -> CompiledModel:

@@ -7,6 +7,7 @@ read and changed. program.json itself and constants are what was compiled, or an
 
     load(directory, ranks) -> LoadedProgram      ProgramError with a sentence for everything that does not fit
     own_files(mesh, rank)                        the files that a rank does not share with other positions
+    edited_files(program, rank)                  those of program.edited that a rank is to tell of
     functions(program, rank) -> {stage: StageFunctions}     imported from rank_R.py without touching sys.path
     read_tensors(file) -> {name: tensor}         of a safetensors file
 """
@@ -30,6 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from csc.errors import ProgramError, ScheduleError
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule, parse
 from csc.ir.schedule_verifier import verify
@@ -124,6 +126,16 @@ def _hash(file: Path) -> str:
 def own_files(mesh: Mesh, rank: int) -> tuple[str, str]:
     """A rank's file, and the one that it shares with the other ranks of its position, if there is one."""
     return f"rank_{rank}.py", f"position_{mesh.coordinates(rank).pp}.py"
+
+
+def edited_files(program: LoadedProgram, rank: int) -> list[str]:
+    """Edited files that a rank is to tell of: the first one of all, the first of a position its file, each its own."""
+    mesh = program.manifest.mesh
+    if rank == 0 or rank >= mesh.size:
+        return list(program.edited) if rank == 0 else []
+    alone, position = own_files(mesh, rank)
+    speaks = mesh.group(Group.POSITION, rank)[0] == rank
+    return [name for name in program.edited if name == alone or (name == position and speaks)]
 
 
 def _edited(path: Path, checked: Manifest, ranks: Iterable[int]) -> tuple[str, ...]:

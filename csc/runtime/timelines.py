@@ -5,6 +5,7 @@ set against each other at a barrier; the error is the time that the barrier take
 
     gathered(traces) -> {rank: [Timed]}             over all processes; every process calls it, each gets everything
     timeline(traces, manifest, name) -> Timeline    of one data-parallel replica
+    record(path, traces, manifest, name)            the first process writes it as JSON; every process calls it
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,7 +23,7 @@ from csc.ir.schedule import parse
 from csc.runtime.executor import Timed
 from csc.runtime.specs import Manifest
 from csc.runtime.texts import gathered_texts
-from csc.simulation.timeline import Event, Timeline, Transfer
+from csc.simulation.timeline import Event, Timeline, Transfer, to_json
 
 Traces = Mapping[int, Sequence[Timed]]
 
@@ -58,6 +60,14 @@ def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Time
         tuple(Event(position, t.action, t.start - zero, t.end - zero) for t in row) for position, row in enumerate(rows)
     )
     return Timeline(name, ranks, _transfers(ranks, manifest), ((),) * mesh.pp, (0.0,) * mesh.pp)
+
+
+def record(path: Path, traces: Traces, manifest: Manifest, name: str) -> None:
+    """Write the timeline of a step that all processes took part in, from the process that has rank 0."""
+    together = gathered(traces)
+    if 0 in traces:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(to_json(timeline(together, manifest, name))))
 
 
 def _transfers(ranks: Sequence[Sequence[Event]], manifest: Manifest) -> tuple[Transfer, ...]:

@@ -30,8 +30,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from csc.capture.diagnostics import calling_line, is_of_libraries
-from csc.errors import InputError
+from csc.errors import InputError, calling_line, is_of_libraries
 from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)

@@ -18,9 +18,8 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from csc.capture.diagnostics import calling_line
 from csc.capture.trace.draws import Drawn, hidden_draws
-from csc.errors import InputError
+from csc.errors import InputError, calling_line
 from csc.torch_private.traces import pytree
 
 SEED = 0x5EED_0F_C5C  # one that a model will not choose

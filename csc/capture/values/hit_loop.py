@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from csc.capture.diagnostics import calling_line
 from csc.capture.values.call_log import writes
-from csc.errors import InputError
+from csc.errors import InputError, calling_line
 from csc.torch_private.traces import pytree
 
 MOST = 1024  # turns
