@@ -31,7 +31,7 @@ __all__ = [
 if TYPE_CHECKING:
     from csc.api import compile
     from csc.balance.balanced import balanced
-    from csc.cache.features import FeatureCache
+    from csc.cache.feature_entries import FeatureCache
     from csc.capture.trace.meta_init import meta_init
     from csc.composition import compose
     from csc.driver.compiled import CompiledModel
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "balanced": "csc.balance.balanced",
-    "FeatureCache": "csc.cache.features",
+    "FeatureCache": "csc.cache.feature_entries",
     "compile": "csc.api",
     "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",

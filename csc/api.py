@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.driver.compiled import CompiledModel
 from csc.driver.dividing import Divide
 from csc.driver.given_batches import Example

@@ -34,9 +34,9 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of what getrusage s
 class Accelerator:
     """type: as in torch.device(type). name: in sentences. backend: that moves its tensors between processes.
 
-    profile: the hardware profile (csc/hardware) that plans are made for if the user names none. switches: torch's own
-    that decide what it computes, by a name. asked: functions of its module that say something of the world, which a
-    cached model may not depend on.
+    profile: the hardware profile (csc/analysis/profiles) that plans are made for if the user names none. switches:
+    torch's own that decide what it computes, by a name. asked: functions of its module that say something of the world,
+    which a cached model may not depend on.
     """
 
     type: str

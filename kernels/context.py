@@ -8,8 +8,8 @@
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
 whole sequence. x: a rank's shard, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
 rank's part of the gradient of the whole; dx, this rank's shard of the sum over ranks (an all-gather and its
-reduce-scatter). They meet the other ranks' through a `TokenPlan` of the batch at hand (csc.runtime.context), which no
-tensor holds: plan is its number, int64 without dimensions.
+reduce-scatter). They meet the other ranks' through a `TokenPlan` of the batch at hand (csc.runtime.context_group),
+which no tensor holds: plan is its number, int64 without dimensions.
 
     numbered(plan) -> number            what stands for a plan in a call, as long as the plan lives
 """

@@ -21,8 +21,8 @@ from torch import fx
 
 from csc.analysis.axes import Axis, apart, axes
 from csc.analysis.cutting import shared_nodes
-from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.products import ATTENTION, SDPA
+from csc.analysis.operators.views import is_view
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import COPIES
 from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.views import is_view
 from csc.analysis.samples.combining import combination
 from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError

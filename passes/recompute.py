@@ -33,7 +33,7 @@ from torch import fx
 
 from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
 from csc.analysis.hardware import Hardware
-from csc.analysis.kernels import Kernels
+from csc.analysis.kernel_calls import Kernels
 from csc.analysis.operators.randomness import is_random
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from csc.analysis import cutting, gradient_flow
-from csc.analysis.operators.memory import VIEWS
 from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.views import VIEWS
 from csc.ir import graph as g
 from csc.ir.naming import identifier, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template

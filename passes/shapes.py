@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.made import filled_with
-from csc.analysis.operators.memory import VIEWS
 from csc.analysis.operators.moves import COPIES, STOPS
+from csc.analysis.operators.views import VIEWS
 from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -23,9 +23,9 @@ from csc.passes.spread_masks import SpreadMasks, TokenSizes
 from torch import fx
 
 from csc.analysis.operators.made import NEW
-from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
 from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.views import is_view
 from csc.analysis.routing import TOKENS, Moved, positions
 from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes

@@ -11,7 +11,7 @@ from torch import fx
 
 from csc.analysis.flops import call_flops, count
 from csc.analysis.operators.made import FACTORIES
-from csc.analysis.operators.memory import is_view
+from csc.analysis.operators.views import is_view
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
 from csc.ir.rewrite import narrow_outputs

@@ -23,11 +23,11 @@ from math import prod
 
 from torch import fx
 
-from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.operators.products import ATTENTION
 from csc.analysis.operators.relation import Axis, Link, Relation, Use, alike, reshaped, several, shape_of
 from csc.analysis.operators.table import links, relation
+from csc.analysis.operators.views import is_view
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 

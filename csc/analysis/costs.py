@@ -35,9 +35,9 @@ from csc.analysis import exchanges, head_costs
 from csc.analysis.flops import call_flops
 from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
-from csc.analysis.kernels import Call, Kernels
-from csc.analysis.operators.memory import is_view
-from csc.analysis.operators.work import LOOK_UPS
+from csc.analysis.kernel_calls import Call, Kernels
+from csc.analysis.operators.execution import LOOK_UPS
+from csc.analysis.operators.views import is_view
 from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh

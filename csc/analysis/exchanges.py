@@ -1,7 +1,7 @@
 """What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as csc runs them.
 
 Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
-(csc.kernels.collectives, csc.runtime.context): of an all-reduce its whole payload goes to each of them.
+(csc.kernels.collectives, csc.runtime.context_group): of an all-reduce its whole payload goes to each of them.
 
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
     wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis

@@ -8,8 +8,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from csc.analysis import head_costs
+from csc.analysis.operators.execution import ATTENTIONS, MATMULS
 from csc.analysis.operators.products import CONTEXT_ATTENTION
-from csc.analysis.operators.work import ATTENTIONS, MATMULS
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from csc.analysis.kernels import Call, Kernels
-from csc.analysis.operators.memory import is_view, maker
-from csc.analysis.operators.work import FUSED_REDUCTIONS
+from csc.analysis.kernel_calls import Call, Kernels
+from csc.analysis.operators.execution import FUSED_REDUCTIONS
+from csc.analysis.operators.views import is_view, maker
 from csc.ir import graph as g
 
 

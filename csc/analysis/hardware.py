@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from csc.errors import InputError
 
-PROFILES = Path(__file__).parents[1] / "hardware"
+PROFILES = Path(__file__).parent / "profiles"
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 LARGEST_BANDWIDTH = 1e15  # bytes per second: a thousand times the fastest memory there is

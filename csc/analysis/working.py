@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from csc.analysis.costs import extent, held_bytes
-from csc.analysis.operators.memory import maker
+from csc.analysis.operators.views import maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
 

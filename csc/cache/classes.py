@@ -25,8 +25,8 @@ from types import (
 from typing import TYPE_CHECKING, Any
 
 from csc.cache.bytecode import facts
+from csc.cache.class_sources import functions_of, is_own_class, is_own_function, is_put_there, path_of, torch_folder
 from csc.cache.indescribable import Opaque
-from csc.cache.kinds import functions_of, is_own_class, is_own_function, is_put_there, path_of, torch_folder
 from csc.cache.origins import distribution, is_own, is_source
 
 if TYPE_CHECKING:

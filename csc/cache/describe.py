@@ -40,9 +40,9 @@ import torch
 from torch import nn
 
 from csc.cache.bytecode import facts
+from csc.cache.class_sources import CACHED, has_source, of_transformers, slots
 from csc.cache.classes import Classes
 from csc.cache.indescribable import Opaque
-from csc.cache.kinds import CACHED, has_source, of_transformers, slots
 from csc.cache.origins import Origins, is_own, is_source
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.hooks import hooks_of_all_modules, hooks_of_tensor

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.cache.class_sources import functions_of, is_own_class, is_own_function, is_put_there, torch_folder
 from csc.cache.describe import Describer
-from csc.cache.kinds import functions_of, is_own_class, is_own_function, is_put_there, torch_folder
 from csc.torch_private.traces import modes_that_are_on
 
 SPACES: tuple[Any, ...] = (

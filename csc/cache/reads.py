@@ -24,9 +24,9 @@ from torch import nn
 from csc import devices
 from csc.cache import world
 from csc.cache.bytecode import Facts, facts
+from csc.cache.class_sources import CACHED, functions_of, is_own_class, is_own_function
 from csc.cache.describe import Describer
 from csc.cache.indescribable import Opaque
-from csc.cache.kinds import CACHED, functions_of, is_own_class, is_own_function
 from csc.cache.origins import file_of, is_own, is_source
 
 INERT = ("typing", "__future__", "types")  # nothing that a result depends on beyond its name

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from csc import __version__
-from csc.commands.cache import app as cache_app
+from csc.commands.cache_commands import app as cache_app
 from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
 from csc.commands.explain_command import explain

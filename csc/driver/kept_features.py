@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.cache.keys import Opaque, model_key
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Match

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.cache.store import store
 from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.when import checks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.check.when import checks
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import Compiler

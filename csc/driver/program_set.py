@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch

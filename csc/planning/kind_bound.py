@@ -1,6 +1,6 @@
 """Lower bounds where ranks are of several kinds.
 
-Terms: see csc.planning.kinds and docs/planning-bound.md. A *weight* of a kind is what a second of one of its ranks
+Terms: see csc.planning.rank_kinds and docs/planning-bound.md. A *weight* of a kind is what a second of one of its ranks
 counts; the weights of all ranks add up to 1.
 
     lower_bound(problem)                    -> (seconds, stages), of plans with one stage on each rank, or on fewer
@@ -25,8 +25,8 @@ import numpy as np
 from scipy.optimize import linprog
 
 from csc.planning.branches import Floats, Stages, branches, ramps
-from csc.planning.kinds import least_cap, lots, on_ranks
 from csc.planning.problem import Problem
+from csc.planning.rank_kinds import least_cap, lots, on_ranks
 from csc.planning.segment_bounds import segments
 
 SEARCHED = 3_000  # cells times frontiers of the short chains up to which partitions are searched

@@ -19,7 +19,7 @@ from csc.planning.branches import Stages
 from csc.planning.budget import Budget
 from csc.planning.contiguous import contiguous
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.memory import reserve, room
+from csc.planning.schedules.activations import reserve, room
 from csc.planning.schedules.named import ORDERS
 from csc.planning.schedules.timing import makespan, peaks
 from csc.planning.schedules.waiting import excess

@@ -21,10 +21,10 @@ from csc.errors import InputError
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget
 from csc.planning.problem import Problem, pipeline
+from csc.planning.schedules.activations import room
 from csc.planning.schedules.fitting import Fitted, fitted
 from csc.planning.schedules.fusing import hastened, settled_all
 from csc.planning.schedules.greedy import Rule
-from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.search import Fits, improve
 from csc.planning.schedules.timing import makespan

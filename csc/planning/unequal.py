@@ -1,6 +1,6 @@
 """Partitions and the order of ranks where ranks are of several kinds, one stage on each.
 
-Terms: see csc.planning.kinds. An *order* is the rank of each stage. Which rank of a kind has which of its stages
+Terms: see csc.planning.rank_kinds. An *order* is the rank of each stage. Which rank of a kind has which of its stages
 matters to links alone.
 
     orders(problem)                        -> [order]: as the search likes it best, first; as the ranks are numbered;
@@ -17,8 +17,8 @@ from csc.planning.branches import Stages, branches
 from csc.planning.coarse import lumped
 from csc.planning.contiguous import contiguous
 from csc.planning.kind_bound import spread, weights
-from csc.planning.kinds import least_cap, lots, on_ranks
 from csc.planning.problem import Problem
+from csc.planning.rank_kinds import least_cap, lots, on_ranks
 from csc.planning.segment_bounds import segments
 
 Order = tuple[int, ...]

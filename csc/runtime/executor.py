@@ -22,7 +22,7 @@ import torch
 from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
-from csc.runtime import context, loss_terms, seeds
+from csc.runtime import context_group, loss_terms, seeds
 from csc.runtime.gathering import Gathered
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.loaded_program import StageFunctions
@@ -234,7 +234,7 @@ def step(
     """
     rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
-    microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    microbatches = [context_group.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     if rank.met is not None:
         microbatches = [{**microbatch, "tp": rank.met.number} for microbatch in microbatches]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)

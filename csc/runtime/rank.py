@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from csc.ir.groups import Group
-from csc.runtime.collectives import Met
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.specs import StageSpec
+from csc.runtime.tensor_group import Met
 from csc.runtime.transport import Endpoint
 
 

@@ -33,11 +33,11 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
-from csc.runtime.collectives import Met
 from csc.runtime.exchange import Membership
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime.tensor_group import Met
 from csc.runtime.transport import Endpoint, Transport
 from csc.runtime.zero_shards import seen, shard_of
 

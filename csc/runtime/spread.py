@@ -89,7 +89,7 @@ def _tiles(mask: Mask, spec: ContextSpec) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Masks, how their tokens are spread, and what each rank has planned for them (csc.runtime.context)."""
+    """Masks, how their tokens are spread, and what each rank has planned for them (csc.runtime.context_group)."""
 
     spec: ContextSpec
     masks: tuple[Mask, ...]

@@ -35,7 +35,7 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
-from csc.runtime import batches, context, seeds, weights
+from csc.runtime import batches, context_group, seeds, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
@@ -275,7 +275,7 @@ class Trainer:
         """Plan where the tokens of a coming batch will be, so that its `train_step` finds that done. Nothing to do
         without cp. Any one thread may call it while another trains; `steps`: how many batches it is ahead at most.
         """
-        most = max(len(context.contexts(rank)) for rank in self._ranks)
+        most = max(len(context_group.contexts(rank)) for rank in self._ranks)
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
@@ -285,8 +285,8 @@ class Trainer:
                 first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
                 for microbatch in dealt.of[first.replica]:
                     rank = self._members[microbatch.program][index]
-                    names = [name for spec in context.contexts(rank) for name in spec.inputs]
-                    context.prepare(rank, self._on_device(microbatch.tensors, names))
+                    names = [name for spec in context_group.contexts(rank) for name in spec.inputs]
+                    context_group.prepare(rank, self._on_device(microbatch.tensors, names))
 
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}

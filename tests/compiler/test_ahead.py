@@ -11,7 +11,7 @@ import torch
 
 import csc
 from csc.errors import InputError
-from csc.runtime import context, spread
+from csc.runtime import context_group, spread
 from tests.compiler.conftest import Models
 from tests.models import packed
 
@@ -33,7 +33,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return record
 
     monkeypatch.setattr(spread, "spread", recording("tokens", spread.spread))
-    monkeypatch.setattr(context, "KVExchange", recording("keys", context.KVExchange))
+    monkeypatch.setattr(context_group, "KVExchange", recording("keys", context_group.KVExchange))
     return seen
 
 

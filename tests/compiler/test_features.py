@@ -16,7 +16,7 @@ from torch import nn
 
 import csc
 from benchmarks.coverage import models as coverage
-from csc.cache.features import FeatureCache
+from csc.cache.feature_entries import FeatureCache
 from csc.driver.apart import are_apart, divisions
 from tests import launching
 from tests.compiler import features_worker

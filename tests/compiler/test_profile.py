@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from csc.analysis.costs import basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
-from csc.analysis.kernels import Call, Kernels
+from csc.analysis.kernel_calls import Call, Kernels
 from csc.commands import main as cli
 from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError

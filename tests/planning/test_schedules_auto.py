@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES, auto, lower_bound, placement
-from csc.planning.schedules.memory import least, room
+from csc.planning.schedules.activations import least, room
 from csc.planning.schedules.search import improve
 from csc.planning.schedules.timing import makespan as replayed
 from csc.planning.schedules.timing import peaks

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.ir.schedule import with_messages
 from csc.ir.schedule_verifier import verify
+from csc.planning.schedules.activations import least, room
 from csc.planning.schedules.greedy import Rule, order, run
 from csc.planning.schedules.makespan_bound import lower_bound
-from csc.planning.schedules.memory import least, room
 from csc.planning.schedules.timing import makespan, peaks, start_times
 from csc.planning.schedules.work import WorkTables, actions
 from csc.simulation.memory import peak_memory

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.runtime.context import ContextPlan, attach
+from csc.runtime.context_group import ContextPlan, attach
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread
 from tests.kernels import dense

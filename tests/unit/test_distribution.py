@@ -67,7 +67,7 @@ def test_the_sdist_holds_what_one_builds_and_tests_with(built: dict[str, Path]) 
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "csc/py.typed",
-        "csc/hardware/h100.toml", "passes/prune.py", "tests/golden/regions.txt", "docs/architecture.md",
+        "csc/analysis/profiles/h100.toml", "passes/prune.py", "tests/golden/regions.txt", "docs/architecture.md",
         "examples/llava.py", "benchmarks/judge.py",
     }  # fmt: skip
     assert wanted - names == set()

@@ -21,7 +21,7 @@ FLOORS = {
     "csc.capture": 3, "csc.composition": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,
     "csc.planning": 2,
     "csc.analysis": 1, "csc.masks": 1, "csc.simulation": 1,
-    "csc.ir": 0, "csc.kernels": 0, "csc.hardware": 0, "csc.devices": 0, "csc.errors": 0, "csc.torch_private": 0,
+    "csc.ir": 0, "csc.kernels": 0, "csc.devices": 0, "csc.errors": 0, "csc.torch_private": 0,
 }  # fmt: skip
 
 # What a room may import besides itself, csc.errors, csc.devices and csc.torch_private.
@@ -245,3 +245,15 @@ def test_the_example_of_a_private_use_is_found(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("import torch\nfrom torch._dynamo import x\ny = torch._C.z\ntorch.ops._c10d.a\ntorch.__version__\n")
     assert {use.split(":")[1] for use in private(file)} == {"2", "3"}
+
+
+def test_one_file_name_is_one_thing() -> None:
+    """A pass may be called as the operator that it writes, or as the part of the Program that it makes."""
+    places: dict[str, set[str]] = {}
+    for module in MODULES:
+        places.setdefault(module.rpartition(".")[2], set()).add(module)
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    others = {name: {one for one in found if not one.startswith("csc.passes.")} for name, found in shared.items()}
+    own = {"csc.capture": "csc.capture.capture"}  # the one function of the room
+    doubled = [found for found in others.values() if len(found) > 1 and found != {*own, *own.values()}]
+    assert doubled == [] and len(shared) > 3

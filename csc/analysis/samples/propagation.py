@@ -23,11 +23,11 @@ from typing import Any
 from torch import fx
 
 from csc.analysis.operators.made import FILLED, SIZES_READ
-from csc.analysis.operators.memory import is_view
 from csc.analysis.operators.moves import CASTS, COPIES, LOOK_UPS, RESHAPES, SIZED_VIEWS
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.relation import Axis, reshaped, shape_of
 from csc.analysis.operators.table import links
+from csc.analysis.operators.views import is_view
 from csc.ir import graph as g
 
 

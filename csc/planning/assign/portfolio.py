@@ -27,7 +27,7 @@ from csc.planning.assign.layout import Floats
 from csc.planning.assign.polish import polished
 from csc.planning.assign.runs import Runs
 from csc.planning.assign.step import Groups, Step
-from csc.planning.schedules.memory import reserve
+from csc.planning.schedules.activations import reserve
 from csc.planning.schedules.timing import makespan, peaks
 
 MOVES = 24  # a move takes as long as a candidate of the portfolio

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from csc.errors import InputError
-from csc.planning.dispatch import collectives
+from csc.planning.dispatch import kv_collectives
 from csc.planning.dispatch.bisect import Bisector, by_reach
 from csc.planning.dispatch.evaluate import Measured, Prepared, measure, prepare, seconds
 from csc.planning.dispatch.load_bound import lower_bound
@@ -73,12 +73,12 @@ class Dispatch:
     @cached_property
     def collectives(self) -> dict[str, float]:
         """Seconds by collective."""
-        return collectives.compare(self.prepared, list(self.measured))
+        return kv_collectives.compare(self.prepared, list(self.measured))
 
     @property
     def collective(self) -> str:
         """The cheapest one."""
-        return collectives.cheapest(self.collectives, list(self.measured))
+        return kv_collectives.cheapest(self.collectives, list(self.measured))
 
 
 def evaluate(workload: Workload, ranks_of_blocks: np.ndarray) -> Dispatch:

@@ -21,11 +21,11 @@ from itertools import product
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
+from csc.planning.schedules.activations import room
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import hastened, settled_all, spared
 from csc.planning.schedules.greedy import Rule
 from csc.planning.schedules.makespan_bound import lower_bound
-from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.search import improve
 from csc.planning.schedules.timing import makespan

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
+from csc.planning.schedules.activations import room
 from csc.planning.schedules.auto import auto
 from csc.planning.schedules.finish import check, finish
-from csc.planning.schedules.memory import room
 from csc.planning.schedules.named import ORDERS
 from csc.planning.schedules.timing import makespan
 from csc.planning.schedules.waiting import excess

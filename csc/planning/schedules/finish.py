@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule, with_messages
-from csc.planning.schedules.memory import room, size, state
+from csc.planning.schedules.activations import room, size, state
 from csc.planning.schedules.timing import peaks
 from csc.planning.schedules.work import WorkTables, actions
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from csc.planning.schedules.memory import reserve
+from csc.planning.schedules.activations import reserve
 from csc.planning.schedules.waiting import excess
 from csc.planning.schedules.work import WorkTables
 

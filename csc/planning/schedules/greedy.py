@@ -31,7 +31,7 @@ from heapq import heappop, heappush, heapreplace
 
 from csc.errors import InputError
 from csc.ir.schedule import Action
-from csc.planning.schedules.memory import Reserve, reserves
+from csc.planning.schedules.activations import Reserve, reserves
 from csc.planning.schedules.work import WorkTables, actions
 from csc.simulation.pipeline import Pipeline
 

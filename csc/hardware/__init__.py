@@ -1,1 +1,0 @@
-"""Profiles of devices, one TOML file each: see csc.analysis.hardware."""
