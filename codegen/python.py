@@ -101,13 +101,13 @@ def source(role: tuple[str, str]) -> str:
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 
-def with_note(code: str, note: str, indent: int = 4) -> list[str]:
-    """A line of code with a comment at its end, in one column where the code is short enough; where the line would be
-    longer than LIMIT, the comment stands above.
+def with_note(code: str, note: str) -> list[str]:
+    """A line of a function with a comment at its end, in one column where the code is short enough; where the line
+    would be longer than LIMIT, the comment stands above.
     """
-    text, said = " " * indent + code, comment(note)
+    text, said = f"    {code}", comment(note)
     line = f"{text:<{NOTES}}  # {said}" if said else text
-    return [line] if len(line) <= LIMIT or not said else [f"{' ' * indent}# {said}", text]
+    return [line] if len(line) <= LIMIT or not said else [f"    # {said}", text]
 
 
 def _statement(name: str, value: tuple[str, list[str], str], ended: list[str], note: str) -> list[str]:

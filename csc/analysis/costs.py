@@ -13,7 +13,7 @@ Terms
 
     variant_cost(variant, master) -> RegionCost                       pure integers, one per variant
     seconds(work, hardware) -> float                                  roofline per call
-    region_costs(program, hardware, measured, ..) -> [RegionTimes]    in the order of program.regions
+    region_costs(program, hardware, ..) -> [RegionTimes]              in the order of program.regions
     value_bytes(program) -> {value: (bytes, bytes of its gradient)}
 
 They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end up
@@ -126,8 +126,6 @@ class RegionTimes:
 def region_costs(
     program: Program,
     hardware: Hardware,
-    measured: Mapping[str, Seconds] | None = None,
-    master: bool = False,
     zero: int = 0,
     ranks: int = 1,
     fuse: bool = False,
@@ -135,14 +133,12 @@ def region_costs(
 ) -> list[RegionTimes]:
     """Seconds and bytes of every region, in the order of `program.regions`.
 
-    measured: seconds of F, B and W by `variant_key`, which go before the model; None: `hardware.measured`. zero, ranks:
-    see `RegionCost.state_of`; with zero=3 `gathered` is what they make whole where the region computes. fuse: seconds
-    are those of functions that Inductor compiled. mesh: over which collectives within a stage meet; None: those take
-    no time.
+    Those that `hardware.measured` has go before the model. zero, ranks: see `RegionCost.state_of`; with zero=3
+    `gathered` is what they make whole where the region computes. fuse: seconds are those of functions that Inductor
+    compiled. mesh: over which collectives within a stage meet; None: those take no time.
     """
-    known = hardware.measured if measured is None else measured
     stored = stored_dtypes(program)
-    of_variant = {name: variant_cost(variant, master, stored[name]) for name, variant in program.variants.items()}
+    of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else exchanges.wires(mesh, hardware)
     timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
@@ -153,7 +149,7 @@ def region_costs(
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
             works = _fused(variant) if fuse else (cost.forward, cost.backward_input, cost.backward_weight)
-            timed[key] = known.get(variant_key(variant)) or _seconds(works, hardware, visible, wires)
+            timed[key] = hardware.measured.get(variant_key(variant)) or _seconds(works, hardware, visible, wires)
         times = timed[key]
         found.append(
             RegionTimes(
@@ -168,11 +164,10 @@ def region_costs(
     return found
 
 
-def basis(program: Program, hardware: Hardware, measured: Mapping[str, Seconds] | None = None) -> str:
+def basis(program: Program, hardware: Hardware) -> str:
     """Where the seconds of `region_costs` come from: "measured on ..." or "model of a100"."""
-    known = hardware.measured if measured is None else measured
     keys = {variant_key(variant) for variant in program.variants.values()}
-    model, found = f"model of {hardware.name}", len(keys & known.keys())
+    model, found = f"model of {hardware.name}", len(keys & hardware.measured.keys())
     if not found:
         return model
     text = f"measured on {hardware.measured_on or hardware.name}"

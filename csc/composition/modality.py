@@ -10,8 +10,9 @@ Terms
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from csc.composition.encoders import Kind
 from csc.composition.projectors import ProjectorSpec
@@ -28,6 +29,15 @@ class Modality:
     projector: ProjectorSpec | None
     feature_layer: int | None
     keep_prefix: bool
+
+
+class Composed(Protocol):
+    """What a processor asks of a composed model."""
+
+    modalities: dict[str, Modality]
+
+    def tokens(self, modality: str, shape: Sequence[int]) -> int:
+        """How many placeholders one item of this shape needs."""
 
 
 def keywords(kinds: Mapping[str, Kind]) -> dict[str, str]:

@@ -163,12 +163,12 @@ class ComposedModel(nn.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors, under the model's own names; `compiled.load` reads them too."""
-        storing.save_config(self, Path(directory))
+        storing.save_config(self, self.modalities, Path(directory))
         storing.save_weights(self, Path(directory))
 
     def save_config(self, directory: str | Path) -> None:
         """config.json alone, for a directory whose weights `compiled.save` writes."""
-        storing.save_config(self, Path(directory))
+        storing.save_config(self, self.modalities, Path(directory))
 
     @staticmethod
     def from_pretrained(directory: str | Path, modules: Mapping[str, nn.Module] | None = None) -> ComposedModel:

@@ -11,15 +11,12 @@ Terms
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from csc.composition.modality import Modality
+from csc.composition.modality import Composed, Modality
 from csc.errors import InputError
-
-if TYPE_CHECKING:
-    from csc.composition.model import ComposedModel
 
 IGNORED = -100  # the label that losses leave out
 
@@ -41,7 +38,7 @@ class Processor:
 
     def __init__(
         self,
-        model: ComposedModel,
+        model: Composed,
         tokenizer: Any,
         preprocessors: Mapping[str, Any],
         slots: Mapping[str, int] | None = None,

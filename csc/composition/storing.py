@@ -2,7 +2,7 @@
 
 config.json holds, for every part, its Hugging Face configuration with `model_type`, and what csc.compose was told.
 
-    save_config(model, directory)      save_weights(model, directory)
+    save_config(model, modalities, directory)      save_weights(model, directory)
     parts(directory, modules)                        what config.json says, built
     fill(model, directory)                           InputError if a name or shape does not fit
 """
@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,21 +27,19 @@ from csc.composition.modality import Modality, keywords
 from csc.composition.projectors import ProjectorSpec, build
 from csc.errors import InputError
 
-if TYPE_CHECKING:
-    from csc.composition.model import ComposedModel
-
 Parts = tuple[nn.Module, list[Modality], dict[str, nn.Module], dict[str, nn.Module]]
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FORMAT = 1
 
 
-def save_config(model: ComposedModel, directory: Path) -> None:
+def save_config(model: nn.Module, modalities: Mapping[str, Modality], directory: Path) -> None:
     """Write config.json. InputError for a part that `parts` could not make again."""
     table: dict[str, Any] = {"model_type": "csc_composed", "format": FORMAT}
-    table["language_model"] = _part(model.language_model, _causal(model.language_model))
+    language_model = model.get_submodule("language_model")
+    table["language_model"] = _part(language_model, _causal(language_model))
     first: dict[int, str] = {}
     table["modalities"] = {}
-    for name, it in model.modalities.items():
+    for name, it in modalities.items():
         encoder = model.get_submodule(f"{name}_encoder")
         same = first.setdefault(id(encoder), name)
         part = (
@@ -80,7 +78,7 @@ def _causal(language_model: Any) -> str:
     return getattr(made, "__name__", "model of another kind")
 
 
-def save_weights(model: ComposedModel, directory: Path) -> None:
+def save_weights(model: nn.Module, directory: Path) -> None:
     """Write model.safetensors: every parameter and buffer of the state once, under its first name."""
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items() if name in names}
@@ -194,7 +192,7 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         raise InputError(f"the weights cannot be read: {error}", str(directory), "save the weights again") from None
 
 
-def fill(model: ComposedModel, directory: Path) -> None:
+def fill(model: nn.Module, directory: Path) -> None:
     """Every parameter and buffer gets its tensor, in the tensor's dtype; nothing is missing, nothing left over."""
     tensors, where = _tensors(directory), str(directory)
     state = model.state_dict(keep_vars=True)

@@ -43,20 +43,11 @@ from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode
 
 FORMAT = 2
-_KEPT = (
-    Checkpoint,
-    Combination,
-    Context,
-    ContextMask,
-    DividedAxis,
-    Input,
-    ModuleInfo,
-    Parameter,
-    Record,
-    Region,
-    Template,
-)
-CLASSES = {one.__name__: one for one in _KEPT}
+CLASSES = {
+    one.__name__: one
+    for one in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Input, ModuleInfo, Parameter, Record,
+                Region, Template)
+}  # fmt: skip
 META = (*g.KEPT_META, "names")
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
 LEFT_OUT = ("constants", "fake_mode", "guards", "symbolic")

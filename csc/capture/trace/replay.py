@@ -112,21 +112,9 @@ class Runs:
         for one in several:
             if one is None or one.holds(tensors):
                 return one
-        several.append(self._replayed(model, tensors, extra, host, rows, decides))
-        return several[-1]
-
-    def _replayed(
-        self,
-        model: nn.Module,
-        tensors: Mapping[str, torch.Tensor],
-        extra: Mapping[str, Any],
-        host: Host,
-        rows: bool,
-        decides: bool,
-    ) -> Replay | None:
-        assert self._layers is not None
         while True:
             try:
-                return replay(model, tensors, extra, host, self._layers, rows, decides)
+                several.append(replay(model, tensors, extra, host, self._layers, rows, decides))
+                return several[-1]
             except NotHidden as needed:
                 self._layers = self._layers.without_hidden(needed.paths)
