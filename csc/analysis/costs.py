@@ -305,10 +305,10 @@ def call_of(node: fx.Node) -> Call | None:
     if node.target is operator.getitem or is_view(node):  # items of a tuple were written by its maker
         return None
     name = g.op_name(node)
-    written = list(_tensors(node.meta["val"]))
+    written = list(tensors_in(node.meta["val"]))
     if not written:
         return None  # a number, not a tensor: nothing on the device
-    inputs = [t for used in node.all_input_nodes for t in _tensors(used.meta.get("val"))]
+    inputs = [t for used in node.all_input_nodes for t in tensors_in(used.meta.get("val"))]
     moved = sum(map(_bytes, written))
     if name in LOOK_UPS:  # the rows, not the table, and the indices
         moved += moved + sum(map(_bytes, inputs[1:]))
@@ -321,13 +321,13 @@ def call_of(node: fx.Node) -> Call | None:
     return Call(name, dtype, call_flops(node), moved, mask_of(node), exchanges.exchange(node))
 
 
-def _tensors(val: Any) -> Iterator[torch.Tensor]:
+def tensors_in(val: Any) -> Iterator[torch.Tensor]:
     """The tensors in a node's value: itself, or those in a tuple."""
     if isinstance(val, torch.Tensor):
         yield val
     elif isinstance(val, (tuple, list)):
         for item in val:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

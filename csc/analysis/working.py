@@ -10,12 +10,9 @@ executor holds it. What an operation takes for itself while it runs is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import fx
 
-from csc.analysis.costs import extent, held_bytes
+from csc.analysis.costs import extent, held_bytes, tensors_in
 from csc.analysis.operators.views import maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
@@ -76,12 +73,4 @@ def _counted(base: fx.Node) -> bool:
 
 
 def _size(base: fx.Node) -> int:
-    return sum(map(extent, _tensors(base.meta.get("val"))))
-
-
-def _tensors(val: object) -> Iterator[torch.Tensor]:
-    if isinstance(val, torch.Tensor):
-        yield val
-    elif isinstance(val, (tuple, list)):
-        for item in val:
-            yield from _tensors(item)
+    return sum(map(extent, tensors_in(base.meta.get("val"))))

@@ -49,14 +49,9 @@ def add_call(
 
 
 def add_traced_call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    val: Any,
-    like: fx.Node,
-) -> fx.Node:
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
+    val: Any, like: fx.Node,
+) -> fx.Node:  # fmt: skip
     """A call of this value beside one that export traced, with all that it noted of that one."""
     node = graph.create_node("call_function", target, args, kwargs)
     node.meta.update(like.meta, val=val)

@@ -51,7 +51,6 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.propagation": {"UNLESS"},
-    "csc.analysis.samples.rules": {"RULES"},
     "csc.analysis.routing": {"UNWRITTEN"},
     "csc.capture.lower.decompose": {"_OTHER_OPERATIONS", "_MADE_OF_OTHERS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},

@@ -40,17 +40,8 @@ _REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "linalg
 NORMALISING = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
 _EXTREMES = ("max", "min", "median", "nanmedian", "kthvalue", "mode")  # with a dim: values and places
 _ALONG = (
-    "cumsum",
-    "topk",
-    "repeat_interleave",
-    "glu",
-    "sort",
-    "argsort",
-    "logcumsumexp",
-    "cumprod",
-    "cummax",
-    "cummin",
-)
+    "cumsum", "topk", "repeat_interleave", "glu", "sort", "argsort", "logcumsumexp", "cumprod", "cummax", "cummin",
+)  # fmt: skip
 
 
 def reduction(call: Call) -> list[Use]:

@@ -19,12 +19,8 @@ _MATRICES = {"tril": 2, "triu": 2, "matrix_exp": 2, "linalg_matrix_exp": 2, "inv
              "linalg_pinv": 2, "linalg_cholesky": 2, "linalg_qr": 2, "linalg_svdvals": 1, "linalg_eigvalsh": 1,
              "linalg_det": 0, "_linalg_det": 0, "linalg_slogdet": 0, "_linalg_slogdet": 0, "diag_embed": 2}  # fmt: skip
 _BY_SAMPLE = (
-    "convolution",
-    "group_norm",
-    "instance_norm",
-    "native_group_norm",
-    "channel_shuffle",
-)  # dimension 0 stays, no other
+    "convolution", "group_norm", "instance_norm", "native_group_norm", "channel_shuffle",
+)  # dimension 0 stays, no other  # fmt: skip
 
 
 def _first(behind: int | None) -> Rule:

@@ -14,104 +14,59 @@ from csc.analysis.operators.moves import LOOK_UPS
 from csc.analysis.operators.products import PRODUCTS
 from csc.analysis.operators.reductions import BATCH_NORMS, RECURRENT
 from csc.analysis.operators.table import LINEAR
-from csc.analysis.samples.arithmetic_rules import (
-    cast_rule,
-    choice_rule,
-    clamp_rule,
-    linear_rule,
-    power_rule,
-    product_rule,
-    sum_rule,
-)
-from csc.analysis.samples.function_rules import hooked_rule, incoming_rule, own_gradient_rule
-from csc.analysis.samples.layer_rules import (
-    attention_rule,
-    batch_norm_rule,
-    broadcast_rule,
-    item_rule,
-    recurrent_rule,
-)
+from csc.analysis.samples import arithmetic_rules as arithmetic
+from csc.analysis.samples import function_rules as functions
+from csc.analysis.samples import layer_rules as layers
+from csc.analysis.samples import move_rules as moves
+from csc.analysis.samples import product_rules as products
+from csc.analysis.samples import size_rules as sizes
 from csc.analysis.samples.loss_rules import LOSS_RULES
-from csc.analysis.samples.move_rules import (
-    index_put_rule,
-    join_rule,
-    look_up_rule,
-    order_rule,
-    overwritten_rule,
-    repeat_each_rule,
-    scatter_in_order_rule,
-    slice_rule,
-    split_rule,
-    typed_rule,
-)
-from csc.analysis.samples.product_rules import contraction_rule, reduction_rule
 from csc.analysis.samples.propagation import Following, State
-from csc.analysis.samples.size_rules import (
-    expand_rule,
-    filled_rule,
-    number_rule,
-    number_sum_rule,
-    range_rule,
-    same_number_rule,
-    size_rule,
-)
 
 Rule = Callable[[Following, fx.Node], State]
 
-_NUMBERS: dict[str, Rule] = {
-    "mul": number_rule(1),
-    "truediv": number_rule(-1),
-    "floordiv": number_rule(-1),
-    **dict.fromkeys(("add", "sub"), number_sum_rule),
-    **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), same_number_rule),
-}
+
+def _each(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten::{name}": rule for name in names.split()}
+
 
 RULES: dict[str, Rule] = {
-    **_NUMBERS,
-    **dict.fromkeys(MADE, filled_rule),
-    **dict.fromkeys(LINEAR, linear_rule),
-    **dict.fromkeys(PRODUCTS, contraction_rule),
+    "mul": sizes.number_rule(1),
+    **dict.fromkeys(("truediv", "floordiv"), sizes.number_rule(-1)),
+    **dict.fromkeys(("add", "sub"), sizes.number_sum_rule),
+    **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), sizes.same_number_rule),
+    **dict.fromkeys(MADE, sizes.filled_rule),
+    **dict.fromkeys(LINEAR, arithmetic.linear_rule),
+    **dict.fromkeys(PRODUCTS, products.contraction_rule),
+    **dict.fromkeys(BATCH_NORMS, layers.batch_norm_rule),
+    **dict.fromkeys(RECURRENT, layers.recurrent_rule),
+    **dict.fromkeys(LOOK_UPS, moves.look_up_rule),
     **LOSS_RULES,
-    "aten::sym_size": size_rule,
-    "aten::arange": range_rule,
-    "aten::expand": expand_rule,
-    "aten::repeat": expand_rule,
-    "aten::mul": product_rule(1),
-    "aten::div": product_rule(-1),
-    "aten::add": sum_rule,
-    "aten::sub": sum_rule,
-    "aten::rsub": sum_rule,
-    "aten::pow": power_rule,
-    "aten::reciprocal": power_rule,
-    "aten::clamp": clamp_rule,
-    "aten::clamp_min": clamp_rule,
-    "aten::_to_copy": cast_rule,
-    "aten::to": cast_rule,
-    "aten::where": choice_rule,
-    "aten::masked_fill": choice_rule,
-    "aten::sum": reduction_rule,
-    "aten::mean": reduction_rule,
-    "aten::sum_to_size": reduction_rule,
-    "aten::einsum": contraction_rule,
-    "aten::slice": slice_rule,
-    "aten::split": split_rule,
-    "aten::split_with_sizes": split_rule,
-    "aten::chunk": split_rule,
-    "aten::unsafe_split": split_rule,
-    "aten::cat": join_rule,
-    **dict.fromkeys(LOOK_UPS, look_up_rule),
-    "aten::index_put": index_put_rule,
-    "aten::masked_scatter": scatter_in_order_rule,
-    "aten::repeat_interleave": repeat_each_rule,
-    "aten::scaled_dot_product_attention": attention_rule,
-    **dict.fromkeys(BATCH_NORMS, batch_norm_rule),
-    **dict.fromkeys(RECURRENT, recurrent_rule),
-    "aten::argsort": order_rule,
-    "aten::slice_scatter": overwritten_rule,
-    "aten::type_as": typed_rule,
-    "aten::broadcast_tensors": broadcast_rule,
-    "csc::incoming": incoming_rule,
-    "csc::own_gradient": own_gradient_rule,
-    "csc::with_hooks": hooked_rule,
-    "getitem": item_rule,
+    **_each("sym_size", sizes.size_rule),
+    **_each("arange", sizes.range_rule),
+    **_each("expand repeat", sizes.expand_rule),
+    **_each("mul", arithmetic.product_rule(1)),
+    **_each("div", arithmetic.product_rule(-1)),
+    **_each("add sub rsub", arithmetic.sum_rule),
+    **_each("pow reciprocal", arithmetic.power_rule),
+    **_each("clamp clamp_min", arithmetic.clamp_rule),
+    **_each("_to_copy to", arithmetic.cast_rule),
+    **_each("where masked_fill", arithmetic.choice_rule),
+    **_each("sum mean sum_to_size", products.reduction_rule),
+    **_each("einsum", products.contraction_rule),
+    **_each("slice", moves.slice_rule),
+    **_each("split split_with_sizes chunk unsafe_split", moves.split_rule),
+    **_each("cat", moves.join_rule),
+    **_each("index_put", moves.index_put_rule),
+    **_each("masked_scatter", moves.scatter_in_order_rule),
+    **_each("repeat_interleave", moves.repeat_each_rule),
+    **_each("argsort", moves.order_rule),
+    **_each("slice_scatter", moves.overwritten_rule),
+    **_each("type_as", moves.typed_rule),
+    **_each("scaled_dot_product_attention", layers.attention_rule),
+    **_each("broadcast_tensors", layers.broadcast_rule),
+    "csc::incoming": functions.incoming_rule,
+    "csc::own_gradient": functions.own_gradient_rule,
+    "csc::with_hooks": functions.hooked_rule,
+    "getitem": layers.item_rule,
 }
