@@ -5,7 +5,7 @@
 
 Terms: see csc.ir.groups; *shared* is equal, but read by calls that differ from rank to rank, so that its gradient is
 parts. Parts are added in the order of the ranks, in float32 or float64: every rank has the same bits. group: the number
-of a `Meeting`.
+of a `GroupExchange`.
 
     numbered(meeting) -> number            int64 without dimensions; as long as the meeting lives
     meeting_of(number) -> meeting          RuntimeError if it is none, or gone
@@ -21,7 +21,7 @@ from csc.kernels.memory_layout import exact
 from csc.kernels.numbered import Numbered
 
 
-class Meeting(Protocol):
+class GroupExchange(Protocol):
     """One rank's place in a group of `ranks` ranks, over whatever its transport is. index: which of them it is."""
 
     ranks: int
@@ -33,7 +33,7 @@ class Meeting(Protocol):
         """
 
 
-_MEETINGS: Numbered[Meeting] = Numbered("a collective runs on the ranks of a compiled program only")
+_MEETINGS: Numbered[GroupExchange] = Numbered("a collective runs on the ranks of a compiled program only")
 numbered = _MEETINGS.number
 meeting_of = _MEETINGS.find
 csc = torch.ops.csc

@@ -8,7 +8,7 @@ Terms
 
     MODELS                                              name -> Configuration
     FEATURES                                            what a sample has
-    rates_of(name, frozen, hardware) -> (Rates, Problem)    from traces of one sample at several sizes
+    rates_of(name, frozen, hardware) -> (SizeRates, Problem)    from traces of one sample at several sizes
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from csc.analysis.hardware import hardware
 from csc.capture.capture import capture, with_sizes_of
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem
-from csc.planning.rates import UNIT, Rates, fitted
+from csc.planning.rates import UNIT, SizeRates, fitted
 
 TILE = 256
 FEATURES = ("tiles", "seen", "text", "squares")
@@ -91,7 +91,7 @@ def _problem(program: Program, device: str) -> Problem:
 
 
 @cache
-def rates_of(name: str, frozen: str, device: str) -> tuple[Rates, Problem]:
+def rates_of(name: str, frozen: str, device: str) -> tuple[SizeRates, Problem]:
     """The rates of (1, *FEATURES), and a problem of the model whose numbers are to be replaced."""
     configuration = MODELS[name]
     components = tuple(part for part in FROZEN[frozen] if part in configuration.components)
@@ -102,7 +102,7 @@ def rates_of(name: str, frozen: str, device: str) -> tuple[Rates, Problem]:
     return _apart(fitted(problems, features)), problems[0]
 
 
-def _apart(rates: Rates) -> Rates:
+def _apart(rates: SizeRates) -> SizeRates:
     """A tile's rates in two: those of the encoder and what it hands on, and those of the language model."""
     one, tiles, *others = rates.units
     encoding = [unit.component.startswith("vision") for unit in tiles]

@@ -25,7 +25,7 @@ from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Floats, Step
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
-from csc.planning.rates import Rates, loads, mean
+from csc.planning.rates import SizeRates, loads, mean
 from csc.planning.schedules.timing import peaks
 from csc.planning.schedules.work import orders_of
 
@@ -133,7 +133,7 @@ def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, Step, Floats]:
     return planned, _step(cell, rates, whole, planned, samples, typical), typical
 
 
-def _whole(cell: Cell) -> tuple[Rates, Problem, PipelinePlan, Floats]:
+def _whole(cell: Cell) -> tuple[SizeRates, Problem, PipelinePlan, Floats]:
     """The model's rates, the problem of its mean microbatch, the plan for that, and its features."""
     rates, problem = rates_of(cell.model, cell.frozen, HARDWARE)
     ranks, microbatches, replicas, count = cell.shape
@@ -152,7 +152,9 @@ def _planned(cell: Cell, whole: Problem) -> PipelinePlan:
     return plan(replace(free, memory=limit), cell.schedule, effort=0.3)
 
 
-def _step(cell: Cell, rates: Rates, whole: Problem, planned: PipelinePlan, samples: Floats, typical: Floats) -> Step:
+def _step(
+    cell: Cell, rates: SizeRates, whole: Problem, planned: PipelinePlan, samples: Floats, typical: Floats
+) -> Step:
     _, microbatches, replicas, _ = cell.shape
     own = loads(rates, whole, planned.stages, [(1.0, *typical)] * microbatches)
     orders = tuple(map(tuple, orders_of(planned.schedule)))
@@ -160,7 +162,7 @@ def _step(cell: Cell, rates: Rates, whole: Problem, planned: PipelinePlan, sampl
     return Step(samples, pipeline, planned.placement, orders, replicas, microbatches, MULTIPLE)
 
 
-def _loads_of(step: Step, rates: Rates) -> tuple[Floats, Floats]:
+def _loads_of(step: Step, rates: SizeRates) -> tuple[Floats, Floats]:
     """Seconds of each sample on the encoder's units and on the others."""
     seconds = np.array([[u.work for u in units] for units in rates.units[1:]])
     encoding = np.array([unit.component.startswith("vision") for unit in rates.units[0]])

@@ -35,7 +35,7 @@ from csc.analysis import exchanges, head_costs
 from csc.analysis.flops import call_flops
 from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
-from csc.analysis.kernel_calls import Call, Kernels
+from csc.analysis.kernel_calls import KernelCall, Kernels
 from csc.analysis.operators.execution import LOOK_UPS
 from csc.analysis.operators.views import is_view
 from csc.analysis.visible import mask_of, named, shares
@@ -293,14 +293,14 @@ def work_of(graph: fx.Graph | None) -> Kernels:
     return Kernels(tuple(call for _, call in _calls(graph))) if graph is not None else Kernels()
 
 
-def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Call]]:
+def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, KernelCall]]:
     for node in g.calls(graph):
         call = call_of(node)
         if call is not None:
             yield node, call
 
 
-def call_of(node: fx.Node) -> Call | None:
+def call_of(node: fx.Node) -> KernelCall | None:
     """The kernel that a node runs; None if it runs none."""
     if node.target is operator.getitem or is_view(node):  # items of a tuple were written by its maker
         return None
@@ -318,7 +318,7 @@ def call_of(node: fx.Node) -> Call | None:
         moved += head_costs.traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     dtype = str(operands[0].dtype).removeprefix("torch.")
-    return Call(name, dtype, call_flops(node), moved, mask_of(node), exchanges.exchange(node))
+    return KernelCall(name, dtype, call_flops(node), moved, mask_of(node), exchanges.exchange(node))
 
 
 def tensors_in(val: Any) -> Iterator[torch.Tensor]:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from csc.analysis.kernel_calls import Call, Kernels
+from csc.analysis.kernel_calls import KernelCall, Kernels
 from csc.analysis.operators.execution import FUSED_REDUCTIONS
 from csc.analysis.operators.views import is_view, maker
 from csc.ir import graph as g
 
 
-def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Call]]) -> Kernels:
+def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, KernelCall]]) -> Kernels:
     """The kernels, each group in the place of its first call."""
     kernel = dict(calls)
     place = {node: i for i, (node, _) in enumerate(calls)}
@@ -45,12 +45,12 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Call]]) -> Kernels:
     return Kernels(tuple(found))
 
 
-def _together(first: fx.Node, members: Sequence[fx.Node], kernel: dict[fx.Node, Call]) -> Call:
+def _together(first: fx.Node, members: Sequence[fx.Node], kernel: dict[fx.Node, KernelCall]) -> KernelCall:
     inside = set(members)
     read = {made: None for one in members for used in one.all_input_nodes if (made := maker(used)) not in inside}
     written = [one for one in members if any(user not in inside for user in _readers(one))]
     moved = sum(_bytes(one) for one in (*read, *written))
-    return Call("fused", kernel[first].dtype, sum(kernel[one].flops for one in members), moved)
+    return KernelCall("fused", kernel[first].dtype, sum(kernel[one].flops for one in members), moved)
 
 
 def _fusible(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from csc.analysis.exchanges import Exchange
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips. meets:
     what it gets from other ranks.
     """
@@ -26,7 +26,7 @@ class Call:
 class Kernels:
     """The kernels of F, B or W, in order."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[KernelCall, ...] = ()
 
     @cached_property
     def flops(self) -> int:

@@ -7,7 +7,7 @@ Terms
 
     measured(compiled, layout, names, collated, typical) -> Costs
     of_problems(program, problems, counted) -> Costs      of_stages(problems, counted, stages, home, schedule) -> Costs
-    rates_of(problems, counted) -> (Rates, error)
+    rates_of(problems, counted) -> (SizeRates, error)
     to_json(costs) -> dict          from_json(data) -> Costs
 
 A trace counts every pair of a row; rates are fitted to that. Samples that are packed in one row see themselves alone,
@@ -29,7 +29,7 @@ from csc.ir.program import Program
 from csc.ir.schedule import Schedule
 from csc.planning.assign.layout import Floats, Layout
 from csc.planning.problem import Problem, pipeline, placed
-from csc.planning.rates import Rates, fitted, loads, mean
+from csc.planning.rates import SizeRates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.pipeline_file import from_json as read
@@ -165,7 +165,7 @@ def _probes(layout: Layout, typical: int) -> list[list[int]]:
     return [candidates[k] for k in (*chosen, *spare)] + [near.tolist()]
 
 
-def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[Rates, float]:
+def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[SizeRates, float]:
     """What each feature adds to each unit, and by how much the typical problem, the last one, is off. Features that the
     probes do not tell apart from others add nothing.
     """
@@ -180,7 +180,7 @@ def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[Rates, float
     nothing = [tuple(_nothing(one) for one in row) for row in (found.units[0], found.values[0])]
     units = [found.units[kept.index(f)] if f in kept else nothing[0] for f in range(counted.shape[1])]
     values = [found.values[kept.index(f)] if f in kept else nothing[1] for f in range(counted.shape[1])]
-    rates = Rates(tuple(units), tuple(values), found.error)
+    rates = SizeRates(tuple(units), tuple(values), found.error)
     right = sum(unit.work for unit in problems[-1].units)
     predicted = sum(unit.work for unit in mean(rates, problems[-1], counted[-1].tolist()).units)
     return rates, max(found.error, abs(predicted / right - 1) if right else 0.0)

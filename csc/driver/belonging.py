@@ -38,7 +38,7 @@ class Belonging:
 
 
 @dataclass(frozen=True)
-class Places:
+class PlaceholderCounts:
     """of: in each sample; runs: how many groups of them stand together, in each sample."""
 
     of: tuple[int, ...]
@@ -82,7 +82,7 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
 
 
-def _places(kind: str, tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -> Places | None:
+def _places(kind: str, tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -> PlaceholderCounts | None:
     """None if nothing tells which tokens they are."""
     ids, types = tensors.get("input_ids"), tensors.get("mm_token_type_ids")
     if kind in tokens and ids is not None and ids.dim() == 2:
@@ -92,10 +92,12 @@ def _places(kind: str, tensors: Mapping[str, torch.Tensor], tokens: Mapping[str,
     else:
         return None
     follows = nn.functional.pad(mask, (1, -1))
-    return Places(tuple(mask.sum(1).tolist()), tuple((mask & ~follows).sum(1).tolist()))
+    return PlaceholderCounts(tuple(mask.sum(1).tolist()), tuple((mask & ~follows).sum(1).tolist()))
 
 
-def _ofkind_of(entries: Mapping[str, torch.Tensor], samples: int, places: Places | None) -> dict[str, Belonging]:
+def _ofkind_of(
+    entries: Mapping[str, torch.Tensor], samples: int, places: PlaceholderCounts | None
+) -> dict[str, Belonging]:
     measure = _measure(entries)
     features = next((tensor for tensor in entries.values() if tensor.is_floating_point()), None)
     if measure is None and features is None:
@@ -130,7 +132,7 @@ def _told(entries: Mapping[str, torch.Tensor], samples: int, items: int) -> list
 
 
 def _counted(
-    entries: Mapping[str, torch.Tensor], measure: torch.Tensor | None, items: int, places: Places
+    entries: Mapping[str, torch.Tensor], measure: torch.Tensor | None, items: int, places: PlaceholderCounts
 ) -> list[int] | None:
     """How many items have these places."""
     alike = measure is None or bool((measure == measure[:1]).all())

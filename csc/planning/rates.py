@@ -4,7 +4,7 @@ Terms
   feature   a number that a microbatch has: 1, tiles, tokens, the sum of its samples' squared lengths, ...
   rates     for each feature the seconds and bytes that one of it adds to a unit, or to a value between units
 
-    fitted(problems, features) -> Rates            the same model's problems at several sizes, and the features of each
+    fitted(problems, features) -> SizeRates        the same model's problems at several sizes, and the features of each
     mean(rates, problem, features) -> Problem      with the numbers of such a microbatch
     loads(rates, problem, stages, features) -> Loads   of these stages, for microbatches with these features
 
@@ -30,7 +30,7 @@ VALUE = ("size", "gradient_size")
 
 
 @dataclass(frozen=True)
-class Rates:
+class SizeRates:
     """units[f]: the model's units with what one of feature f adds; values[f]: likewise. error: by how much the fit was
     off for the problems it was made from: the largest difference in seconds of a whole step, relative.
     """
@@ -40,7 +40,7 @@ class Rates:
     error: float
 
 
-def fitted(problems: Sequence[Problem], features: Sequence[Sequence[float]]) -> Rates:
+def fitted(problems: Sequence[Problem], features: Sequence[Sequence[float]]) -> SizeRates:
     """Rates by least squares, each number relative to itself. InputError if there are fewer problems than features or
     they are not of one model.
     """
@@ -58,7 +58,7 @@ def fitted(problems: Sequence[Problem], features: Sequence[Sequence[float]]) -> 
     first = problems[0]
     units = [_fitted([problem.units[u] for problem in problems], UNIT, counts) for u in range(len(first.units))]
     values = [_fitted([problem.values[v] for problem in problems], VALUE, counts) for v in range(len(first.values))]
-    found = Rates(tuple(zip(*units)), tuple(zip(*values)) or ((),) * counts.shape[1], 0.0)
+    found = SizeRates(tuple(zip(*units)), tuple(zip(*values)) or ((),) * counts.shape[1], 0.0)
     return replace(found, error=max(_error(found, problem, one) for problem, one in zip(problems, features)))
 
 
@@ -74,12 +74,12 @@ def _fitted(ones: Sequence[Any], figures: Sequence[str], counts: npt.NDArray[np.
     return [replace(ones[0], **one) for one in changed]
 
 
-def _error(rates: Rates, problem: Problem, features: Sequence[float]) -> float:
+def _error(rates: SizeRates, problem: Problem, features: Sequence[float]) -> float:
     right = sum(unit.work for unit in problem.units)
     return abs(sum(unit.work for unit in mean(rates, problem, features).units) / right - 1) if right else 0.0
 
 
-def mean(rates: Rates, problem: Problem, features: Sequence[float]) -> Problem:
+def mean(rates: SizeRates, problem: Problem, features: Sequence[float]) -> Problem:
     """The problem of a microbatch with these features: that of the mean plans for all."""
     units = [_sum(ones, UNIT, features) for ones in zip(*rates.units)]
     values = [_sum(ones, VALUE, features) for ones in zip(*rates.values)]
@@ -92,7 +92,7 @@ def _sum(ones: Sequence[Any], figures: Sequence[str], features: Sequence[float])
 
 
 def loads(
-    rates: Rates, problem: Problem, stages: Sequence[Sequence[int]], features: Sequence[Sequence[float]]
+    rates: SizeRates, problem: Problem, stages: Sequence[Sequence[int]], features: Sequence[Sequence[float]]
 ) -> Loads:
     """What microbatches with these features, of which the first is 1, take on these stages.
 

@@ -26,7 +26,7 @@ class Met:
         self.number = numbered(self)
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each rank of the group has for this one; see csc.kernels.collectives.Meeting."""
+        """What each rank of the group has for this one; see csc.kernels.collectives.GroupExchange."""
         me, others = self._group.index, self._group.others
         own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
         sends = {rank: [own[id(tensors[rank])]] for rank in others}

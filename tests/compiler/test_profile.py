@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from csc.analysis.costs import basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
-from csc.analysis.kernel_calls import Call, Kernels
+from csc.analysis.kernel_calls import KernelCall, Kernels
 from csc.commands import main as cli
 from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError
@@ -47,8 +47,8 @@ def devices(draw: st.DrawFn) -> tuple[Hardware, list[Part]]:
     rate, moved = base.peak["bfloat16"], base.bandwidth
     parts = []
     for share in (0.0, 0.01, 0.1, 0.3, 1.0):  # matmuls and element-wise calls, from far too small to large
-        matmul = Call("aten::mm", "bfloat16", int(share * rate * 1e-3), 100)
-        other = Call("aten::add", "bfloat16", 0, int((1.1 - share) * moved * 1e-3))
+        matmul = KernelCall("aten::mm", "bfloat16", int(share * rate * 1e-3), 100)
+        other = KernelCall("aten::add", "bfloat16", 0, int((1.1 - share) * moved * 1e-3))
         work = Kernels((matmul,) * draw(st.integers(1, 9)) + (other,) * draw(st.integers(1, 9)))
         parts.append((work, seconds(work, device), draw(st.integers(1, 40))))
     return device, parts
@@ -70,8 +70,8 @@ def test_the_fit_finds_the_device(case: tuple[Hardware, list[Part]]) -> None:
 
 def test_a_device_faster_than_its_profile_gets_higher_peaks() -> None:
     base = hardware("cpu")
-    matmul = Kernels((Call("aten::mm", "float32", 10**10, 10**6),))
-    add = Kernels((Call("aten::add", "float32", 0, 10**9),))
+    matmul = Kernels((KernelCall("aten::mm", "float32", 10**10, 10**6),))
+    add = Kernels((KernelCall("aten::add", "float32", 0, 10**9),))
     fast = replace(base, peak={d: 3 * r for d, r in base.peak.items()}, bandwidth=2 * base.bandwidth)
     fitted = fit(base, [(matmul, seconds(matmul, fast), 1), (add, seconds(add, fast), 1)])
     assert fitted.matmul_efficiency == fitted.bandwidth_efficiency == 1.0
@@ -83,7 +83,7 @@ def test_a_device_faster_than_its_profile_gets_higher_peaks() -> None:
 
 def test_what_no_part_depends_on_stays() -> None:
     base = hardware("a100")
-    add = Kernels((Call("aten::add", "float32", 0, 10**9),))
+    add = Kernels((KernelCall("aten::add", "float32", 0, 10**9),))
     fitted = fit(base, [(add, 2 * seconds(add, base), 1)])
     assert fitted.matmul_efficiency == pytest.approx(base.matmul_efficiency)
     assert seconds(add, fitted) == pytest.approx(2 * seconds(add, base))

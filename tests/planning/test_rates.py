@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.planning.problem import Problem, Unit, Value, pipeline
-from csc.planning.rates import Rates, fitted, loads, mean
+from csc.planning.rates import SizeRates, fitted, loads, mean
 
 RATE = st.floats(0.0, 100.0).map(lambda x: round(x, 2))
 SIZES = [(1.0, float(t), float(n), float(n) ** 2) for t, n in ((1, 100), (2, 700), (5, 300), (8, 900), (3, 2000))]
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[Rates, Problem]:
+def models(draw: st.DrawFn) -> tuple[SizeRates, Problem]:
     count = draw(st.integers(1, 4))
     features = len(SIZES[0])
     units = tuple(
@@ -27,7 +27,7 @@ def models(draw: st.DrawFn) -> tuple[Rates, Problem]:
     values = tuple(
         tuple(Value(u, (u + 1,), (True,), draw(RATE), draw(RATE)) for u in range(count - 1)) for _ in range(features)
     )
-    return Rates(units, values, 0.0), Problem(units[0], values[0], 1, 2)
+    return SizeRates(units, values, 0.0), Problem(units[0], values[0], 1, 2)
 
 
 def numbers(problem: Problem) -> list[float]:
@@ -37,7 +37,7 @@ def numbers(problem: Problem) -> list[float]:
 
 @settings(max_examples=40, deadline=None)
 @given(models())
-def test_rates_are_found_again(case: tuple[Rates, Problem]) -> None:
+def test_rates_are_found_again(case: tuple[SizeRates, Problem]) -> None:
     right, problem = case
     found = fitted([mean(right, problem, size) for size in SIZES], SIZES)
     assert found.error < 1e-6
@@ -47,7 +47,7 @@ def test_rates_are_found_again(case: tuple[Rates, Problem]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(models(), st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.3]))
-def test_loads_are_the_pipelines_of_each_size(case: tuple[Rates, Problem], action: float, handling: float) -> None:
+def test_loads_are_the_pipelines_of_each_size(case: tuple[SizeRates, Problem], action: float, handling: float) -> None:
     """What the runtime takes is there once for a microbatch, not for each of its tokens."""
     rates, problem = case
     problem = replace(problem, action=action, handling=handling)
