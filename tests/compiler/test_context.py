@@ -179,6 +179,25 @@ def test_other_operations_that_mix_tokens_are_refused(between: Any, why: str) ->
     assert verify(whole).grad_rel_max <= FLOAT32  # without cp it is fine
 
 
+@torch.library.custom_op("csc_tests::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """No operation of the table."""
+    return x.flip(0).clone()
+
+
+turned.register_fake(torch.empty_like)
+turned.register_autograd(lambda ctx, d: d.flip(0))
+
+
+def test_an_operation_that_csc_does_not_know_is_an_error_with_its_line() -> None:
+    model, batch = mixing(turned)
+    known = "csc_tests::turned is an operation of which csc does not know that it keeps"
+    with pytest.raises(InputError, match=rf"test_context\.py:\d+: .*{known} samples apart"):
+        csc.compile(model, example={name: entry.repeat(2, 1) for name, entry in batch.items()}, microbatches=2)
+    with pytest.raises(InputError, match=rf"test_context\.py:\d+: {known} tokens apart.*cp=2"):
+        csc.compile(model, example=batch, mesh="cp=2")
+
+
 @pytest.mark.parametrize(
     ("between", "why"),
     [
