@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointManager",
     "CompiledModel",
     "CscError",
     "DifferenceError",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from csc.cache.feature_entries import FeatureCache
     from csc.capture.trace.meta_init import meta_init
     from csc.composition import compose
+    from csc.driver.checkpoint_manager import CheckpointManager
     from csc.driver.compiled import CompiledModel
     from csc.errors import CscError, DifferenceError, InputError
     from csc.ir.mesh import Mesh
@@ -45,6 +47,7 @@ _HOMES = {
     "balanced": "csc.balance.balanced",
     "FeatureCache": "csc.cache.feature_entries",
     "compile": "csc.api",
+    "CheckpointManager": "csc.driver.checkpoint_manager",
     "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",
     "Mesh": "csc.ir.mesh",

@@ -156,6 +156,8 @@ class BalancedLoader:
 
     # --- where it is -------------------------------------------------------------------------------------------------
 
+    position_of_all_shares = True  # for checkpoints: it holds whatever dp is
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and what must be the same where it is taken up. An order of a sampler is in it."""
         order = self._samples if self._order.sampler is not None and self._samples is not None else []

@@ -367,8 +367,7 @@ class CompiledModel:
             InputError: A tensor is missing, of another shape or dtype, or damaged; or the optimizer's state is of
                 another optimizer or of other weights, which are loaded then.
         """
-        persistence.load(path, self._saved(loader, optimizer))
-        self._programs.look()  # what the step does not use may have got values for the first time
+        persistence.load(path, self.saved(loader, optimizer))
 
     def save(self, directory: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.
@@ -386,10 +385,11 @@ class CompiledModel:
         Raises:
             InputError: A file is where a directory is to be made, or it cannot be written.
         """
-        persistence.save(directory, self._saved(loader, optimizer))
+        persistence.save(directory, self.saved(loader, optimizer))
 
-    def _saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
-        return Saved.of(self.model, self._steps.current, self._programs.trainers, self.options.mesh, loader, optimizer)
+    def saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
+        """What there is of it to be saved and loaded: for csc.driver.persistence and checkpoints."""
+        return Saved.of(self.model, self._steps.current, self._programs, self.options.mesh, loader, optimizer)
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

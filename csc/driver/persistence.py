@@ -8,7 +8,7 @@ Every rank calls these functions, for the same directory; each reads and writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 
 from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
+from csc.driver.program_set import ProgramSet
 from csc.driver.share import place
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -38,23 +39,24 @@ class Saved:
     mesh: Mesh
     loader: Any
     optimizer: torch.optim.Optimizer | None
+    look: Callable[[], None]  # to call once the model has other values
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         trainer: Trainer,
-        others: Sequence[Trainer],
+        programs: ProgramSet,
         mesh: Mesh,
         loader: Any,
         optimizer: torch.optim.Optimizer | None,
     ) -> Saved:
-        """others: of the same model, whose parameters are trained, too."""
+        """programs: the trainer's; of the others the parameters are trained, too."""
         trainers = [trainer]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            trainers += others  # what those use is trained on another rank, not in this copy
+            trainers += programs.trainers  # what those use is trained on another rank, not in this copy
         form = format_of(model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
-        return cls(model, trainer, form, mesh, loader, optimizer)
+        return cls(model, trainer, form, mesh, loader, optimizer, programs.look)
 
 
 def load(path: str | Path, saved: Saved) -> None:
@@ -76,6 +78,7 @@ def load(path: str | Path, saved: Saved) -> None:
         optimizer_state.load(path, saved.optimizer, saved.trainer)
     for position in positions:
         saved.loader.load_state_dict(position)
+    saved.look()  # what the step does not use may have got values for the first time
 
 
 def save(directory: str | Path, saved: Saved) -> None:

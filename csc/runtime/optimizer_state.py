@@ -6,6 +6,7 @@ entries (Adam's `step`), and the options of the groups. It names the weights tha
 
     save(directory, optimizer, trainer)        all ranks call it, after the weights are there
     load(directory, optimizer, trainer)        all ranks call it; every process reads the parts that it needs
+    listed, joined, fits, restored             what stands in an index, for those who keep the tensors elsewhere
 
 Nothing is pickled. A state is there whole, or the one before is.
 """
@@ -16,7 +17,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class Own:
     writes: bool
 
 
+Assemble = Callable[[Own, str, Any], torch.Tensor]
+Unfit = Callable[[str], InputError]
+
+
 def owned(trainer: Trainer) -> list[Own]:
     """What this process steps."""
     found = []
@@ -70,7 +75,8 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     file = f"optimizer-{rank + 1:05d}-of-{count:05d}-{int(drawn):08x}.safetensors"
 
     def write() -> tuple[Said, str]:
-        tensors, told = _listed(optimizer, owned(trainer), file, rank)
+        own = owned(trainer)
+        tensors, told = _placed(listed(optimizer, own), {one.name: one.box for one in own}, file, rank)
         if tensors:
             digests = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
             published(path / file, lambda made: save_file(tensors, made, metadata={weights.DIGESTS: digests}))
@@ -94,6 +100,21 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     meeting.hold("the index of an optimizer's state", index)
 
 
+def _placed(
+    told: dict[str, Any], boxes: Mapping[str, Box], file: str, rank: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of what `listed` tells, and the same with their parts in their place."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, found in told["parameters"].items():
+        for key, value in found["tensors"].items():
+            written = f"{name}/{key}/{rank}"
+            if value.numel():
+                tensors[written] = value.cpu().contiguous().clone()
+            part = [{"file": file, "key": written, "box": boxes[name]}] if value.numel() else []
+            found["tensors"][key] = part
+    return tensors, told
+
+
 def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for parts in found["tensors"].values() for one in parts]
 
@@ -106,12 +127,11 @@ def _clear(path: Path, listed: set[str]) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _listed(
-    optimizer: torch.optim.Optimizer, own: Sequence[Own], file: str, rank: int
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors that this process writes, and what it tells of its state."""
+def listed(optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, Any]:
+    """Its kind, the options and names of its groups, and of each parameter that this process writes the numbers and
+    tensors of its state, by key.
+    """
     of_parameter = {id(one.parameter): one for one in own}
-    tensors: dict[str, torch.Tensor] = {}
     parameters: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -126,23 +146,18 @@ def _listed(
         groups.append({"names": [one.name for one in members], "options": _options(group)})
         for one in members:
             if one.writes and one.parameter in optimizer.state:
-                found = _state_of(one, optimizer.state[one.parameter], tensors, file, rank)
-                parameters[one.name] = {"shape": list(one.spec.shape), **found}
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "parameters": parameters}
+                numbers, tensors = _state_of(one, optimizer.state[one.parameter])
+                parameters[one.name] = {"shape": list(one.spec.shape), "numbers": numbers, "tensors": tensors}
+    return {"kind": type(optimizer).__name__, "groups": groups, "parameters": parameters}
 
 
-def _state_of(
-    one: Own, state: Mapping[str, Any], tensors: dict[str, torch.Tensor], file: str, rank: int
-) -> dict[str, Any]:
-    """What the index says of a parameter's state; its tensors are added to `tensors`."""
+def _state_of(one: Own, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Numbers, as the index has them, and tensors."""
     numbers: dict[str, Any] = {}
-    parts: dict[str, list[dict[str, Any]]] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == one.parameter.shape and value.dim():
-            name = f"{one.name}/{key}/{rank}"
-            if value.numel():
-                tensors[name] = value.detach().cpu().contiguous().clone()
-            parts[key] = [{"file": file, "key": name, "box": one.box}] if value.numel() else []
+            tensors[key] = value.detach()
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
             numbers[key] = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item(),
                             "shape": list(value.shape)}  # fmt: skip
@@ -155,7 +170,7 @@ def _state_of(
                 "save",
                 "save this optimizer's own state_dict() on every rank, and load it with the same mesh",
             )
-    return {"numbers": numbers, "tensors": parts}
+    return numbers, tensors
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +193,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined(told: Sequence[Mapping[str, Any]], identity: str) -> dict[str, Any]:
     """The index, of what all processes tell."""
+    found = joined(told)
+    return {"format": FORMAT, "kind": found["kind"], "weights": identity, **found}
+
+
+def joined(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all processes have listed, with lists of parts for tensors. InputError if they have other optimizers."""
     groups = [{**group, "names": list[str]()} for group in told[0]["groups"]]
     parameters: dict[str, Any] = {}
     for one in told:
@@ -194,7 +215,7 @@ def _joined(told: Sequence[Mapping[str, Any]], identity: str) -> dict[str, Any]:
             known = parameters.setdefault(name, {**found, "tensors": {}})
             for key, parts in found["tensors"].items():
                 known["tensors"].setdefault(key, []).extend(parts)
-    return {"format": FORMAT, "kind": told[0]["kind"], "weights": identity, "groups": groups, "parameters": parameters}
+    return {"kind": told[0]["kind"], "groups": groups, "parameters": parameters}
 
 
 def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
@@ -217,7 +238,23 @@ def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
 def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, Any]:
     """What `load_state_dict` takes."""
-    table = _table(path, optimizer)
+    table = _table(path)
+    fits(table, optimizer, lambda what: _unfit(path, what))
+    if table["weights"] != weights.identity(path):
+        raise _unfit(path, "the weights beside it are of another save: a save was cut off, or had no optimizer")
+
+    def assemble(one: Own, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        return _assembled(path, one, key, parts)
+
+    return restored(table, optimizer, own, assemble, lambda what: _unfit(path, what))
+
+
+def restored(
+    table: Mapping[str, Any], optimizer: torch.optim.Optimizer, own: Sequence[Own], assemble: Assemble, unfit: Unfit
+) -> dict[str, Any]:
+    """What `load_state_dict` takes, of what was `joined`. assemble: makes this process' entries of a tensor out of what
+    stands for it there.
+    """
     of_parameter = {id(one.parameter): one for one in own}
     home = {name: i for i, group in enumerate(table["groups"]) for name in group["names"]}
     state, groups, number = {}, [], 0
@@ -227,8 +264,8 @@ def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> d
             one = of_parameter.get(id(parameter))
             if one is not None and one.name in table["parameters"]:
                 if home.get(one.name) != i:
-                    raise _unfit(path, f"{one.name!r} is in group {home.get(one.name)} there, and in group {i} here")
-                state[number] = _of_one(path, one, table["parameters"][one.name])
+                    raise unfit(f"{one.name!r} is in group {home.get(one.name)} there, and in group {i} here")
+                state[number] = _of_one(one, table["parameters"][one.name], assemble, unfit)
             numbers.append(number)
             number += 1
         options = {k: _like(v, table["groups"][i]["options"].get(k, v)) for k, v in group.items() if k != "params"}
@@ -243,38 +280,40 @@ def _like(now: Any, then: Any) -> Any:
     return tuple(then) if isinstance(now, tuple) and isinstance(then, list) else then
 
 
-def _table(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The index, checked."""
+def _table(path: Path) -> dict[str, Any]:
+    """The index."""
     if not (path / INDEX).is_file():
         raise InputError(f"it has no {INDEX}", str(path), "Save with compiled.save(directory, optimizer=optimizer)")
     table = read_json(path / INDEX, lambda what: InputError(what, str(path / INDEX), "Take an older checkpoint"))
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise _unfit(path, "it is no index of an optimizer's state that this csc reads")
+    return table
+
+
+def fits(table: Mapping[str, Any], optimizer: torch.optim.Optimizer, unfit: Unfit) -> None:
+    """Raise what `unfit` makes unless it is of this kind, with as many groups."""
     if table["kind"] != type(optimizer).__name__:
-        raise _unfit(path, f"it is the state of {table['kind']}, and this is {type(optimizer).__name__}")
+        raise unfit(f"it is the state of {table['kind']}, and this is {type(optimizer).__name__}")
     if len(table["groups"]) != len(optimizer.param_groups):
         count = len(optimizer.param_groups)
-        raise _unfit(path, f"it has {len(table['groups'])} groups of parameters, and the optimizer has {count}")
-    if table["weights"] != weights.identity(path):
-        raise _unfit(path, "the weights beside it are of another save: a save was cut off, or had no optimizer")
-    return table
+        raise unfit(f"it has {len(table['groups'])} groups of parameters, and the optimizer has {count}")
 
 
 def _unfit(path: Path, what: str) -> InputError:
     return InputError(what, str(path / INDEX), "Make the optimizer as it was made for that save, or begin a new one")
 
 
-def _of_one(path: Path, one: Own, found: Mapping[str, Any]) -> dict[str, Any]:
+def _of_one(one: Own, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit) -> dict[str, Any]:
     """The state of what this process steps of a parameter."""
     if found["shape"] != list(one.spec.shape):
-        raise _unfit(path, f"{one.name!r} is {found['shape']} there, and {list(one.spec.shape)} in the model")
+        raise unfit(f"{one.name!r} is {found['shape']} there, and {list(one.spec.shape)} in the model")
     state: dict[str, Any] = {}
     for key, number in found["numbers"].items():
         dtype = number.get("dtype")
         value = number["value"]
         state[key] = torch.full(number["shape"], value, dtype=getattr(torch, dtype)) if dtype else value
     for key, parts in found["tensors"].items():
-        state[key] = _assembled(path, one, key, parts)
+        state[key] = assemble(one, key, parts)
     return state
 
 

@@ -6,14 +6,14 @@ that ranks divide (csc.runtime.shards, csc.runtime.data_shards).
     own = OwnParameters(program, transport, device, weights, kept, data)
     own.trained -> specs          .stepped(name) -> nn.Parameter         .data: what of them is stepped in shards
     own.values, .wholes, .shards  by name: all, as they are computed with; kept whole; boxes, for the next trainer
-    own.load(path)      .save(directory)      .collect(into)      .refresh()                all ranks call these
+    own.load(path)   .fill(fill)   .save(directory)   .collect(into)   .refresh()           all ranks call these
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.runtime import saving, weights
-from csc.runtime.boxes import cut
+from csc.runtime.boxes import cut, whole_box
 from csc.runtime.consistency import Shared, checksum
 from csc.runtime.data_shards import DataShards
 from csc.runtime.loaded_program import LoadedProgram
@@ -267,9 +267,28 @@ class OwnParameters:
             return NOTHING, None
 
         self._transport.meeting.hold("load", read)
+        self._have_come()
+        self._compare(wholes)
+
+    @torch.no_grad()
+    def fill(self, fill: Callable[[str, Box, torch.Tensor], None]) -> None:
+        """Have everything that this process holds written by `fill`, which takes a parameter's name, a box of it and
+        the tensor of that. All ranks call it. If it fails on one of them, none goes on without values.
+        """
+
+        def filled() -> tuple[Said, None]:
+            for spec in self.specs:
+                self._empty = set(self.values)  # until all have come
+                fill(spec.name, self.parts.box(spec) or whole_box(spec.shape), self.values[spec.name].detach())
+            return NOTHING, None
+
+        self._transport.meeting.hold("load", filled)
+        self._have_come()
+
+    def _have_come(self) -> None:
+        """All values were read."""
         self._filled = True
         self._empty = set()
-        self._compare(wholes)
         if self.data is not None and self.data.apart:
             self.data.known()
 

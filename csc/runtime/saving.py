@@ -9,6 +9,7 @@ reads them; other readers leave it alone.
     write(directory, manifest, position, tensors, format, save)  a rank's shard, or (None) all in one file
     write_index(directory, manifest, format, save)               once all shards are there
     discard(directory, manifest, position, save)                 a shard of a save that failed
+    check_rest(format)                                           whether what no program reads has values
     digest(tensor) -> str                                        of its bytes
 """
 
@@ -60,10 +61,7 @@ def write(
     path = Path(directory)
     owned = {p.name: tensors[p.name] for p in _parameters_of(manifest, position)}
     if not position:
-        without = [name for name, tensor in format.rest.items() if tensor.is_meta]
-        if without:
-            what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
-            raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
+        check_rest(format)
         owned |= format.rest
     name = SINGLE[0] if position is None else shard_name(manifest, position, save)
     if owned or name == SINGLE[0]:
@@ -74,6 +72,14 @@ def write(
     if name == SINGLE[0]:
         _removed(path / INDEX)  # of an older save: readers would prefer it
         _clear(path, set())
+
+
+def check_rest(format: Format) -> None:
+    """InputError if something of the rest has no values."""
+    without = [name for name, tensor in format.rest.items() if tensor.is_meta]
+    if without:
+        what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
+        raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
 
 
 def write_index(directory: str | Path, manifest: Manifest, format: Format = OWN, save: str = "00000000") -> None:

@@ -1,0 +1,107 @@
+"""Tensors in safetensors files, written and read part by part: no more than one is held besides what is given.
+
+Terms: a file holds some numbered keys; where each begins, and its digest, go to the index (csc.checkpoints.index).
+Other programs read the files as any safetensors.
+
+    write(file, tensors) -> {key: (offset, sha256)}        published whole
+    layout(tensors) -> (header, {key: offset})             of the file that would be written
+    digest(tensor) -> sha256                               of the bytes that would be written
+    read(folder, part, dtype, what) -> tensor              on the CPU; InputError if it is not what was saved
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from io import RawIOBase
+from pathlib import Path
+
+import torch
+
+from csc.checkpoints.index import OLDER, Part
+from csc.errors import InputError
+from csc.runtime.boxes import sizes
+from csc.runtime.reading import checked_file, within
+from csc.runtime.saving import published
+from csc.runtime.weights import bytes_of
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.complex64: "C64",
+}  # fmt: skip
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the bytes."""
+    return hashlib.sha256(bytes_of(tensor.detach().cpu())).hexdigest()
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """What a file of these begins with, and the offset of each. InputError for a dtype that it has no form for."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            what = f"{key!r} is {tensor.dtype}, which safetensors has no form for"
+            raise InputError(what, "save", f"convert it to one of {', '.join(DTYPES.values())}")
+        places[key] = end
+        end += tensor.nbytes
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [places[key], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {key: len(begin) + place for key, place in places.items()}
+
+
+def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
+    """The offset and the digest of each. InputError if the file cannot be written."""
+    begin, places = layout(tensors)
+    digests = {}
+
+    def fill(path: Path) -> None:
+        with path.open("wb") as opened:
+            opened.write(begin)
+            for key, tensor in tensors.items():
+                data = bytes_of(tensor.detach().cpu())
+                digests[key] = hashlib.sha256(data).hexdigest()
+                opened.write(data)
+
+    published(file, fill)
+    return {key: (place, digests[key]) for key, place in places.items()}
+
+
+def read(folder: Path, part: Part, dtype: str, what: str) -> torch.Tensor:
+    """what: the tensor's name in sentences."""
+
+    def fail(why: str) -> InputError:
+        return InputError(f"{what}: {why}", str(folder / part.file), OLDER)
+
+    kind = getattr(torch, dtype, None)
+    if kind not in DTYPES:
+        raise fail(f"it is {dtype!r}, which is no dtype that csc reads")
+    found = torch.empty(sizes(part.box), dtype=kind)
+    if found.numel():
+        file = checked_file(within(folder, part.file, fail), fail)
+        target = memoryview(found.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        try:
+            with file.open("rb", buffering=0) as opened:
+                opened.seek(part.offset)
+                read_into(opened, target)
+        except (OSError, EOFError) as error:
+            raise fail(f"it cannot be read: {error or 'the file ends before it'}") from None
+        if hashlib.sha256(target).hexdigest() != part.sha256:
+            raise fail("its bytes are not those that were saved")
+    return found
+
+
+def read_into(opened: RawIOBase, target: memoryview) -> None:
+    """Fill it. EOFError if there is not as much."""
+    at = 0
+    while at < len(target):
+        count = opened.readinto(target[at:])
+        if not count:
+            raise EOFError
+        at += count

@@ -1,0 +1,215 @@
+"""What is in a checkpoint, as its index says, and where checkpoints are.
+
+Terms
+  run        a directory with a folder for each step that was saved: step-00000100
+  part       a box (csc.runtime.boxes) of a tensor's entries, some bytes of a safetensors file of that folder
+  index      checkpoint.json: every tensor with its parts, their digests, and the files of other state. It is written
+             last, and has a digest of itself: a folder without one, or with another, is no checkpoint
+
+    index = read(folder)                     InputError for what is no checkpoint, or damaged
+    text = index.to_text()
+    saved(run) -> {step: folder}             complete ones, the first step first      cut_off(run) -> [folder]
+    find(path, step) -> folder               of a run, its latest; of a step's folder itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from csc.errors import InputError
+from csc.runtime.boxes import sizes
+from csc.runtime.reading import read_json
+from csc.runtime.specs import Box
+
+FILE = "checkpoint.json"
+FORMAT = 1
+_FOLDER = re.compile(r"step-(\d{8,})")
+OLDER = "Take another copy of it, or an older checkpoint (`csc checkpoint list` shows them)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where some entries of a tensor are. offset: of their first byte in the file."""
+
+    file: str
+    key: str
+    offset: int
+    box: Box
+    sha256: str
+
+    def entries(self) -> int:
+        """How many."""
+        return math.prod(sizes(self.box))
+
+    def to_row(self) -> dict[str, Any]:
+        """The form of the index."""
+        return {"file": self.file, "key": self.key, "offset": self.offset, "box": self.box, "sha256": self.sha256}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Part:
+        """KeyError, TypeError or ValueError for what is none."""
+        box = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in row["box"])
+        return cls(str(row["file"]), str(row["key"]), int(row["offset"]), box, str(row["sha256"]))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor. dtype: as torch names it, without `torch.`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Stored:
+        """KeyError, TypeError or ValueError for what is none."""
+        return cls(tuple(map(int, row["shape"])), str(row["dtype"]), tuple(map(Part.of, row["parts"])))
+
+    def missing(self) -> int:
+        """Entries that no part has."""
+        return math.prod(self.shape) - sum(part.entries() for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Index:
+    """about: step, model, mesh, zero, processes, frozen, time, versions. parameters: with buffers; none if weights are
+    elsewhere. optimizer: kind, groups, and of each parameter its state; None: not saved. states: a file of each
+    process. has: which of weights, optimizer, scheduler, loader, random, extra.
+    """
+
+    folder: Path
+    about: Mapping[str, Any]
+    parameters: Mapping[str, Stored]
+    trained: frozenset[str]
+    optimizer: Mapping[str, Any] | None
+    states: tuple[Mapping[str, str], ...]
+
+    @property
+    def step(self) -> int:
+        """After which it was saved."""
+        return int(self.about["step"])
+
+    @property
+    def has(self) -> list[str]:
+        """What was saved."""
+        return list(self.about["has"])
+
+    def of_optimizer(self) -> Iterator[tuple[str, str, Stored]]:
+        """(parameter, key, tensor) of the optimizer's state."""
+        for name, found in (self.optimizer or {}).get("parameters", {}).items():
+            for key, row in found["tensors"].items():
+                yield name, key, Stored.of(row)
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """All, each with what it is called in sentences."""
+        yield from ((repr(name), one) for name, one in self.parameters.items())
+        yield from ((f"{key!r} of {name!r}", one) for name, key, one in self.of_optimizer())
+
+    def files(self) -> list[str]:
+        """Of the folder."""
+        parts = [part.file for _, one in self.tensors() for part in one.parts]
+        return sorted({*parts, *(one["file"] for one in self.states)})
+
+    def size(self) -> int:
+        """Bytes of its files, as far as they are there."""
+        return sum((self.folder / name).stat().st_size for name in self.files() if (self.folder / name).is_file())
+
+    def to_text(self) -> str:
+        """The index as it is written."""
+        content = {
+            "about": dict(self.about),
+            "parameters": {
+                name: {
+                    "shape": one.shape, "dtype": one.dtype, "trained": name in self.trained,
+                    "parts": [part.to_row() for part in one.parts],
+                }
+                for name, one in self.parameters.items()
+            },
+            "optimizer": self.optimizer, "states": [dict(one) for one in self.states],
+        }  # fmt: skip
+        return json.dumps({"format": FORMAT, "sha256": _digest(content), "content": content}) + "\n"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(folder: Path) -> str:
+    """Of the index, for ranks to compare."""
+    return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+
+
+def read(folder: Path) -> Index:
+    """The index of a step's folder."""
+    where = folder / FILE
+
+    def fail(what: str) -> InputError:
+        return InputError(what, str(where), OLDER)
+
+    table = read_json(where, fail)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        found = table.get("format") if isinstance(table, dict) else None
+        raise fail(f"it is an index of format {found!r}, and this csc reads {FORMAT}")
+    if _digest(table.get("content")) != table.get("sha256"):
+        raise fail("it is not what was saved there: its bytes have changed")
+    content = table["content"]
+    return Index(
+        folder, content["about"], {name: Stored.of(row) for name, row in content["parameters"].items()},
+        frozenset(name for name, row in content["parameters"].items() if row["trained"]),
+        content["optimizer"], tuple(content["states"]),
+    )  # fmt: skip
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Of a step."""
+    return run / f"step-{step:08d}"
+
+
+def _folders(run: Path) -> list[tuple[int, Path]]:
+    if not run.is_dir():
+        return []
+    named = [(_FOLDER.fullmatch(path.name), path) for path in run.iterdir()]
+    return sorted((int(found[1]), path) for found, path in named if found and path.is_dir())
+
+
+def saved(run: str | Path) -> dict[int, Path]:
+    """The folders of steps that were saved to the end."""
+    return {step: folder for step, folder in _folders(Path(run)) if (folder / FILE).is_file()}
+
+
+def cut_off(run: str | Path) -> list[Path]:
+    """Folders of saves that are under way, or did not come to their end."""
+    return [folder for _, folder in _folders(Path(run)) if not (folder / FILE).is_file()]
+
+
+def find(path: str | Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint. InputError, with what is there, if there is none."""
+    path = Path(path)
+    if step is None and (path / FILE).is_file():
+        return path
+    there = saved(path)
+    if step is None and there:
+        return there[max(there)]
+    if step in there:
+        return there[step]
+    begun = ", ".join(folder.name for folder in cut_off(path))
+    what = "it has no checkpoint" if step is None else f"it has no checkpoint of step {step}"
+    if _FOLDER.fullmatch(path.name) and path.is_dir():
+        what = f"it has no {FILE}: the save was cut off"
+    elif there:
+        what += f", but of {', '.join(map(str, there))}"
+    elif begun:
+        what += f": {begun} was begun, and has no {FILE}"
+    elif path.is_dir() and ((path / ".metadata").is_file() or any(path.glob("*.safetensors"))):
+        raise InputError(
+            f"{what}, but weights in another format", str(path),
+            "read weights with compiled.load(path), or make a checkpoint of them: `csc checkpoint convert PATH OUT`",
+        )  # fmt: skip
+    raise InputError(what, str(path), "give the directory that a CheckpointManager saves to, or a step's folder in it")

@@ -1,0 +1,123 @@
+"""A checkpoint read again: everything that this process needs is checked first, then it is put in its place.
+
+Terms: a process needs the parts that have entries in common with what its ranks hold, whatever mesh wrote them.
+
+    check_model(index, expected)                  InputError unless it is of this model
+    verify(index, needed)                         reads and checks parts, keeps nothing      needed: [(name, Box)]
+    fill(index, name, box, target)                the entries of a parameter, or buffer, into a tensor of them
+    optimizer(index, made, own) -> state          what `load_state_dict` takes
+    state(index, process) -> {...}                of what is no tensor of the model
+    Expected(shape, dtype)
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from csc.checkpoints import files
+from csc.checkpoints.index import FILE, OLDER, Index, Stored
+from csc.errors import InputError
+from csc.runtime import optimizer_state
+from csc.runtime.boxes import overlap, sizes
+from csc.runtime.reading import read_text, within
+from csc.runtime.specs import Box
+
+NO_STEP = "Give the weights alone: load(only=['weights'])"
+
+
+class Expected(NamedTuple):
+    """Of a parameter or buffer of the model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def check_model(index: Index, expected: Mapping[str, Expected]) -> None:
+    """All names, shapes and dtypes are those of the model."""
+    where = str(index.folder / FILE)
+    for name, one in expected.items():
+        found = index.parameters.get(name)
+        if found is None:
+            close = difflib.get_close_matches(name, list(index.parameters), 3, 0.6)
+            remedy = f"Close names there: {', '.join(close)}" if close else _of_another(index)
+            raise InputError(f"parameter {name!r} is not in it", where, remedy)
+        if found.shape != one.shape:
+            what = f"parameter {name!r} has shape {list(found.shape)} there, {list(one.shape)} in the model"
+            raise InputError(what, where, _of_another(index))
+        if found.dtype != str(one.dtype).removeprefix("torch."):
+            what = f"parameter {name!r} is {found.dtype} there, {str(one.dtype).removeprefix('torch.')} in the model"
+            raise InputError(what, where, "Make the model in the dtype that it was trained in")
+    more = [name for name in index.parameters if name not in expected]
+    if more:
+        raise InputError(f"it has {more[0]!r}, which the model does not have", where, _of_another(index))
+
+
+def _of_another(index: Index) -> str:
+    return f"It is the checkpoint of a {index.about['model']}: make the model as it was made then"
+
+
+def verify(index: Index, needed: Iterable[tuple[str, Box]]) -> None:
+    """InputError, with the file and the parameter, if a byte of what will be read is not what was saved."""
+    for name, box in needed:
+        stored = index.parameters[name]
+        for part in stored.parts:
+            if any(True for _ in overlap(box, part.box)):
+                files.read(index.folder, part, stored.dtype, repr(name))
+
+
+def fill(index: Index, name: str, box: Box, target: torch.Tensor) -> None:
+    """target: of the sizes of the box."""
+    _fill(index, index.parameters[name], box, target, repr(name))
+
+
+def _fill(index: Index, stored: Stored, box: Box, target: torch.Tensor, what: str) -> None:
+    filled = 0
+    for part in stored.parts:
+        blocks = list(overlap(box, part.box))
+        if not blocks:
+            continue
+        tensor = files.read(index.folder, part, stored.dtype, what)
+        for here, there in blocks:
+            target[here] = tensor[there].to(target.device)
+            filled += tensor[there].numel()
+    if filled != target.numel():
+        raise InputError(f"{what} is not all there", str(index.folder / FILE), OLDER)
+
+
+def optimizer(index: Index, made: torch.optim.Optimizer, own: Sequence[optimizer_state.Own]) -> dict[str, Any]:
+    """With the tensors of this process' entries."""
+
+    def unfit(what: str) -> InputError:
+        remedy = "Make the optimizer as it was made for that save, or begin a new one: load(only=['weights'])"
+        return InputError(what, str(index.folder / FILE), remedy)
+
+    def assemble(one: optimizer_state.Own, key: str, row: Mapping[str, Any]) -> torch.Tensor:
+        stored = Stored.of(row)
+        target = torch.empty(sizes(one.box), dtype=getattr(torch, stored.dtype))
+        _fill(index, stored, one.box, target, f"{key!r} of {one.name!r}")
+        return target.to(one.parameter.device)
+
+    table = index.optimizer
+    if table is None:
+        raise InputError("it has no state of an optimizer", str(index.folder), NO_STEP)
+    optimizer_state.fits(table, made, unfit)
+    return optimizer_state.restored(table, made, own, assemble, unfit)
+
+
+def state(index: Index, process: int) -> dict[str, Any]:
+    """What a process, counted around if there were fewer, has written of what is no tensor of the model."""
+    found = index.states[process % len(index.states)]
+
+    def fail(what: str) -> InputError:
+        return InputError(what, str(index.folder / found["file"]), OLDER)
+
+    text = read_text(within(index.folder, found["file"], fail), fail)
+    if hashlib.sha256(text.encode()).hexdigest() != found["sha256"]:
+        raise fail("its bytes are not those that were saved")
+    return dict(json.loads(text))

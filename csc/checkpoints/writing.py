@@ -1,0 +1,230 @@
+"""A checkpoint on its way to disk: each process writes its files, the first one the index, once all are there.
+
+Terms: every *save* has a number of its own, which the names of its files carry: until its index is in place, an older
+save of the same step is what is read there. What does not train (frozen parameters, buffers) goes to a file whose name
+tells its content; where another checkpoint of the run has that file, the new one is a hard link to it.
+
+    Own(pieces, told, state), Save(...)     what this process has to write; where, and what all write
+    write(own, save, meeting) -> folder     all ranks call it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csc.checkpoints import files
+from csc.checkpoints.index import FILE, Index, Part, Stored, cut_off, saved
+from csc.checkpoints.pieces import Piece
+from csc.errors import InputError
+from csc.runtime import optimizer_state
+from csc.runtime.meeting import Meeting
+from csc.runtime.saving import published
+from csc.runtime.words import NOTHING, Said
+
+_OURS = re.compile(r"((part|state)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
+_UNFINISHED = re.compile(r"\.(part|state|frozen|checkpoint)[-.].*\.tmp")
+
+
+@dataclass(frozen=True)
+class Own:
+    """Of one process. told: of the optimizer, without tensors; None: there is none. state: other state, as JSON."""
+
+    pieces: Sequence[Piece]
+    told: Mapping[str, Any] | None
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Save:
+    """number: 8 hexadecimal digits, the same on every rank. about: of csc.checkpoints.index.Index. expected: names of
+    parameters and buffers that have to be there, all of their entries. keep: how many checkpoints of the run stay.
+    """
+
+    folder: Path
+    number: str
+    place: tuple[int, int]  # of this process among all
+    about: Mapping[str, Any]
+    expected: Collection[str]
+    keep: int | None
+
+    def name(self, kind: str, end: str) -> str:
+        """Of a file of this process."""
+        return f"{kind}-{self.place[0] + 1:05d}-of-{self.place[1]:05d}-{self.number}.{end}"
+
+
+def write(own: Own, save: Save, meeting: Meeting) -> Path:
+    """All ranks call it. If one of them cannot write, all raise, and what was saved before is what is read. Returns the
+    folder.
+    """
+
+    def parts() -> tuple[Said, str]:
+        return NOTHING, json.dumps(_written(own, save))
+
+    try:
+        text = meeting.hold("the parts of a checkpoint", parts)
+        texts = meeting.texts("the parts of a checkpoint", text)
+    except BaseException:
+        _discard(save)
+        raise
+
+    def index() -> tuple[Said, None]:
+        if save.place[0] == 0:
+            _publish(save, [json.loads(one) for one in texts])
+        return NOTHING, None
+
+    meeting.hold("the index of a checkpoint", index)
+    return save.folder
+
+
+def _written(own: Own, save: Save) -> dict[str, Any]:
+    """What this process has written: parts of tensors, what it tells of the optimizer, the file of its other state."""
+    trained = _numbered(piece for piece in own.pieces if piece.trained and piece.tensor.numel())
+    frozen = _numbered(piece for piece in own.pieces if not piece.trained)
+    found = _rows(frozen, *_frozen(save, frozen)) if frozen else []
+    if trained:
+        name = save.name("part", "safetensors")
+        found += _rows(trained, name, files.write(save.folder / name, _tensors(trained)))
+    state, file = json.dumps(own.state), save.name("state", "json")
+    published(save.folder / file, lambda path: path.write_text(state))
+    digest = hashlib.sha256(state.encode()).hexdigest()
+    return {"parts": found, "told": own.told, "state": {"file": file, "sha256": digest}}
+
+
+def _numbered(pieces: Iterable[Piece]) -> dict[str, Piece]:
+    """By keys of a file."""
+    return {f"{'/'.join(filter(None, (p.name, p.key)))}#{i}": p for i, p in enumerate(pieces)}
+
+
+def _tensors(pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+    return {key: piece.tensor for key, piece in pieces.items()}
+
+
+def _rows(pieces: Mapping[str, Piece], file: str, places: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name, "key": one.key, "shape": one.shape, "trained": one.trained,
+            "dtype": str(one.tensor.dtype).removeprefix("torch."), "row": Part(file, key, at, one.box, sha256).to_row(),
+        }
+        for (key, one), (at, sha256) in zip(pieces.items(), (places[key] for key in pieces))
+    ]  # fmt: skip
+
+
+def _frozen(save: Save, pieces: Mapping[str, Piece]) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The file of what does not train, and where it has each: the one of another checkpoint of the run if that has the
+    same, else a new one.
+    """
+    tensors = _tensors(pieces)
+    digests = {key: files.digest(tensor) for key, tensor in tensors.items()}
+    begin, places = files.layout(tensors)
+    content = hashlib.sha256(begin + json.dumps(list(digests.values())).encode()).hexdigest()
+    name, size = f"frozen-{content[:32]}.safetensors", len(begin) + sum(one.nbytes for one in tensors.values())
+    folders = [save.folder, *reversed(saved(save.folder.parent).values())]
+    there = [folder / name for folder in folders if (folder / name).is_file()]
+    same = [file for file in there if file.stat().st_size == size]
+    if not same or (same[0].parent != save.folder and not _linked(same[0], save.folder / name)):
+        files.write(save.folder / name, tensors)
+    return name, {key: (places[key], digests[key]) for key in tensors}
+
+
+def _linked(there: Path, here: Path) -> bool:
+    """Whether the file system has links, and both are on it."""
+    try:
+        published(here, lambda path: os.link(there, path))
+    except InputError:
+        return False
+    return True
+
+
+def _discard(save: Save) -> None:
+    """Remove what this process has written of a save that failed."""
+    for kind, end in (("part", "safetensors"), ("state", "json")):
+        with contextlib.suppress(OSError):
+            (save.folder / save.name(kind, end)).unlink(missing_ok=True)
+
+
+def _publish(save: Save, told: Sequence[Mapping[str, Any]]) -> None:
+    parameters, states = _joined(told)
+    optimizers = [one["told"] for one in told if one["told"] is not None]
+    optimizer = optimizer_state.joined(optimizers) if optimizers else None
+    for (name, key), row in states.items():
+        assert optimizer is not None
+        optimizer["parameters"][name]["tensors"][key] = row
+    index = Index(
+        save.folder, save.about, {name: Stored.of(row) for name, row in parameters.items()},
+        frozenset(name for name, row in parameters.items() if row["trained"]), optimizer,
+        tuple(one["state"] for one in told),
+    )  # fmt: skip
+    _check(save, index)
+    text = index.to_text()
+    published(save.folder / FILE, lambda file: file.write_text(text))
+    flushed(save.folder)
+    _clear(save.folder, {FILE, *index.files()})
+    if save.keep is not None:
+        _forget(save.folder, save.keep)
+
+
+def _joined(told: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
+    """Rows of parameters, and of the tensors of the optimizer's state, with the parts of all processes."""
+    parameters: dict[str, Any] = {}
+    states: dict[tuple[str, str], Any] = {}
+    for one in (one for process in told for one in process["parts"]):
+        row = {"shape": one["shape"], "dtype": one["dtype"], "trained": one["trained"], "parts": list[Any]()}
+        if one["key"]:
+            states.setdefault((one["name"], one["key"]), row)["parts"].append(one["row"])
+        else:
+            parameters.setdefault(one["name"], row)["parts"].append(one["row"])
+    return parameters, states
+
+
+def _check(save: Save, index: Index) -> None:
+    """InputError if something of the model is in no part: such an index is not written."""
+    lost = [name for name in save.expected if name not in index.parameters]
+    lost += [what for what, one in index.tensors() if one.missing()]
+    if lost:
+        raise InputError(
+            f"of {lost[0]} not all entries were written by any rank", str(save.folder),
+            "this is a bug of csc: please report it with the mesh and the model",
+        )  # fmt: skip
+
+
+def flushed(folder: Path) -> None:
+    """The names in it are on the disk, as far as the file system does that."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def _clear(folder: Path, listed: Collection[str]) -> None:
+    """Remove what older saves of the step, or one that was cut off, have left."""
+    for file in list(folder.iterdir()):
+        if (_OURS.fullmatch(file.name) and file.name not in listed) or _UNFINISHED.fullmatch(file.name):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def _forget(newest: Path, keep: int) -> None:
+    """Remove checkpoints of the run but the last ones, and saves that were cut off. Index first: what is left of a
+    removal that is cut off is no checkpoint.
+    """
+    there = saved(newest.parent)
+    last = sorted(there)[-keep:]
+    for folder in [*(folder for step, folder in there.items() if step not in last), *cut_off(newest.parent)]:
+        if folder == newest:
+            continue
+        with contextlib.suppress(OSError):
+            (folder / FILE).unlink(missing_ok=True)
+            _clear(folder, ())
+            folder.rmdir()  # something of the user's in it keeps it there

@@ -1,0 +1,229 @@
+"""The state of a training run: what of it goes to a checkpoint, and how it is taken up again.
+
+Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random (generators), extra (the caller's own).
+
+    State(saved, scheduler, extra, has)
+    taken(state, copy) -> Own                 what this process writes, as it is now; of copies, if training goes on
+    about(state, step)                        for the index
+    expected(state) -> {name: Expected}       every parameter and buffer of the model
+    take_up(state, index) -> Restored         all ranks call it; nothing is changed unless all of it can be
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import csc
+from csc import devices
+from csc.checkpoints import pieces, reading
+from csc.checkpoints.index import FILE, Index
+from csc.checkpoints.plain import packed, unpacked
+from csc.checkpoints.reading import Expected
+from csc.checkpoints.writing import Own
+from csc.driver import loader_state
+from csc.driver.checkpoint import format_of, on_meta, put_rest
+from csc.driver.persistence import Saved
+from csc.driver.share import place
+from csc.errors import InputError
+from csc.runtime import optimizer_state
+from csc.runtime.boxes import whole_box
+from csc.runtime.saving import check_rest
+from csc.runtime.weights import Format
+from csc.runtime.words import NOTHING, Said
+
+WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
+ALL = (WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA)
+ANY_SHARE = "position_of_all_shares"  # of a loader whose position is the same for whatever dp
+
+
+@dataclass(frozen=True)
+class State:
+    """saved: with the model, and the optimizer and loader if there are. has: which of ALL."""
+
+    saved: Saved
+    scheduler: Any
+    extra: Mapping[str, Any]
+    has: Collection[str]
+
+    @property
+    def form(self) -> Format:
+        """What of the model no program reads."""
+        manifest = self.saved.trainer.program.manifest
+        return format_of(self.saved.model, {spec.name for spec in manifest.parameters})
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Which this one is, of how many."""
+        ranks = self.saved.trainer.transport.ranks
+        return ranks[0] // len(ranks), self.saved.trainer.program.manifest.mesh.size // len(ranks)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was taken up.
+
+    Attributes:
+        step: Of the checkpoint.
+        folder: Its folder.
+        extra: What `save(step, extra)` was given.
+        begun: Parameters that train now and were frozen when it was saved: the optimizer has no state of them yet.
+    """
+
+    step: int
+    folder: Path
+    extra: Mapping[str, Any]
+    begun: tuple[str, ...] = ()
+
+
+def taken(state: State, copy: bool) -> Own:
+    """InputError for what has no values, or cannot be saved."""
+    saved, trainer = state.saved, state.saved.trainer
+    trainer.own.check_step("save")
+    found: list[pieces.Piece] = []
+    told = None
+    if WEIGHTS in state.has:
+        form = state.form
+        if 0 in trainer.transport.ranks:
+            check_rest(form)
+        found += pieces.weights(trainer, form.rest)
+    if OPTIMIZER in state.has:
+        assert saved.optimizer is not None
+        more, told = pieces.optimizer(trainer, saved.optimizer)
+        found += more
+    other: dict[str, Any] = {}
+    if SCHEDULER in state.has:
+        other[SCHEDULER] = packed(state.scheduler.state_dict(), "the scheduler's state")
+    if LOADER in state.has and trainer.speaks:
+        anywhere = bool(getattr(saved.loader, ANY_SHARE, False))
+        position = packed(saved.loader.state_dict(), "the loader's state")
+        other[LOADER] = {"share": list(place(saved.mesh)), "any": anywhere, "position": position}
+    if RANDOM in state.has:
+        other[RANDOM] = packed(_drawn(trainer.device), "random numbers")
+    if EXTRA in state.has and 0 in trainer.transport.ranks:
+        other[EXTRA] = packed(dict(state.extra), "extra")
+    return Own(pieces.copies(found) if copy else found, told, other)
+
+
+def about(state: State, step: int) -> dict[str, Any]:
+    """What the index says of the whole."""
+    manifest = state.saved.trainer.program.manifest
+    return {
+        "step": step, "model": type(state.saved.model).__name__, "mesh": str(manifest.mesh), "zero": manifest.zero,
+        "processes": state.process[1], "has": [what for what in ALL if what in state.has],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "csc": csc.__version__, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def expected(state: State) -> dict[str, Expected]:
+    """Of the model, under its names."""
+    specs = state.saved.trainer.program.manifest.parameters
+    found = {spec.name: Expected(spec.shape, spec.dtype) for spec in specs}
+    return found | {name: Expected(tuple(one.shape), one.dtype) for name, one in state.form.rest.items()}
+
+
+def _drawn(device: torch.device) -> dict[str, Any]:
+    """What generators of random numbers will draw next."""
+    on_device = {} if device.type == "cpu" else {"device": devices.generator(device)}
+    numbers = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    return {"torch": torch.get_rng_state(), **numbers, **on_device}
+
+
+def _draw_again(drawn: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(drawn["torch"])
+    random.setstate(drawn["python"])
+    np.random.set_state(drawn["numpy"])
+    if "device" in drawn and device.type != "cpu":
+        devices.set_generator(device, drawn["device"])
+
+
+def take_up(state: State, index: Index) -> Restored:
+    """InputError, with nothing changed, for what is missing or damaged; StepFailed if that is so on another rank."""
+    saved, meeting = state.saved, state.saved.trainer.transport.meeting
+    changes: list[Callable[[], Any]] = []
+
+    def ready() -> tuple[Said, dict[str, Any]]:
+        absent = [what for what in state.has if what not in index.has]
+        if absent:
+            raise InputError(
+                f"it has {', '.join(index.has)}, and no {absent[0]}", str(index.folder / FILE),
+                f"load what it has: load(only={[what for what in state.has if what in index.has]!r})",
+            )  # fmt: skip
+        if WEIGHTS in state.has:
+            reading.check_model(index, expected(state))
+        own = optimizer_state.owned(saved.trainer)
+        if OPTIMIZER in state.has:
+            assert saved.optimizer is not None
+            made = reading.optimizer(index, saved.optimizer, own)
+            changes.append(partial(saved.optimizer.load_state_dict, made))
+        of_process = reading.state(index, state.process[0])
+        first = reading.state(index, 0)
+        if SCHEDULER in state.has:
+            changes.append(partial(state.scheduler.load_state_dict, unpacked(first[SCHEDULER])))
+        if LOADER in state.has:
+            changes.insert(0, partial(saved.loader.load_state_dict, _position(state, index)))
+        rest = {}
+        if WEIGHTS in state.has:
+            reading.verify(
+                index, [(s.name, saved.trainer.own.box(s) or whole_box(s.shape)) for s in saved.trainer.own.specs]
+            )
+            rest = _rest(state, index)
+        return NOTHING, {"rest": rest, "random": of_process.get(RANDOM), "extra": unpacked(first.get(EXTRA, {}))}
+
+    found = meeting.hold("load a checkpoint", ready)
+    for change in changes:  # a loader may refuse its position: then no weight was touched
+        change()
+    if WEIGHTS in state.has:
+        saved.trainer.own.fill(lambda name, box, target: reading.fill(index, name, box, target))
+        put_rest(saved.model, state.form, found["rest"])
+        saved.look()
+    if RANDOM in state.has:
+        _draw_again(unpacked(found["random"]), saved.trainer.device)
+    return Restored(index.step, index.folder, found["extra"], _begun(state, index))
+
+
+def _rest(state: State, index: Index) -> dict[str, torch.Tensor]:
+    """What no program reads, of the processes that keep it."""
+    form = state.form
+    if 0 not in state.saved.trainer.transport.ranks and on_meta(form):
+        return {}
+    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in form.rest.items()}
+    for name, target in found.items():
+        reading.fill(index, name, whole_box(target.shape), target)
+    return found
+
+
+def _position(state: State, index: Index) -> Any:
+    """Of this process' share of the samples."""
+    own = list(place(state.saved.mesh))
+    loader_state.check(state.saved.loader)
+    there = []
+    for process in range(len(index.states)):
+        found = reading.state(index, process).get(LOADER)
+        if found is not None and (found["share"] == own or found["any"]):
+            return unpacked(found["position"])
+        there += [found["share"]] if found is not None else []
+    shares = ", ".join(f"{share} of {count}" for share, count in there)
+    raise InputError(
+        f"it has the loader's positions of shares {shares}, and this process loads share {own[0]} of {own[1]}",
+        str(index.folder / FILE),
+        "resume with the dp that it was saved with, take a loader of csc.balanced, whose position is for any, or leave "
+        "the loader out: load(only=['weights', 'optimizer', 'scheduler', 'random'])",
+    )  # fmt: skip
+
+
+def _begun(state: State, index: Index) -> tuple[str, ...]:
+    """What trains now and did not then."""
+    if OPTIMIZER not in state.has or index.optimizer is None:
+        return ()
+    trained = {name for group in index.optimizer["groups"] for name in group["names"]}
+    specs = state.saved.trainer.program.manifest.parameters
+    return tuple(spec.name for spec in specs if spec.trainable and spec.name not in trained)
