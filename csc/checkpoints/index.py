@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from csc.errors import InputError
 from csc.runtime.boxes import sizes
 from csc.runtime.reading import read_json
@@ -72,9 +74,17 @@ class Stored:
         """KeyError, TypeError or ValueError for what is none."""
         return cls(tuple(map(int, row["shape"])), str(row["dtype"]), tuple(map(Part.of, row["parts"])))
 
+    def entries(self) -> int:
+        """How many."""
+        return math.prod(self.shape)
+
+    def nbytes(self) -> int:
+        """Of all entries."""
+        return self.entries() * getattr(torch, self.dtype).itemsize
+
     def missing(self) -> int:
         """Entries that no part has."""
-        return math.prod(self.shape) - sum(part.entries() for part in self.parts)
+        return self.entries() - sum(part.entries() for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ optimizer is written where its parameter is. The *rest* is what no program reads
     boxes_written(trainer) -> [(spec, box)]                  by this process
     weights(trainer, rest) -> [Piece]                        parameters and buffers
     optimizer(trainer, optimizer) -> ([Piece], told)         told: as csc.runtime.optimizer_state lists it
+    divided(piece) -> Piece...                               of at most PART bytes
     copies(pieces) -> [Piece]                                of the values of now, on the CPU
 """
 
@@ -60,7 +61,7 @@ def boxes_written(trainer: Trainer) -> list[tuple[ParameterSpec, Box]]:
 
 
 def _holders(manifest: Manifest, spec: ParameterSpec) -> dict[Box, list[int]]:
-    """The ranks of a parameter's owner, by what they step of it, or hold."""
+    """The ranks of a parameter's owner, by what they step of it, or hold; without those that have no entry."""
     mesh = manifest.mesh
     found: dict[Box, list[int]] = {}
     for rank in mesh.group(Group.POSITION, 0, [spec.owner]):
@@ -70,7 +71,7 @@ def _holders(manifest: Manifest, spec: ParameterSpec) -> dict[Box, list[int]]:
         if divided and spec.shape and len(data) > 1:
             box = part(box, *shard_of(spec.local.shape, len(data), data.index(rank)))
         found.setdefault(box, []).append(rank)
-    return {box: ranks for box, ranks in found.items() if 0 not in sizes(box)}
+    return {box: ranks for box, ranks in found.items() if 0 not in sizes(box) or 0 in spec.shape}
 
 
 def weights(trainer: Trainer, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -78,11 +79,11 @@ def weights(trainer: Trainer, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
     found: list[Piece] = []
     for spec, box in boxes_written(trainer):
         held = trainer.own.stepped(spec.name) if spec.trainable else trainer.own.values[spec.name]
-        found += _divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
+        found += divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
     if 0 in trainer.transport.ranks:
         for name, tensor in rest.items():
             shape = tuple(tensor.shape)
-            found += _divided(Piece(name, "", shape, whole_box(shape), tensor.detach(), False))
+            found += divided(Piece(name, "", shape, whole_box(shape), tensor.detach(), False))
     return found
 
 
@@ -96,12 +97,12 @@ def optimizer(trainer: Trainer, made: torch.optim.Optimizer) -> tuple[list[Piece
     for name, found in told["parameters"].items():
         one = of_name[name]
         for key, tensor in found["tensors"].items():
-            pieces += _divided(Piece(name, key, one.spec.shape, one.box, tensor, True))
+            pieces += divided(Piece(name, key, one.spec.shape, one.box, tensor, True))
         found["tensors"] = {}
     return pieces, told
 
 
-def _divided(piece: Piece) -> Iterator[Piece]:
+def divided(piece: Piece) -> Iterator[Piece]:
     """In stretches of the first dimension."""
     tensor = piece.tensor
     rows = tensor.shape[0] if tensor.dim() else 1

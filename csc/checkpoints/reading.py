@@ -3,8 +3,10 @@
 Terms: a process needs the parts that have entries in common with what its ranks hold, whatever mesh wrote them.
 
     check_model(index, expected)                  InputError unless it is of this model
+    damaged(index) -> InputError...               what is not as it was saved, of all
     verify(index, needed)                         reads and checks parts, keeps nothing      needed: [(name, Box)]
     fill(index, name, box, target)                the entries of a parameter, or buffer, into a tensor of them
+    whole(index, stored, what) -> tensor          all entries of a tensor
     optimizer(index, made, own) -> state          what `load_state_dict` takes
     state(index, process) -> {...}                of what is no tensor of the model
     Expected(shape, dtype)
@@ -15,7 +17,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from csc.checkpoints import files
 from csc.checkpoints.index import FILE, OLDER, Index, Stored
 from csc.errors import InputError
 from csc.runtime import optimizer_state
-from csc.runtime.boxes import overlap, sizes
+from csc.runtime.boxes import overlap, sizes, whole_box
 from csc.runtime.reading import read_text, within
 from csc.runtime.specs import Box
 
@@ -71,9 +73,31 @@ def verify(index: Index, needed: Iterable[tuple[str, Box]]) -> None:
                 files.read(index.folder, part, stored.dtype, repr(name))
 
 
+def damaged(index: Index) -> Iterator[InputError]:
+    """Of everything that was saved, what is not there any more as it was."""
+    for what, stored in index.tensors():
+        for part in stored.parts:
+            try:
+                files.read(index.folder, part, stored.dtype, what)
+            except InputError as error:
+                yield error
+    for process in range(len(index.states)):
+        try:
+            state(index, process)
+        except InputError as error:
+            yield error
+
+
 def fill(index: Index, name: str, box: Box, target: torch.Tensor) -> None:
     """target: of the sizes of the box."""
     _fill(index, index.parameters[name], box, target, repr(name))
+
+
+def whole(index: Index, stored: Stored, what: str) -> torch.Tensor:
+    """A tensor with all its entries. what: its name in sentences."""
+    target = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    _fill(index, stored, whole_box(stored.shape), target, what)
+    return target
 
 
 def _fill(index: Index, stored: Stored, box: Box, target: torch.Tensor, what: str) -> None:

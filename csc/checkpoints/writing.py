@@ -88,7 +88,7 @@ def write(own: Own, save: Save, meeting: Meeting) -> Path:
 
 def _written(own: Own, save: Save) -> dict[str, Any]:
     """What this process has written: parts of tensors, what it tells of the optimizer, the file of its other state."""
-    trained = _numbered(piece for piece in own.pieces if piece.trained and piece.tensor.numel())
+    trained = _numbered(piece for piece in own.pieces if piece.trained)
     frozen = _numbered(piece for piece in own.pieces if not piece.trained)
     found = _rows(frozen, *_frozen(save, frozen)) if frozen else []
     if trained:

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from csc import __version__
 from csc.commands.cache_commands import app as cache_app
+from csc.commands.checkpoint_commands import app as checkpoint_app
 from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
 from csc.commands.explain_command import explain
@@ -176,6 +177,7 @@ def passes(json_output: JsonOption = False) -> None:
 for command in (explain, verify, simulate, plan, timeline, cost, profile, data, mask):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,7 @@ model has and the program does not use: nothing trains it, a whole model has it,
 
     each(path, parameters, device, format) -> (name, tensor)...  only these, one by one; a file, or a directory as of HF
     read(path, parameters, device, format) -> {name: tensor}     all of them
+    headers(path) -> {key: meta tensor}                          what there is
     identity(path) -> str                                        which weights those of a directory are
     check(parameters, tensors)                                   tensors in memory against what the program needs
 
@@ -118,6 +119,12 @@ def each(
                 continue
             made = group.make({key: files.tensor(key, device) for key in group.keys})
             yield from ((name, made[name]) for name in wanted)
+
+
+def headers(path: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a file or directory, as a meta tensor, by the names that the files have."""
+    with Files(_table(Path(path))) as files:
+        return {key: files.header(key) for key in files.table}
 
 
 def identity(path: Path) -> str:

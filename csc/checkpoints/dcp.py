@@ -1,0 +1,243 @@
+"""Directories of torch.distributed.checkpoint (DCP), as `dcp.save({"model": ..., "optim": ...})` writes them.
+
+Terms: a *key* is the path of an entry, joined by dots: `model.NAME`, `optim.state.NAME.KEY`, `optim.param_groups.0.lr`.
+Its `.metadata` is a pickle: it is read by an unpickler that knows the classes of such files and nothing else, so that
+no code of the file's runs. Tensors in it are read with weights_only=True.
+
+    read(directory, kind) -> Found               kind: of the optimizer, whose name such a directory does not hold
+    write(directory, index)                      a checkpoint as `dcp.load` reads it
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from csc.checkpoints import reading
+from csc.checkpoints.index import Index, Stored
+from csc.errors import InputError
+from csc.runtime.reading import checked_file, within
+from csc.runtime.saving import make_directory, published
+from csc.runtime.texts import first_line
+from csc.torch_private.checkpoints import StorageInfo, allowed
+
+METADATA, DATA = ".metadata", "__0_0.distcp"
+VERSION = "1.0.0"
+MODEL = ("model", "module", "state_dict")
+OPTIMIZER = ("optim", "optimizer", "optimizers")
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory holds. optimizer: as csc.runtime.optimizer_state lists it, with tensors; None: none is there.
+    left: keys that are neither.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    left: list[str]
+
+
+def read(directory: Path, kind: str | None = None) -> Found:
+    """All of it, in memory. InputError for what is no such directory, or names anything else than it should."""
+    found = _Directory(directory)
+    paths = {key: found.path(key) for key in found.metadata.state_dict_metadata}
+    nested = any(path[0] in MODEL and len(path) == 2 for path in paths.values())
+    parameters: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    left = []
+    for key, path in paths.items():
+        if path[0] in MODEL and len(path) == 2:
+            parameters[path[1]] = found.tensor(key)
+        elif path[0] in OPTIMIZER and path[1:2] == ("state",) and len(path) == 4:
+            states.setdefault(path[2], {})[path[3]] = found.value(key)
+        elif path[0] in OPTIMIZER and path[1:2] == ("param_groups",) and len(path) == 4:
+            groups.setdefault(int(path[2]), {})[path[3]] = found.value(key)
+        elif not nested and len(path) == 1 and found.is_tensor(key):
+            parameters[key] = found.tensor(key)
+        else:
+            left.append(key)
+    if not parameters:
+        raise found.fail(f"it has no parameters of a model: its keys are {', '.join(list(paths)[:5])}")
+    optimizer = _listed(states, groups, parameters, kind) if states and groups else None
+    return Found(parameters, optimizer, left)
+
+
+def _listed(
+    states: dict[str, dict[str, Any]], groups: dict[int, dict[str, Any]], parameters: dict[str, torch.Tensor],
+    kind: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    listed: dict[str, Any] = {}
+    for name, state in states.items():
+        shape = parameters[name].shape if name in parameters else None
+        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == shape and v.dim()}
+        numbers = {key: _number(value) for key, value in state.items() if key not in tensors}
+        listed[name] = {"shape": list(shape or ()), "numbers": numbers, "tensors": tensors}
+    told = [
+        {
+            "names": list(groups[i].get("params", ())),
+            "options": {k: _plain(v) for k, v in groups[i].items() if k != "params"},
+        }
+        for i in sorted(groups)
+    ]
+    return {"kind": kind or "AdamW", "groups": told, "parameters": listed}
+
+
+def _number(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item(), "shape": list(value.shape)}
+    return {"value": value}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Reader(pickle.Unpickler):
+    """Of classes that are allowed by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class; InputError for any other."""
+        found = allowed().get((module, name))
+        if found is None:
+            raise InputError(
+                f"it names {module}.{name}, which no metadata of a checkpoint has", METADATA,
+                "it was damaged, or made to run code: take the checkpoint from where you trust it",
+            )  # fmt: skip
+        return found
+
+
+class _Directory:
+    """Entries by key."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        try:
+            with checked_file(directory / METADATA, self.fail).open("rb") as opened:
+                self.metadata: Metadata = _Reader(opened).load()
+        except InputError:
+            raise
+        except Exception as error:  # of a damaged pickle Python says all kinds of things
+            raise self.fail(f"it cannot be read: {first_line(error)}") from None
+        if not isinstance(self.metadata, Metadata) or not isinstance(self.metadata.storage_data, dict):
+            raise self.fail("it is no metadata of a checkpoint")
+
+    def fail(self, what: str) -> InputError:
+        return InputError(
+            what, str(self._directory / METADATA), "Give a directory that torch.distributed.checkpoint wrote"
+        )
+
+    def path(self, key: str) -> Key:
+        """What a key was made of."""
+        given = self.metadata.planner_data
+        if isinstance(given, dict) and isinstance(given.get(key), tuple):
+            return tuple(given[key])
+        first, dot, rest = key.partition(".")
+        return (first, rest) if dot and first in MODEL else (key,)
+
+    def is_tensor(self, key: str) -> bool:
+        """Or something else."""
+        return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
+
+    def value(self, key: str) -> Any:
+        """A tensor, or what is plain."""
+        return self.tensor(key) if self.is_tensor(key) else self._loaded(MetadataIndex(key))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Put together from its chunks."""
+        about = self.metadata.state_dict_metadata[key]
+        if not isinstance(about, TensorStorageMetadata):
+            raise self.fail(f"{key!r} is no tensor there")
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        filled = 0
+        for chunk in about.chunks:
+            part = self._loaded(MetadataIndex(key, chunk.offsets))
+            if not isinstance(part, torch.Tensor) or part.shape != chunk.sizes:
+                raise self.fail(f"{key!r} is damaged: its chunk at {list(chunk.offsets)} is not {list(chunk.sizes)}")
+            whole[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes))] = part
+            filled += part.numel()
+        if filled != whole.numel():
+            raise self.fail(f"{key!r} is not all there")
+        return whole
+
+    def _loaded(self, index: MetadataIndex) -> Any:
+        there: Any = self.metadata.storage_data
+        info = there.get(index)
+        if not isinstance(info, StorageInfo):
+            raise self.fail(f"it does not say where {index.fqn!r} is")
+        file = checked_file(within(self._directory, info.relative_path, self.fail), self.fail)
+        with file.open("rb") as opened:
+            opened.seek(info.offset)
+            data = opened.read(info.length)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch says all kinds of things
+            raise InputError(
+                f"{index.fqn!r} cannot be read: {first_line(error)}", str(file), "take another copy of it"
+            ) from None
+
+
+def write(directory: Path, index: Index) -> None:
+    """Whole tensors, one at a time; the metadata last. InputError if it cannot be written, or is damaged."""
+    make_directory(directory)
+    about: dict[str, Any] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
+    paths: dict[str, Key] = {}
+
+    def fill(file: Path) -> None:
+        with file.open("wb") as opened:
+            for path, value in _entries(index):
+                key, start = ".".join(map(str, path)), opened.tell()
+                torch.save(value, opened)
+                at = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
+                places[MetadataIndex(key, at)] = StorageInfo(DATA, start, opened.tell() - start)
+                paths[key], about[key] = path, _about(value)
+
+    published(directory / DATA, fill)
+    found = Metadata(about, planner_data=paths, storage_data=places, version=VERSION)
+    published(directory / METADATA, lambda file: file.write_bytes(pickle.dumps(found)))
+
+
+def _about(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, torch.Tensor):
+        return BytesStorageMetadata()
+    chunk = ChunkStorageMetadata(torch.Size((0,) * value.dim()), value.shape)
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(value), value.shape, [chunk])
+
+
+def _entries(index: Index) -> Iterator[tuple[Key, Any]]:
+    for name, stored in index.parameters.items():
+        yield ("model", name), reading.whole(index, stored, repr(name))
+    if index.optimizer is None:
+        return
+    for name, found in index.optimizer["parameters"].items():
+        for key, number in found["numbers"].items():
+            dtype = number.get("dtype")
+            value = (
+                torch.full(number["shape"], number["value"], dtype=getattr(torch, dtype)) if dtype else number["value"]
+            )
+            yield ("optim", "state", name, key), value
+        for key, row in found["tensors"].items():
+            yield ("optim", "state", name, key), reading.whole(index, Stored.of(row), f"{key!r} of {name!r}")
+    for number, group in enumerate(index.optimizer["groups"]):
+        for option, value in group["options"].items():
+            yield ("optim", "param_groups", number, option), tuple(value) if isinstance(value, list) else value
+        yield ("optim", "param_groups", number, "params"), group["names"]

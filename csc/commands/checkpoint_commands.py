@@ -1,0 +1,202 @@
+"""`csc checkpoint list | show | verify | convert`: what a training run has saved. See docs/checkpoints.md.
+
+app                                        the commands, for csc.commands.main
+list_command(run, ...)     show(path, ...)     verify(path, ...)     convert(source, out, ...)
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+
+if TYPE_CHECKING:
+    from csc.checkpoints.index import Index
+
+app = typer.Typer(no_args_is_help=True, help="What a training run has saved: list it, show it, check it, convert it.")
+
+PathArgument = Annotated[Path, typer.Argument(help="directory of a run, or a step's folder in it")]
+StepOption = Annotated[int | None, typer.Option("--step", help="of a run; the last one that was saved without it")]
+
+
+class Format(StrEnum):
+    """What a checkpoint is converted to."""
+
+    CSC = "csc"
+    HF = "hf"
+    DCP = "dcp"
+
+
+@app.command("list")
+def list_command(
+    run: Annotated[Path, typer.Argument(help="directory of a run")],
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Checkpoints of a run: step, when, of what, saved on which mesh, how large; and saves that were cut off."""
+    from csc.checkpoints import index
+    from csc.errors import InputError
+    from csc.simulation.look import bytes_text
+
+    if not run.is_dir():
+        raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
+    found: list[Index] = []
+    damaged: dict[str, str] = {}
+    for folder in index.saved(run).values():
+        try:
+            found.append(index.read(folder))
+        except InputError as error:
+            damaged[folder.name] = error.what
+    begun = [folder.name for folder in index.cut_off(run)]
+    if json_output:
+        rows = [{**one.about, "folder": str(one.folder), "bytes": one.size()} for one in found]
+        print_json({"run": str(run), "checkpoints": rows, "damaged": damaged, "cut_off": begun})
+        return
+    listed = table("step", "saved", "model", "mesh", "zero", "processes", "holds", "size")
+    for one in found:
+        about = one.about
+        cells = (one.step, about["time"], about["model"], about["mesh"], about["zero"], about["processes"])
+        listed.add_row(*(escape(str(cell)) for cell in (*cells, ", ".join(one.has), bytes_text(one.size()))))
+    console.print(listed)
+    for name, what in damaged.items():
+        console.print(f"[red]damaged[/] {escape(name)}: {escape(what)}")
+    for name in begun:
+        console.print(f"[yellow]cut off[/] {escape(name)}: it has no index, and is not taken for a checkpoint")
+
+
+@app.command()
+def show(
+    path: PathArgument,
+    step: StepOption = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="every tensor with its parts")] = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """What is in a checkpoint: parameters that train or not, the optimizer and its groups, other state, files."""
+    from csc.checkpoints import index
+    from csc.simulation.look import bytes_text
+
+    found = index.read(index.find(path, step))
+    rows = _summary(found)
+    if json_output:
+        more = {"tensors": _tensors(found)} if tensors else {}
+        groups = found.optimizer["groups"] if found.optimizer is not None else []
+        kind = found.optimizer["kind"] if found.optimizer is not None else None
+        content = {"folder": str(found.folder), **found.about, "optimizer": kind, "groups": groups, "what": rows}
+        print_json({**content, "files": found.files(), **more})
+        return
+    about = found.about
+    zero = f", zero={about['zero']}" if about["zero"] else ""
+    console.print(
+        f"step {found.step} of {escape(str(about['model']))}, saved {about['time']} by csc {about['csc']} on "
+        f"{about['processes']} {'process' if about['processes'] == 1 else 'processes'}, mesh {about['mesh']}{zero}"
+    )
+    console.print(f"holds {', '.join(found.has)}; {len(found.files())} files, {bytes_text(found.size())}")
+    listed = table("what", "tensors", "entries", "bytes", "dtypes")
+    for row in rows:
+        cells = (row["what"], row["tensors"], f"{row['entries']:,}", bytes_text(row["bytes"]), ", ".join(row["dtypes"]))
+        listed.add_row(*(escape(str(cell)) for cell in cells))
+    console.print(listed)
+    for number, group in enumerate(found.optimizer["groups"] if found.optimizer is not None else ()):
+        options = ", ".join(f"{key}={value}" for key, value in group["options"].items() if value is not None)
+        console.print(escape(f"group {number}: {len(group['names'])} parameters, {options}"), highlight=False)
+    if tensors:
+        every = table("tensor", "shape", "dtype", "trained", "parts")
+        for one in _tensors(found):
+            cells = (one["name"], one["shape"], one["dtype"], one["trained"], one["parts"])
+            every.add_row(*(escape(str(cell)) for cell in cells))
+        console.print(every)
+
+
+def _summary(found: Index) -> list[dict[str, Any]]:
+    """Counts of what trains, what does not, and each kind of the optimizer's tensors."""
+    kinds: dict[str, list[Any]] = {}
+    for name, stored in found.parameters.items():
+        kinds.setdefault("trained" if name in found.trained else "frozen, buffers", []).append(stored)
+    for _, key, stored in found.of_optimizer():
+        kinds.setdefault(f"optimizer: {key}", []).append(stored)
+    return [
+        {
+            "what": what, "tensors": len(members), "entries": sum(one.entries() for one in members),
+            "bytes": sum(one.nbytes() for one in members), "dtypes": sorted({one.dtype for one in members}),
+        }
+        for what, members in kinds.items()
+    ]  # fmt: skip
+
+
+def _tensors(found: Index) -> list[dict[str, Any]]:
+    named = [(name, name in found.trained, one) for name, one in found.parameters.items()]
+    named += [(f"{name} ({key})", True, one) for name, key, one in found.of_optimizer()]
+    return [
+        {"name": name, "shape": list(one.shape), "dtype": one.dtype, "trained": trained, "parts": len(one.parts)}
+        for name, trained, one in named
+    ]
+
+
+@app.command()
+def verify(
+    path: PathArgument, step: StepOption = None, json_output: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """Read a checkpoint and compare every byte with what was saved. Exit code 1 if something is damaged or missing."""
+    from csc.checkpoints import index, reading
+
+    found = index.read(index.find(path, step))
+    damaged = list(reading.damaged(found))
+    if json_output:
+        rows = [{"file": error.where, "what": error.what} for error in damaged]
+        print_json({"folder": str(found.folder), "ok": not damaged, "files": found.files(), "damaged": rows})
+    else:
+        for error in damaged:
+            console.print(f"[red]damaged[/] {escape(error.where)}: {escape(error.what)}", soft_wrap=True)
+        if not damaged:
+            console.print(f"[green]whole[/]: {len(found.files())} files of {escape(str(found.folder))}")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="a checkpoint of csc, or a directory of HF or of DCP")],
+    out: Annotated[Path, typer.Argument(help="directory to make")],
+    to: Annotated[
+        Format | None, typer.Option("--to", help="hf: weights for from_pretrained; dcp: torch.distributed.checkpoint")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="which of a run; or the number of the new one")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="class whose state a DCP directory has; AdamW without it")
+    ] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make Hugging Face's or torch's directory of a checkpoint (--to), or a checkpoint of one of these."""
+    from csc.checkpoints import index
+    from csc.driver import checkpoint_conversion as conversion
+    from csc.errors import InputError
+
+    kind = conversion.kind(source)
+    wanted = to.value if to is not None else (conversion.HF if kind == conversion.CSC else conversion.CSC)
+    if (kind == conversion.CSC) == (wanted == conversion.CSC):
+        raise InputError(
+            f"it is {kind}, and --to is {wanted}", str(source),
+            "convert a checkpoint of csc to hf or dcp, and either of them to csc",
+        )  # fmt: skip
+    left: list[str] = []
+    made = out
+    if kind == conversion.CSC:
+        found = index.read(index.find(source, step))
+        (conversion.to_hf if wanted == conversion.HF else conversion.to_dcp)(found, out)
+    elif kind == conversion.HF:
+        made, left = conversion.from_hf(source, out, step or 0)
+    else:
+        made, left = conversion.from_dcp(source, out, step or 0, optimizer)
+    if json_output:
+        print_json({"source": str(source), "from": kind, "to": wanted, "made": str(made), "left_out": left})
+        return
+    console.print(f"wrote {escape(str(made))}", soft_wrap=True)
+    if left:
+        console.print(f"left out, since a checkpoint has no place for them: {escape(', '.join(left))}")
