@@ -47,8 +47,8 @@ def check_model(index: Index, expected: Mapping[str, Expected]) -> None:
         found = index.parameters.get(name)
         if found is None:
             close = difflib.get_close_matches(name, list(index.parameters), 3, 0.6)
-            remedy = f"Close names there: {', '.join(close)}" if close else _of_another(index)
-            raise InputError(f"parameter {name!r} is not in it", where, remedy)
+            what = f"parameter {name!r} is not in it" + (f"; close names there: {', '.join(close)}" if close else "")
+            raise InputError(what, where, _of_another(index))
         if found.shape != one.shape:
             what = f"parameter {name!r} has shape {list(found.shape)} there, {list(one.shape)} in the model"
             raise InputError(what, where, _of_another(index))

@@ -6,6 +6,7 @@ tells its content; where another checkpoint of the run has that file, the new on
 
     Own(pieces, told, state), Save(...)     what this process has to write; where, and what all write
     write(own, save, meeting) -> folder     all ranks call it
+    forgotten(folder)                       removes what is there of it
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from csc.runtime.saving import published
 from csc.runtime.words import NOTHING, Said
 
 _OURS = re.compile(r"((part|state)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
+CONFIGS = ("config.json", "generation_config.json")  # of transformers, beside the rest
 _UNFINISHED = re.compile(r"\.(part|state|frozen|checkpoint)[-.].*\.tmp")
 
 
@@ -216,15 +218,19 @@ def _clear(folder: Path, listed: Collection[str]) -> None:
 
 
 def _forget(newest: Path, keep: int) -> None:
-    """Remove checkpoints of the run but the last ones, and saves that were cut off. Index first: what is left of a
-    removal that is cut off is no checkpoint.
-    """
+    """Remove checkpoints of the run but the last ones, and saves that were cut off."""
     there = saved(newest.parent)
     last = sorted(there)[-keep:]
     for folder in [*(folder for step, folder in there.items() if step not in last), *cut_off(newest.parent)]:
-        if folder == newest:
-            continue
-        with contextlib.suppress(OSError):
-            (folder / FILE).unlink(missing_ok=True)
-            _clear(folder, ())
-            folder.rmdir()  # something of the user's in it keeps it there
+        if folder != newest:
+            forgotten(folder)
+
+
+def forgotten(folder: Path) -> None:
+    """Remove a checkpoint, index first: what is left of a removal that is cut off is none."""
+    with contextlib.suppress(OSError):
+        (folder / FILE).unlink(missing_ok=True)
+        _clear(folder, ())
+        for name in CONFIGS:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()  # something of the user's in it keeps it there

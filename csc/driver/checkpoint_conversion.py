@@ -26,7 +26,7 @@ import csc
 from csc.checkpoints import dcp, reading
 from csc.checkpoints.index import FILE, Index, folder_of, saved
 from csc.checkpoints.pieces import Piece, divided
-from csc.checkpoints.writing import Own, Save, write
+from csc.checkpoints.writing import CONFIGS, Own, Save, write
 from csc.driver.checkpoint import format_of
 from csc.errors import InputError
 from csc.runtime import weights
@@ -38,7 +38,6 @@ from csc.runtime.weights import DIGESTS, INDEX, OWN, SINGLE, Format
 
 CSC, HF, DCP = "csc", "hf", "dcp"
 SHARD = 4 * 2**30  # bytes of a file
-CONFIGS = ("config.json", "generation_config.json")
 
 
 def kind(path: Path) -> str:

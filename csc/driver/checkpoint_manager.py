@@ -7,40 +7,22 @@ checkpoints.save(step)      checkpoints.wait()
 
 from __future__ import annotations
 
-import logging
-import secrets
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from csc.checkpoints import index, writing
-from csc.checkpoints.writing import Own, Save
+from csc.checkpoints import index
 from csc.driver import loader_state
 from csc.driver.background import Saving
-from csc.driver.checkpoint import write_config
+from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.notices import NAMED, notice
-from csc.driver.training_state import (
-    ALL,
-    LOADER,
-    OPTIMIZER,
-    SCHEDULER,
-    Restored,
-    State,
-    about,
-    expected,
-    take_up,
-    taken,
-)
+from csc.driver.training_state import ALL, LOADER, OPTIMIZER, SCHEDULER, Restored, State, take_up
 from csc.errors import InputError
 from csc.runtime.broadcast import LONGEST
 from csc.runtime.meeting import Meeting
-from csc.runtime.words import NOTHING, Said
-
-log = logging.getLogger("csc")
 
 
 class CheckpointManager:
@@ -119,34 +101,15 @@ class CheckpointManager:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise InputError(f"step is {step!r}", "save", "pass a whole number of at least 0")
         state = self._state(extra or {}, None)
-        folder = index.folder_of(self.directory, step)
-        own, number, seconds = self._taken(state, folder)
-        save = Save(folder, number, state.process, about(state, step), expected(state), self._keep)
         meeting = state.saved.trainer.transport.meeting
-        if self._asynchronous and meeting.group is not None and self._beside is None:
-            self._beside = Meeting.of_all(LONGEST.total_seconds())
-        beside = (self._beside or Meeting()) if self._asynchronous else meeting
-        copied = sum(one.tensor.nbytes for one in own.pieces) if self._asynchronous else 0
-        saving = Saving(folder, lambda: writing.write(own, save, beside), copied, seconds)
-        saving.begin(self._asynchronous)
+        if self._asynchronous and self._beside is None:
+            alone = meeting.group is None
+            self._beside = Meeting() if alone else Meeting.of_all(LONGEST.total_seconds())
+        folder = index.folder_of(self.directory, step)
+        saving = save_state(state, folder, step, self._keep, self._beside)
         if self._asynchronous:
             self._saving = saving
-            log.info("checkpoint of step %d: %.1f MB copied in %.2f s", step, copied / 1e6, seconds)
         return saving
-
-    def _taken(self, state: State, folder: Path) -> tuple[Own, str, float]:
-        """What this process writes, the number of the save, and what copying took."""
-        start = time.perf_counter()
-        first = 0 in state.saved.trainer.transport.ranks
-
-        def take() -> tuple[Said, Own]:
-            own = taken(state, self._asynchronous)
-            if first:
-                write_config(state.saved.model, folder)
-            return Said(value=float(secrets.randbits(32)) if first else 0.0), own
-
-        own, heard = state.saved.trainer.transport.meeting.heard("save a checkpoint", take)
-        return own, f"{int(sum(one.value for one in heard)):08x}", time.perf_counter() - start
 
     def wait(self) -> None:
         """Until the save that is under way is on the disk, on all ranks. To be called at the end of training.
@@ -177,20 +140,12 @@ class CheckpointManager:
         state = self._state({}, only)
         meeting = state.saved.trainer.transport.meeting
 
-        def choose() -> tuple[Said, tuple[index.Index | None, str]]:
+        def choose() -> Path | None:
             if step is None and not index.saved(self.directory) and not (self.directory / index.FILE).is_file():
-                return NOTHING, (None, "no checkpoint")
-            folder = index.find(self.directory, step)
-            return NOTHING, (index.read(folder), f"{folder.name} ({index.digest_of(folder)[:12]})")
+                return None
+            return index.find(self.directory, step)
 
-        found, told = meeting.hold("load a checkpoint", choose)
-        others = meeting.texts("load a checkpoint", told)
-        if len(set(others)) > 1:
-            rank = next(rank for rank, one in enumerate(others) if one != others[0])
-            raise InputError(
-                f"rank 0 has found {others[0]} there, and rank {rank} {others[rank]}", str(self.directory),
-                "give all ranks a directory that they share, or the number of a step that all have",
-            )  # fmt: skip
+        found = chosen(meeting, choose, self.directory)
         if found is None:
             begun = ", ".join(folder.name for folder in index.cut_off(self.directory))
             if begun and 0 in state.saved.trainer.transport.ranks:

@@ -17,7 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from csc.balance.balanced import balanced
+from csc.checkpoints.index import find
+from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
+from csc.driver.training_state import OPTIMIZER, RANDOM, SCHEDULER, State, take_up
 from csc.errors import InputError, MissingPackage
 
 try:
@@ -29,6 +32,7 @@ except ModuleNotFoundError as error:
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.
 REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
+STATE = "training_state"  # folder of a checkpoint: optimizer, scheduler, generators of random numbers
 METRICS = ("seconds", "tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that logs carry
 
 
@@ -36,9 +40,10 @@ class CompiledTrainer(Trainer):
     """transformers.Trainer whose training step is a compiled model's.
 
     per_device_train_batch_size is the global batch that `train_step` divides. Evaluation runs the eager model, which
-    has the same parameters. Checkpoints are those of `compiled.save` (PEFT models: of `compiled.save_adapter`). Under
-    torchrun every process runs one rank, loads its replica's share of each global batch, and keeps the optimizer state
-    of its own parameters. Logs carry the rates of `compiled.metrics` beside the loss.
+    has the same parameters. Checkpoints are those of `compiled.save` (PEFT models: of `compiled.save_adapter`), with
+    the optimizer's state for any mesh and number of processes. Under torchrun every process runs one rank, loads its
+    replica's share of each global batch, and keeps the optimizer state of its own parameters. Logs carry the rates of
+    `compiled.metrics` beside the loss.
     balance: arguments of `csc.balanced`, {"lengths": "length"}: steps are divided by what their samples cost.
     InputError for arguments that contradict the compiled program.
     """
@@ -164,27 +169,44 @@ class CompiledTrainer(Trainer):
         return self.model, train_dataloader
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.world_size == 1:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state = {name: one.state_dict() for name, one in self._stateful().items()}
-        torch.save(state, _state_file(output_dir, self.args.process_index))
+        """What any number of processes, at any mesh, can take up; the weights are beside it."""
+        save_state(self._training_state(OPTIMIZER, SCHEDULER, RANDOM), _folder(output_dir), self.state.global_step)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """That is in the state above."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.args.world_size == 1:
+        if checkpoint is not None and _folder(checkpoint).is_dir():
+            self._take_up(checkpoint, OPTIMIZER, SCHEDULER)
+        elif checkpoint is not None and not self._is_known_to_trainer(checkpoint):
+            raise InputError(
+                f"it has no folder {STATE}: the save was cut off, or another program's", checkpoint,
+                "resume from an older checkpoint that CompiledTrainer wrote; in one process also from one of the "
+                "Trainer; weights alone are loaded with compiled.load(checkpoint)",
+            )  # fmt: skip
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None:
-            file = _state_file(checkpoint, self.args.process_index)
-            if not file.is_file():
-                raise InputError(
-                    "there is no such file", str(file), "resume with as many processes as the checkpoint was written by"
-                )
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            for name, one in self._stateful().items():
-                one.load_state_dict(state[name])
 
-    def _stateful(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+    def _is_known_to_trainer(self, checkpoint: str) -> bool:
+        """Whether the eager Trainer wrote it, or nothing but weights was asked for."""
+        alone = self.args.world_size == 1
+        return self.args.save_only_model or (alone and (Path(checkpoint) / "optimizer.pt").is_file())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and _folder(checkpoint).is_dir():
+            self._take_up(checkpoint, RANDOM)
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _take_up(self, checkpoint: str, *what: str) -> None:
+        state, folder = self._training_state(*what), _folder(checkpoint)
+        found = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
+        assert found is not None
+        take_up(state, found)
+
+    def _training_state(self, *what: str) -> State:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without what accelerate puts around it
+        return State(self.compiled.saved(None, optimizer), self.lr_scheduler, {}, what)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """By the eager model, in every process, with what all ranks have trained."""
@@ -241,8 +263,8 @@ class CompiledTrainer(Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
-def _state_file(directory: str, rank: int) -> Path:
-    return Path(directory) / f"optimizer_{rank}.pt"
+def _folder(checkpoint: str) -> Path:
+    return Path(checkpoint) / STATE
 
 
 def _microbatches(

@@ -14,14 +14,19 @@ gradient clipping and accumulation are not used. Subclass it to add validation, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from csc.checkpoints.index import find
+from csc.checkpoints.writing import forgotten
+from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
+from csc.driver.training_state import OPTIMIZER, RANDOM, WEIGHTS, State, take_up
 from csc.errors import InputError, MissingPackage
 
 try:
@@ -89,8 +94,9 @@ class CompiledModule(LightningModule):
 class OneRankEach(SingleDeviceStrategy):
     """For torchrun: Lightning runs in every process as if it were alone, with all batches, and the first one writes.
 
-    Its checkpoints hold the weights of all ranks, and the first rank's optimizer: to go on training, load the weights
-    and make a new optimizer, or train with HF's Trainer, whose checkpoints hold all of it.
+    Beside a checkpoint `last.ckpt`, whose state_dict has the weights of all ranks, there is a folder `last.ckpt.csc`:
+    weights, the optimizer's state and generators of random numbers, as all ranks have written them. `fit(...,
+    ckpt_path=...)` reads that, with any number of processes and at any mesh.
     """
 
     strategy_name = "csc_one_rank_each"
@@ -99,6 +105,7 @@ class OneRankEach(SingleDeviceStrategy):
         parameter = next(compiled.model.parameters())
         super().__init__(device=parameter.device)
         self._compiled = compiled
+        self._read: Path | None = None  # what is being loaded
 
     @property
     def is_global_zero(self) -> bool:
@@ -110,7 +117,59 @@ class OneRankEach(SingleDeviceStrategy):
         self._compiled.gather()
         return super().lightning_module_state_dict()
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the folder beside the checkpoint has that of all ranks."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's file, and the folder beside it. All ranks call it."""
+        save_state(self._state(WEIGHTS, OPTIMIZER, RANDOM), _beside(filepath), int(checkpoint.get("global_step", 0)))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's file. InputError if there is no folder beside it."""
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._read = _beside(checkpoint_path)
+        if not self._read.is_dir():
+            raise InputError(
+                f"beside it is no folder {self._read.name}", str(checkpoint_path),
+                "take the folder along with the file, or load weights with compiled.load(directory)",
+            )  # fmt: skip
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The weights that this process' ranks hold, from the folder."""
+        self._take_up(WEIGHTS)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """That of what this process steps, from the folder, and what its generators draw next."""
+        self._take_up(OPTIMIZER, RANDOM)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Lightning's file and the folder."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            forgotten(_beside(filepath))
+
+    def _state(self, *what: str) -> State:
+        optimizer = self.optimizers[0] if self.optimizers else None
+        made: Any = getattr(optimizer, "optimizer", optimizer)
+        if made is None:  # of a Trainer that does not train
+            what = tuple(one for one in what if one != OPTIMIZER)
+        return State(self._compiled.saved(None, made), None, {}, what)
+
+    def _take_up(self, *what: str) -> None:
+        state, folder = self._state(*what), self._read
+        assert folder is not None
+        found = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
+        assert found is not None
+        take_up(state, found)
+
     def barrier(self, name: str | None = None) -> None:
         """Until every process is here."""
         if dist.is_initialized():
             dist.barrier()
+
+
+def _beside(checkpoint: Any) -> Path:
+    return Path(f"{checkpoint}.csc")

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import csc
 from tests.compiler.peft_models import llama, text_batch
-from tests.compiler.test_integrations import ROWS, with_lightning
+from tests.compiler.test_integrations import ROWS, STEPS, with_lightning
 
 
 def main(directory: Path) -> None:
     compiled = csc.compile(llama(), mesh="pp=2", example=text_batch(ROWS), microbatches=2)
-    losses, _ = with_lightning(compiled, directory, ranks=True)
+    losses, _ = with_lightning(compiled, directory, ranks=True, total=2 * STEPS)
     if dist.get_rank() == 0:
         (directory / "losses.json").write_text(json.dumps(losses))
     dist.destroy_process_group()

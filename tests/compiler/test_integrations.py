@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,12 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def loop(compiled: csc.CompiledModel, steps: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """A plain loop: torch.optim, HF's scheduler, gradient clipping."""
+def loop(
+    compiled: csc.CompiledModel, steps: list[Any], total: int | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A plain loop: torch.optim, HF's scheduler, gradient clipping. total: steps of the schedule."""
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=RATE, weight_decay=0.0)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=len(steps))
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=total or len(steps))
     losses = []
     for batch in steps:
         losses.append(float(compiled.train_step(batch)))
@@ -253,6 +256,13 @@ def test_hf_trainer_on_two_processes(
     for name, parameter in alone.compiled.model.named_parameters():
         torch.testing.assert_close(saved[name], parameter.detach(), rtol=1e-3, atol=1e-4)
     assert found["evaluated"] == pytest.approx(alone.evaluate(samples()[:ROWS])["eval_loss"], rel=1e-5)
+    resumed = Losses()
+    again = CompiledTrainer(
+        fresh(), arguments(tmp_path / "again", train_sampling_strategy="random"), train_dataset=samples(),
+        data_collator=collate, callbacks=[resumed],
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # in one process, at another mesh
+    assert resumed.seen == (log.seen[2:] if bits else pytest.approx(found["losses"][2:], abs=2e-5))
 
 
 def test_logs_carry_rates(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
@@ -271,9 +281,16 @@ def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tm
 
 
 def with_lightning(
-    compiled: csc.CompiledModel, directory: Path, ranks: bool = False, loader: Any = None
+    compiled: csc.CompiledModel,
+    directory: Path,
+    ranks: bool = False,
+    loader: Any = None,
+    total: int = STEPS,
+    resume: Path | None = None,
 ) -> tuple[list[float], Any]:
-    """The losses that Lightning saw, and its trainer; ranks: under torchrun, with a checkpoint of all of them."""
+    """The losses that Lightning saw, and its trainer; ranks: under torchrun, with a checkpoint of all of them. total:
+    steps of the schedule. resume: a checkpoint of the first epoch, after which a second one is trained.
+    """
     import lightning
 
     from csc.integrations.lightning import CompiledModule, OneRankEach
@@ -288,15 +305,16 @@ def with_lightning(
     module = Recorded(
         compiled,
         lambda own: torch.optim.AdamW(own, lr=RATE, weight_decay=0.0),
-        lambda optimizer: get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=STEPS),
+        lambda optimizer: get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=total),
         max_norm=NORM,
     )
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=directory,
+        max_epochs=1 if resume is None else 2, accelerator="cpu", devices=1, logger=False, default_root_dir=directory,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=OneRankEach(compiled) if ranks else "auto",
     )  # fmt: skip
-    trainer.fit(module, loader or DataLoader(samples(), batch_size=ROWS, collate_fn=collate))
+    loader = loader or DataLoader(samples(), batch_size=ROWS, collate_fn=collate)
+    trainer.fit(module, loader, ckpt_path=resume)
     trainer.save_checkpoint(directory / "last.ckpt")
     return losses, trainer
 
@@ -318,11 +336,18 @@ def test_lightning_does_what_a_loop_does(fresh: Callable[[], csc.CompiledModel],
 
 @pytest.mark.gloo
 def test_lightning_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_path: Path) -> None:
-    """Each runs its rank on all batches; the checkpoint has the weights of both."""
+    """Each runs its rank on all batches; the checkpoint has the weights of both, and one process takes it up."""
     from tests.compiler import lightning_worker  # which imports this file
 
     launching.ranks(lightning_worker.main, 2, tmp_path)
-    expected, trained = loop(fresh(), batches())
-    assert json.loads((tmp_path / "losses.json").read_text()) == expected
-    stored = stored_weights(tmp_path)
-    assert same({name: stored[name] for name in trained}, trained)
+    expected, trained = loop(fresh(), batches() * 2)
+    assert json.loads((tmp_path / "losses.json").read_text()) == expected[:STEPS]
+    stored, at_half = stored_weights(tmp_path), loop(fresh(), batches(), 2 * STEPS)[1]
+    assert same({name: stored[name] for name in at_half}, at_half)
+    losses, trainer = with_lightning(
+        fresh(), tmp_path / "again", ranks=True, total=2 * STEPS, resume=tmp_path / "last.ckpt"
+    )
+    assert losses == expected[STEPS:] and same(parameters(trainer.lightning_module.model), trained)
+    shutil.rmtree(tmp_path / "last.ckpt.csc")
+    with pytest.raises(InputError, match=r"beside it is no folder last\.ckpt\.csc"):
+        with_lightning(fresh(), tmp_path / "again", ranks=True, resume=tmp_path / "last.ckpt")
