@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from csc.runtime.saving import published
 from csc.runtime.words import NOTHING, Said
 
 _OURS = re.compile(r"((part|state)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
+PATIENCE = 50  # tenths of a second
 CONFIGS = ("config.json", "generation_config.json")  # of transformers, beside the rest
 _UNFINISHED = re.compile(r"\.(part|state|frozen|checkpoint)[-.].*\.tmp")
 
@@ -167,6 +169,8 @@ def _publish(save: Save, told: Sequence[Mapping[str, Any]]) -> None:
         tuple(one["state"] for one in told),
     )  # fmt: skip
     _check(save, index)
+    for rank, one in enumerate(told):
+        _check_seen(save.folder, rank, {one["state"]["file"], *(row["row"]["file"] for row in one["parts"])})
     text = index.to_text()
     published(save.folder / FILE, lambda file: file.write_text(text))
     flushed(save.folder)
@@ -197,6 +201,19 @@ def _check(save: Save, index: Index) -> None:
             f"of {lost[0]} not all entries were written by any rank", str(save.folder),
             "this is a bug of csc: please report it with the mesh and the model",
         )  # fmt: skip
+
+
+def _check_seen(folder: Path, rank: int, names: Collection[str]) -> None:
+    """InputError if files of another process are not here, which a network's file system may show a little late."""
+    for _ in range(PATIENCE):
+        unseen = [name for name in names if not (folder / name).is_file()]
+        if not unseen:
+            return
+        time.sleep(0.1)
+    raise InputError(
+        f"process {rank} has written {unseen[0]}, which process 0 does not see", str(folder),
+        "save to a directory that all machines share",
+    )  # fmt: skip
 
 
 def flushed(folder: Path) -> None:

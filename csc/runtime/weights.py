@@ -246,6 +246,11 @@ def _table(path: Path) -> dict[str, Path]:
     for single in SINGLE:
         if (path / single).is_file():
             return _table(path / single)
+    if (path / "checkpoint.json").is_file():
+        raise InputError(
+            "it is the checkpoint of a training run", str(path),
+            "Load it with csc.CheckpointManager, or make weights of it: `csc checkpoint convert PATH OUT`",
+        )  # fmt: skip
     adapter = " It holds PEFT adapters: read them with PeftModel.from_pretrained, then compile"
     raise InputError(
         f"it has neither {INDEX} nor {' nor '.join(SINGLE)}",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import sympy
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -18,13 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from csc.torch_private import autograd as private_autograd
+from csc.torch_private import checkpoints as private_checkpoints
 from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
 from csc.torch_private import processes as private_processes
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
 
-ROOMS = (private_autograd, private_exported, private_hooks, private_processes, private_sizes, private_traces)
+ROOMS = (
+    private_autograd, private_checkpoints, private_exported, private_hooks, private_processes, private_sizes,
+    private_traces,
+)  # fmt: skip
 
 
 def test_every_name_has_a_contract_here() -> None:
@@ -727,3 +735,24 @@ def test_unattended_workers() -> None:
     del batches  # ends what is left without an error
     without = iter(torch.utils.data.DataLoader(_Ending()))
     assert private_processes.unattended_workers(without) is without
+
+
+def test_storage_info() -> None:
+    """Where an entry of a DCP directory is; a field that is not given stays out of the pickle."""
+    one = private_checkpoints.StorageInfo("__0_0.distcp", 3, 5)
+    assert (one.relative_path, one.offset, one.length) == ("__0_0.distcp", 3, 5)
+
+
+def test_allowed(tmp_path: Path) -> None:
+    """Everything that torch writes into `.metadata`, and nothing that runs: names are told by the pickle itself."""
+    dcp.save({"a": torch.ones(2, dtype=torch.bfloat16), "b": {"c": [1]}}, checkpoint_id=tmp_path, no_dist=True)
+    named: set[tuple[str, str]] = set()
+
+    class Tells(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    Tells(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
+    assert {name for _, name in named} >= {"Metadata", "_StorageInfo", "Size", "bfloat16"}
+    assert named <= private_checkpoints.allowed().keys()
