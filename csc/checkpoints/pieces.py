@@ -97,7 +97,8 @@ def optimizer(trainer: Trainer, made: torch.optim.Optimizer) -> tuple[list[Piece
     for name, found in told["parameters"].items():
         one = of_name[name]
         for key, tensor in found["tensors"].items():
-            pieces += divided(Piece(name, key, one.spec.shape, one.box, tensor, True))
+            shape = one.spec.shape if tensor.shape == one.parameter.shape else tuple(tensor.shape)
+            pieces += divided(Piece(name, key, shape, one.box_of(tensor), tensor, True))
         found["tensors"] = {}
     return pieces, told
 

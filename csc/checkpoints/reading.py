@@ -123,6 +123,9 @@ def optimizer(index: Index, made: torch.optim.Optimizer, own: Sequence[optimizer
 
     def assemble(one: optimizer_state.Own, key: str, row: Mapping[str, Any]) -> torch.Tensor:
         stored = Stored.of(row)
+        if stored.shape != one.spec.shape:
+            optimizer_state.check_whole(one, key, stored.shape, unfit)
+            return whole(index, stored, f"{key!r} of {one.name!r}").to(one.parameter.device)
         target = torch.empty(sizes(one.box), dtype=getattr(torch, stored.dtype))
         _fill(index, stored, one.box, target, f"{key!r} of {one.name!r}")
         return target.to(one.parameter.device)

@@ -49,6 +49,15 @@ class Own:
     box: Box
     writes: bool
 
+    def box_of(self, tensor: torch.Tensor) -> Box:
+        """What a tensor of the state has: the parameter's entries, or, as in Adafactor, something of the whole one."""
+        return self.box if tensor.shape == self.parameter.shape else whole_box(tensor.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process steps all of it."""
+        return self.box == whole_box(self.spec.shape)
+
 
 Assemble = Callable[[Own, str, Any], torch.Tensor]
 Unfit = Callable[[str], InputError]
@@ -76,7 +85,7 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
     def write() -> tuple[Said, str]:
         own = owned(trainer)
-        tensors, told = _placed(listed(optimizer, own), {one.name: one.box for one in own}, file, rank)
+        tensors, told = _placed(listed(optimizer, own), {one.name: one for one in own}, file, rank)
         if tensors:
             digests = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
             published(path / file, lambda made: save_file(tensors, made, metadata={weights.DIGESTS: digests}))
@@ -101,7 +110,7 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
 
 def _placed(
-    told: dict[str, Any], boxes: Mapping[str, Box], file: str, rank: int
+    told: dict[str, Any], own: Mapping[str, Own], file: str, rank: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of what `listed` tells, and the same with their parts in their place."""
     tensors: dict[str, torch.Tensor] = {}
@@ -110,8 +119,10 @@ def _placed(
             written = f"{name}/{key}/{rank}"
             if value.numel():
                 tensors[written] = value.cpu().contiguous().clone()
-            part = [{"file": file, "key": written, "box": boxes[name]}] if value.numel() else []
-            found["tensors"][key] = part
+            part: dict[str, Any] = {"file": file, "key": written, "box": own[name].box_of(value)}
+            if value.shape != own[name].parameter.shape:
+                part["apart"] = True  # of another shape than the parameter
+            found["tensors"][key] = [part] if value.numel() else []
     return tensors, told
 
 
@@ -163,6 +174,8 @@ def _state_of(one: Own, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
                             "shape": list(value.shape)}  # fmt: skip
         elif value is None or isinstance(value, (bool, int, float, str)):
             numbers[key] = {"value": value}
+        elif isinstance(value, torch.Tensor) and one.is_whole:
+            tensors[key] = value.detach()
         else:
             what = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise InputError(
@@ -317,6 +330,14 @@ def _of_one(one: Own, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit
     return state
 
 
+def check_whole(one: Own, key: str, shape: Sequence[int], unfit: Unfit) -> None:
+    """Raise what `unfit` makes if state that is not of a parameter's entries would go to a shard of it."""
+    if not one.is_whole:
+        raise unfit(
+            f"{key!r} of {one.name!r} is {list(shape)}, for the whole parameter, and this process steps a shard"
+        )
+
+
 def _assembled(path: Path, one: Own, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """This process' entries, out of all parts that have some of them."""
     files = {row["key"]: within(path, row["file"], lambda what: _unfit(path, what)) for row in parts}
@@ -325,6 +346,9 @@ def _assembled(path: Path, one: Own, key: str, parts: Sequence[Mapping[str, Any]
     with weights.Files(files) as opened:
         for row in parts:
             box: Box = tuple(tuple((int(a), int(b)) for a, b in dim) for dim in row["box"])
+            if row.get("apart"):
+                check_whole(one, key, opened.header(row["key"]).shape, lambda what: _unfit(path, what))
+                return opened.tensor(row["key"], one.parameter.device)
             blocks = list(overlap(one.box, box))
             if not blocks and made is not None:
                 continue

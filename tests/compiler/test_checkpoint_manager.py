@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 import csc
 from csc.checkpoints import files, index, writing
 from csc.checkpoints.plain import packed, unpacked
 from csc.errors import InputError
+from csc.runtime.optimizer_state import Own, check_whole
+from csc.runtime.specs import ParameterSpec
 from tests import damage
 from tests.compiler import small
 from tests.tiers import long
@@ -272,6 +275,27 @@ def test_another_frozen_set(run: Make, caplog: pytest.LogCaptureFixture) -> None
     third = run(freeze=["embed", "layers.0"])
     assert third.checkpoints.load().begun == ()  # type: ignore[union-attr]
     assert third.optimizer.state.keys() == set(third.compiled.parameters())
+
+
+def test_state_that_is_not_of_entries(run: Make, tmp_path: Path) -> None:
+    """Adafactor's rows and columns: for whoever steps whole parameters, in both ways of saving."""
+    whole = run()
+    factored = whole.compiled.optimizer(torch.optim.Adafactor)
+    manager = csc.CheckpointManager(tmp_path / "factored", whole.compiled, optimizer=factored)
+    whole.compiled.train_step(BATCH)
+    factored.step()
+    saved = packed(factored.state_dict(), "")
+    manager.save(1)
+    whole.compiled.save(tmp_path / "weights", optimizer=factored)
+    for load in (manager.load, lambda: whole.compiled.load(tmp_path / "weights", optimizer=factored)):
+        factored.step()
+        assert packed(factored.state_dict(), "") != saved
+        load()
+        assert packed(factored.state_dict(), "") == saved
+    spec = ParameterSpec("w", (4,), torch.float32, True, (), ())
+    shard = Own("w", spec, nn.Parameter(torch.ones(2)), (((0, 2),),), True)
+    with pytest.raises(InputError, match=r"'row' of 'w' is \[2, 1\], for the whole parameter"):
+        check_whole(shard, "row", (2, 1), InputError)
 
 
 def test_what_it_is_not(run: Make, tmp_path: Path) -> None:
