@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from csc.checkpoints import index, writing
 from csc.checkpoints.writing import Own, Save
 from csc.driver.background import Saving
 from csc.driver.checkpoint import write_config
 from csc.driver.training_state import WEIGHTS, State, about, expected, taken
-from csc.errors import InputError
+from csc.errors import CscError, InputError, RankLost
 from csc.runtime.meeting import Meeting
 from csc.runtime.words import NOTHING, Said
 
@@ -46,10 +48,26 @@ def save_state(state: State, folder: Path, step: int, keep: int | None = None, b
         saving = Saving(folder, lambda: writing.write(own, save, meeting))
     else:
         copied, seconds = sum(one.tensor.nbytes for one in own.pieces), time.perf_counter() - start
-        saving = Saving(folder, lambda: writing.write(own, save, beside), copied, seconds)
+        saving = Saving(folder, lambda: _written(own, save, beside), copied, seconds)
         log.info("checkpoint of step %d: %.1f MB copied in %.2f s", step, copied / 1e6, seconds)
     saving.begin(beside is not None)
     return saving
+
+
+def _written(own: Own, save: Save, beside: Meeting) -> None:
+    """In a thread, which does not see what else the process does with its groups."""
+    several = beside.group is not None
+    try:
+        writing.write(own, save, beside)
+    except Exception as error:
+        if isinstance(error, CscError) and not isinstance(error, RankLost):
+            raise
+        if several and not dist.is_initialized():
+            raise RankLost(
+                "the process group was destroyed before all ranks had written it", str(save.folder),
+                "call wait() of the CheckpointManager before destroy_process_group()",
+            ) from error  # fmt: skip
+        raise
 
 
 def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> index.Index | None:
