@@ -169,12 +169,28 @@ def read(folder: Path) -> Index:
         raise fail(f"it is an index of format {found!r}, and this csc reads {FORMAT}")
     if _digest(table.get("content")) != table.get("sha256"):
         raise fail("it is not what was saved there: its bytes have changed")
-    content = table["content"]
-    return Index(
+    try:
+        return _of(folder, table["content"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise fail(f"it was not written by csc: {type(error).__name__}: {error}") from None
+
+
+def _of(folder: Path, content: Mapping[str, Any]) -> Index:
+    found = Index(
         folder, content["about"], {name: Stored.of(row) for name, row in content["parameters"].items()},
         frozenset(name for name, row in content["parameters"].items() if row["trained"]),
         content["optimizer"], tuple(content["states"]),
     )  # fmt: skip
+    for group in (found.optimizer or {"groups": ()})["groups"]:
+        _ = group["names"], group["options"].items()
+    _ = found.step, found.has, found.files(), [number["value"] for number in _numbers(found)]
+    return found
+
+
+def _numbers(found: Index) -> Iterator[Mapping[str, Any]]:
+    for one in (found.optimizer or {"parameters": {}})["parameters"].values():
+        _ = one["shape"]
+        yield from one["numbers"].values()
 
 
 def folder_of(run: Path, step: int) -> Path:

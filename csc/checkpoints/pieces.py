@@ -5,8 +5,8 @@ same box the one with the least to write so far writes it; all ranks reckon alik
 optimizer is written where its parameter is. The *rest* is what no program reads (csc.runtime.weights.Format).
 
     boxes_written(trainer) -> [(spec, box)]                  by this process
-    weights(trainer, rest) -> [Piece]                        parameters and buffers
-    optimizer(trainer, optimizer) -> ([Piece], told)         told: as csc.runtime.optimizer_state lists it
+    weights(trainer, written, rest) -> [Piece]               parameters and buffers
+    optimizer(trainer, written, made) -> ([Piece], told)            told: as csc.runtime.optimizer_state lists it
     divided(piece) -> Piece...                               of at most PART bytes
     copies(pieces) -> [Piece]                                of the values of now, on the CPU
 """
@@ -17,14 +17,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
 from csc.runtime import optimizer_state
-from csc.runtime.boxes import part, sizes, whole_box
-from csc.runtime.specs import Box, Manifest, ParameterSpec
+from csc.runtime.boxes import part, whole_box
+from csc.runtime.specs import Box, ParameterSpec
 from csc.runtime.trainer import Trainer
 from csc.runtime.zero_shards import shard_of
 
@@ -44,40 +45,80 @@ class Piece:
     trained: bool
 
 
-def boxes_written(trainer: Trainer) -> list[tuple[ParameterSpec, Box]]:
+Written = Sequence[tuple[ParameterSpec, Box]]
+
+
+def boxes_written(trainer: Trainer) -> Written:
     """By this process; all of it, if it runs all ranks."""
     manifest, ranks = trainer.program.manifest, trainer.transport.ranks
     if len(ranks) == manifest.mesh.size:
         return [(spec, whole_box(spec.shape)) for spec in manifest.parameters]
+    position = manifest.mesh.coordinates(ranks[0]).pp
+    holders = Holders(manifest.mesh, position)
     load: Counter[int] = Counter()
     found = []
     for spec in manifest.parameters:
-        for box, holders in _holders(manifest, spec).items():
-            writer = min(holders, key=lambda rank: (load[rank], rank))
-            load[writer] += math.prod(sizes(box)) * spec.dtype.itemsize * (STATES if spec.trainable else 1)
+        if spec.owner != position:
+            continue
+        divided = manifest.zero >= 3 or (manifest.zero > 0 and spec.trainable)
+        sizes = holders.sizes(spec)
+        for place, held_by in holders.of(spec, divided).items():
+            entries = sizes[place.shard]
+            if not entries and 0 not in spec.shape:
+                continue
+            writer = held_by[0] if len(held_by) == 1 else min(held_by, key=lambda rank: (load[rank], rank))
+            load[writer] += entries * spec.dtype.itemsize * (STATES if spec.trainable else 1)
             if writer == ranks[0]:
-                found.append((spec, box))
+                found.append((spec, holders.box(spec, place)))
     return found
 
 
-def _holders(manifest: Manifest, spec: ParameterSpec) -> dict[Box, list[int]]:
-    """The ranks of a parameter's owner, by what they step of it, or hold; without those that have no entry."""
-    mesh = manifest.mesh
-    found: dict[Box, list[int]] = {}
-    for rank in mesh.group(Group.POSITION, 0, [spec.owner]):
-        box = spec.boxes[mesh.shard(rank)] if spec.boxes else whole_box(spec.shape)
-        data = mesh.group(Group.DATA, rank)
-        divided = manifest.zero >= 3 or (manifest.zero > 0 and spec.trainable)
-        if divided and spec.shape and len(data) > 1:
-            box = part(box, *shard_of(spec.local.shape, len(data), data.index(rank)))
-        found.setdefault(box, []).append(rank)
-    return {box: ranks for box, ranks in found.items() if 0 not in sizes(box) or 0 in spec.shape}
+class Place(NamedTuple):
+    """What of a parameter a rank holds: which of the tensor-parallel boxes, which shard of that; None: all of it."""
+
+    box: int | None
+    shard: int | None
 
 
-def weights(trainer: Trainer, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
+class Holders:
+    """The ranks of a position, by what they step of a parameter, or hold."""
+
+    def __init__(self, mesh: Mesh, position: int) -> None:
+        groups = [group for group in mesh.groups(Group.DATA) if mesh.coordinates(group[0]).pp == position]
+        self._data = len(groups[0])
+        self._ranks = sorted((rank, Place(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
+        self._known: dict[tuple[bool, bool], dict[Place, list[int]]] = {}
+
+    def of(self, spec: ParameterSpec, divided: bool) -> Mapping[Place, list[int]]:
+        """divided: by data-parallel ranks."""
+        boxes, shards = bool(spec.boxes), divided and bool(spec.shape) and self._data > 1
+        if (boxes, shards) not in self._known:
+            found: dict[Place, list[int]] = {}
+            for rank, place in self._ranks:
+                found.setdefault(Place(place.box if boxes else None, place.shard if shards else None), []).append(rank)
+            self._known[boxes, shards] = found
+        return self._known[boxes, shards]
+
+    def sizes(self, spec: ParameterSpec) -> dict[int | None, int]:
+        """Entries of each shard, and of all of them together."""
+        shape = spec.local.shape
+        found: dict[int | None, int] = {None: math.prod(shape)}
+        for place in range(self._data):
+            dimension, start, stop = shard_of(shape, self._data, place)
+            rest = math.prod(shape[:dimension]) * math.prod(shape[dimension + 1 :])
+            found[place] = rest * (stop - start)
+        return found
+
+    def box(self, spec: ParameterSpec, place: Place) -> Box:
+        """Which they are."""
+        box = whole_box(spec.shape) if place.box is None else spec.boxes[place.box]
+        return box if place.shard is None else part(box, *shard_of(spec.local.shape, self._data, place.shard))
+
+
+def weights(trainer: Trainer, written: Written, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
     """The rest is written by the first process."""
     found: list[Piece] = []
-    for spec, box in boxes_written(trainer):
+    for spec, box in written:
         held = trainer.own.stepped(spec.name) if spec.trainable else trainer.own.values[spec.name]
         found += divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
     if 0 in trainer.transport.ranks:
@@ -87,10 +128,12 @@ def weights(trainer: Trainer, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
     return found
 
 
-def optimizer(trainer: Trainer, made: torch.optim.Optimizer) -> tuple[list[Piece], dict[str, Any]]:
-    """InputError for state that is neither numbers nor tensors of a parameter's entries."""
-    written = {spec.name for spec, _ in boxes_written(trainer)}
-    own = [replace(one, writes=one.name in written) for one in optimizer_state.owned(trainer)]
+def optimizer(
+    trainer: Trainer, written: Written, made: torch.optim.Optimizer
+) -> tuple[list[Piece], dict[str, Any]]:  # fmt: skip
+    """InputError for state that is neither numbers nor tensors."""
+    names = {spec.name for spec, _ in written}
+    own = [replace(one, writes=one.name in names) for one in optimizer_state.owned(trainer)]
     told = optimizer_state.listed(made, own)
     of_name = {one.name: one for one in own}
     pieces: list[Piece] = []

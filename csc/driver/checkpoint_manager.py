@@ -141,6 +141,8 @@ class CheckpointManager:
         meeting = state.saved.trainer.transport.meeting
 
         def choose() -> Path | None:
+            if self.directory.exists() and not self.directory.is_dir():
+                raise InputError("it is no directory", str(self.directory), "give the one that the run is saved to")
             if step is None and not index.saved(self.directory) and not (self.directory / index.FILE).is_file():
                 return None
             return index.find(self.directory, step)

@@ -25,7 +25,7 @@ import torch
 import csc
 from csc import devices
 from csc.checkpoints import pieces, reading
-from csc.checkpoints.index import FILE, Index
+from csc.checkpoints.index import FILE, OLDER, Index
 from csc.checkpoints.plain import packed, unpacked
 from csc.checkpoints.reading import Expected
 from csc.checkpoints.writing import Own
@@ -89,15 +89,15 @@ def taken(state: State, copy: bool) -> Own:
     saved, trainer = state.saved, state.saved.trainer
     trainer.own.check_step("save")
     found: list[pieces.Piece] = []
-    told = None
+    told, written = None, pieces.boxes_written(trainer)
     if WEIGHTS in state.has:
         form = state.form
         if 0 in trainer.transport.ranks:
             check_rest(form)
-        found += pieces.weights(trainer, form.rest)
+        found += pieces.weights(trainer, written, form.rest)
     if OPTIMIZER in state.has:
         assert saved.optimizer is not None
-        more, told = pieces.optimizer(trainer, saved.optimizer)
+        more, told = pieces.optimizer(trainer, written, saved.optimizer)
         found += more
     other: dict[str, Any] = {}
     if SCHEDULER in state.has:
@@ -178,7 +178,15 @@ def take_up(state: State, index: Index) -> Restored:
             rest = _rest(state, index)
         return NOTHING, {"rest": rest, "random": of_process.get(RANDOM), "extra": unpacked(first.get(EXTRA, {}))}
 
-    found = meeting.hold("load a checkpoint", ready)
+    def careful() -> tuple[Said, dict[str, Any]]:
+        try:
+            return ready()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"it was not written by csc: {type(error).__name__}: {error}", str(index.folder / FILE), OLDER
+            ) from error
+
+    found = meeting.hold("load a checkpoint", careful)
     for change in changes:  # a loader may refuse its position: then no weight was touched
         change()
     if WEIGHTS in state.has:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,25 @@ def text(run: Path, **options: Any) -> Trained:
     return Trained(small.text(2), small.text_batch(2), run, **options)
 
 
+def damaged_indices(table: dict[str, Any]) -> Iterator[str]:
+    """Each with a value less, or another in its place, and the digest of that."""
+    yield from ("null", "[]", "{}", '{"format": 2}', '{"format": 1}', "[" * 10**5)
+    draw = random.Random(3)
+    for _ in range(20):
+        content = json.loads(json.dumps(table["content"]))
+        at = content
+        for _ in range(draw.randrange(4)):
+            below = at.values() if isinstance(at, dict) else at
+            deeper = [one for one in below if isinstance(one, (dict, list)) and one]
+            at = draw.choice(deeper) if deeper else at
+        if isinstance(at, dict):
+            del at[draw.choice(list(at))]
+        else:
+            at[0] = None
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        yield json.dumps({"format": 1, "sha256": digest, "content": content})
+
+
 def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     trained = text(run, freeze=["embed_tokens"])
@@ -103,6 +125,14 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(told("list", run)["damaged"]) == ["step-00000002"]
     with pytest.raises(InputError, match=r"checkpoint\.json: it is not what was saved there: its bytes have changed"):
         trained.checkpoints.load()
+    refused = 0
+    for made in damaged_indices(json.loads((run / "step-00000001" / index.FILE).read_text())):
+        (folder / index.FILE).write_text(made)
+        try:  # what nobody reads may well be missing
+            trained.checkpoints.load()
+        except InputError as error:
+            refused += str(folder) in str(error)
+    assert refused > 20
     for wrong in (tmp_path / "none", tmp_path):
         with pytest.raises(InputError):
             said("show", wrong, code=1)

@@ -300,6 +300,7 @@ def test_state_that_is_not_of_entries(run: Make, tmp_path: Path) -> None:
 
 def test_what_it_is_not(run: Make, tmp_path: Path) -> None:
     other = csc.compile(small.text(2), example=BATCH, check=False, cache=False)
+    (tmp_path / "file").touch()
     whole = run()
     whole.steps(1)
     whole.checkpoints.save(1)
@@ -308,6 +309,7 @@ def test_what_it_is_not(run: Make, tmp_path: Path) -> None:
         ("it has no checkpoint of step 7, but of 1", lambda: whole.checkpoints.load(7)),
         ("only has 'loader', and the manager was given none", lambda: whole.checkpoints.load(only=["loader"])),
         ("only has 'wait'", lambda: whole.checkpoints.load(only=["wait"])),
+        ("it is no directory", lambda: csc.CheckpointManager(tmp_path / "file", whole.compiled).load()),
         ("step is -1", lambda: whole.checkpoints.save(-1)),
         ("step is True", lambda: whole.checkpoints.save(True)),
         ("keep is 0", lambda: csc.CheckpointManager(tmp_path, whole.compiled, keep=0)),

@@ -46,7 +46,7 @@ ROOMS = {
         "csc.ir.schedule",
         "csc.ir.schedule_verifier",
     },
-    "csc.checkpoints": {"csc.runtime", "csc.ir.groups"},
+    "csc.checkpoints": {"csc.runtime", "csc.ir.groups", "csc.ir.mesh"},
     "csc.run": {"csc.runtime", "csc.simulation", "csc.ir.groups"},
 }
 
