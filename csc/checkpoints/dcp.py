@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from csc.checkpoints import reading
-from csc.checkpoints.index import Index, Stored
+from csc.checkpoints.index import Index
 from csc.errors import InputError
 from csc.runtime.reading import checked_file, within
 from csc.runtime.saving import make_directory, published
@@ -235,8 +235,8 @@ def _entries(index: Index) -> Iterator[tuple[Key, Any]]:
                 torch.full(number["shape"], number["value"], dtype=getattr(torch, dtype)) if dtype else number["value"]
             )
             yield ("optim", "state", name, key), value
-        for key, row in found["tensors"].items():
-            yield ("optim", "state", name, key), reading.whole(index, Stored.of(row), f"{key!r} of {name!r}")
+        for key, stored in found["tensors"].items():
+            yield ("optim", "state", name, key), reading.whole(index, stored, f"{key!r} of {name!r}")
     for number, group in enumerate(index.optimizer["groups"]):
         for option, value in group["options"].items():
             yield ("optim", "param_groups", number, option), tuple(value) if isinstance(value, list) else value

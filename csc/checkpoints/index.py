@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class Part:
     """Where some entries of a tensor are. offset: of their first byte in the file."""
 
     file: str
-    key: str
     offset: int
     box: Box
     sha256: str
@@ -50,15 +49,16 @@ class Part:
         """How many."""
         return math.prod(sizes(self.box))
 
-    def to_row(self) -> dict[str, Any]:
-        """The form of the index."""
-        return {"file": self.file, "key": self.key, "offset": self.offset, "box": self.box, "sha256": self.sha256}
+    def to_row(self, numbers: Mapping[str, int]) -> list[Any]:
+        """The form of the index: short, as there may be millions. numbers: of files."""
+        return [numbers[self.file], self.offset, self.box, self.sha256]
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Part:
-        """KeyError, TypeError or ValueError for what is none."""
-        box = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in row["box"])
-        return cls(str(row["file"]), str(row["key"]), int(row["offset"]), box, str(row["sha256"]))
+    def of(cls, row: Sequence[Any], files: Sequence[str]) -> Part:
+        """KeyError, TypeError, IndexError or ValueError for what is none."""
+        number, offset, box, sha256 = row
+        found = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box)
+        return cls(str(files[number]), int(offset), found, str(sha256))
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,15 @@ class Stored:
     dtype: str
     parts: tuple[Part, ...]
 
+    def to_row(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        """The form of the index."""
+        return {"shape": self.shape, "dtype": self.dtype, "parts": [part.to_row(numbers) for part in self.parts]}
+
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Stored:
-        """KeyError, TypeError or ValueError for what is none."""
-        return cls(tuple(map(int, row["shape"])), str(row["dtype"]), tuple(map(Part.of, row["parts"])))
+    def of(cls, row: Mapping[str, Any], files: Sequence[str]) -> Stored:
+        """Errors are those of Part.of."""
+        parts = tuple(Part.of(one, files) for one in row["parts"])
+        return cls(tuple(map(int, row["shape"])), str(row["dtype"]), parts)
 
     def entries(self) -> int:
         """How many."""
@@ -89,9 +94,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Index:
-    """about: step, model, mesh, zero, processes, frozen, time, versions. parameters: with buffers; none if weights are
-    elsewhere. optimizer: kind, groups, and of each parameter its state; None: not saved. states: a file of each
-    process. has: which of weights, optimizer, scheduler, loader, random, extra.
+    """about: step, model, mesh, zero, processes, time, versions; has: which of weights, optimizer, scheduler, loader,
+    random, extra. parameters: with buffers; none if weights are elsewhere. optimizer: as csc.runtime.optimizer_state
+    joins it, with a Stored for each tensor; None: not saved. states: a file of each process.
     """
 
     folder: Path
@@ -114,8 +119,7 @@ class Index:
     def of_optimizer(self) -> Iterator[tuple[str, str, Stored]]:
         """(parameter, key, tensor) of the optimizer's state."""
         for name, found in (self.optimizer or {}).get("parameters", {}).items():
-            for key, row in found["tensors"].items():
-                yield name, key, Stored.of(row)
+            yield from ((name, key, stored) for key, stored in found["tensors"].items())
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All, each with what it is called in sentences."""
@@ -133,18 +137,24 @@ class Index:
 
     def to_text(self) -> str:
         """The index as it is written."""
+        listed = sorted({part.file for _, one in self.tensors() for part in one.parts})
+        numbers = {name: number for number, name in enumerate(listed)}
+        optimizer = None
+        if self.optimizer is not None:
+            states = {
+                name: {**one, "tensors": {key: stored.to_row(numbers) for key, stored in one["tensors"].items()}}
+                for name, one in self.optimizer["parameters"].items()
+            }
+            optimizer = {**self.optimizer, "parameters": states}
         content = {
-            "about": dict(self.about),
+            "about": dict(self.about), "files": listed,
             "parameters": {
-                name: {
-                    "shape": one.shape, "dtype": one.dtype, "trained": name in self.trained,
-                    "parts": [part.to_row() for part in one.parts],
-                }
-                for name, one in self.parameters.items()
+                name: {**one.to_row(numbers), "trained": name in self.trained} for name, one in self.parameters.items()
             },
-            "optimizer": self.optimizer, "states": [dict(one) for one in self.states],
+            "optimizer": optimizer, "states": [dict(one) for one in self.states],
         }  # fmt: skip
-        return json.dumps({"format": FORMAT, "sha256": _digest(content), "content": content}) + "\n"
+        table = {"format": FORMAT, "sha256": _digest(content), "content": content}
+        return json.dumps(table, separators=(",", ":")) + "\n"
 
 
 def _digest(content: Any) -> str:
@@ -176,10 +186,13 @@ def read(folder: Path) -> Index:
 
 
 def _of(folder: Path, content: Mapping[str, Any]) -> Index:
+    listed, optimizer = content["files"], content["optimizer"]
+    for one in optimizer["parameters"].values() if optimizer is not None else ():
+        one["tensors"] = {key: Stored.of(row, listed) for key, row in one["tensors"].items()}
     found = Index(
-        folder, content["about"], {name: Stored.of(row) for name, row in content["parameters"].items()},
+        folder, content["about"], {name: Stored.of(row, listed) for name, row in content["parameters"].items()},
         frozenset(name for name, row in content["parameters"].items() if row["trained"]),
-        content["optimizer"], tuple(content["states"]),
+        optimizer, tuple(content["states"]),
     )  # fmt: skip
     for group in (found.optimizer or {"groups": ()})["groups"]:
         _ = group["names"], group["options"].items()

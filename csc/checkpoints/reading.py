@@ -121,8 +121,7 @@ def optimizer(index: Index, made: torch.optim.Optimizer, own: Sequence[optimizer
         remedy = "Make the optimizer as it was made for that save, or begin a new one: load(only=['weights'])"
         return InputError(what, str(index.folder / FILE), remedy)
 
-    def assemble(one: optimizer_state.Own, key: str, row: Mapping[str, Any]) -> torch.Tensor:
-        stored = Stored.of(row)
+    def assemble(one: optimizer_state.Own, key: str, stored: Stored) -> torch.Tensor:
         if stored.shape != one.spec.shape:
             optimizer_state.check_whole(one, key, stored.shape, unfit)
             return whole(index, stored, f"{key!r} of {one.name!r}").to(one.parameter.device)

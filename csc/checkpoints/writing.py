@@ -30,13 +30,14 @@ from csc.checkpoints.pieces import Piece
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.meeting import Meeting
+from csc.runtime.reading import LONGEST
 from csc.runtime.saving import published
 from csc.runtime.words import NOTHING, Said
 
-_OURS = re.compile(r"((part|state)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
+_OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
 PATIENCE = 50  # tenths of a second
 CONFIGS = ("config.json", "generation_config.json")  # of transformers, beside the rest
-_UNFINISHED = re.compile(r"\.(part|state|frozen|checkpoint)[-.].*\.tmp")
+_UNFINISHED = re.compile(r"\.(part|state|rows|frozen|checkpoint)[-.].*\.tmp")
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,25 @@ def write(own: Own, save: Save, meeting: Meeting) -> Path:
 
 
 def _written(own: Own, save: Save) -> dict[str, Any]:
-    """What this process has written: parts of tensors, what it tells of the optimizer, the file of its other state."""
+    """The files that this process has written for others to read: of its other state, and of what is where, which is
+    too long to be told in a meeting of many ranks.
+    """
     trained = _numbered(piece for piece in own.pieces if piece.trained)
     frozen = _numbered(piece for piece in own.pieces if not piece.trained)
     found = _rows(frozen, *_frozen(save, frozen)) if frozen else []
     if trained:
         name = save.name("part", "safetensors")
         found += _rows(trained, name, files.write(save.folder / name, _tensors(trained)))
-    state, file = json.dumps(own.state), save.name("state", "json")
-    published(save.folder / file, lambda path: path.write_text(state))
-    digest = hashlib.sha256(state.encode()).hexdigest()
-    return {"parts": found, "told": own.told, "state": {"file": file, "sha256": digest}}
+    return {
+        "state": _text_file(save, "state", json.dumps(own.state)),
+        "rows": _text_file(save, "rows", json.dumps({"parts": found, "told": own.told})),
+    }
+
+
+def _text_file(save: Save, kind: str, text: str) -> dict[str, str]:
+    name = save.name(kind, "json")
+    published(save.folder / name, lambda path: path.write_text(text))
+    return {"file": name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _numbered(pieces: Iterable[Piece]) -> dict[str, Piece]:
@@ -117,7 +126,7 @@ def _rows(pieces: Mapping[str, Piece], file: str, places: Mapping[str, tuple[int
     return [
         {
             "name": one.name, "key": one.key, "shape": one.shape, "trained": one.trained,
-            "dtype": str(one.tensor.dtype).removeprefix("torch."), "row": Part(file, key, at, one.box, sha256).to_row(),
+            "dtype": str(one.tensor.dtype).removeprefix("torch."), "row": [file, at, one.box, sha256],
         }
         for (key, one), (at, sha256) in zip(pieces.items(), (places[key] for key in pieces))
     ]  # fmt: skip
@@ -151,27 +160,27 @@ def _linked(there: Path, here: Path) -> bool:
 
 def _discard(save: Save) -> None:
     """Remove what this process has written of a save that failed."""
-    for kind, end in (("part", "safetensors"), ("state", "json")):
+    for kind, end in (("part", "safetensors"), ("state", "json"), ("rows", "json")):
         with contextlib.suppress(OSError):
             (save.folder / save.name(kind, end)).unlink(missing_ok=True)
 
 
-def _publish(save: Save, told: Sequence[Mapping[str, Any]]) -> None:
-    parameters, states = _joined(told)
+def _publish(save: Save, written: Sequence[Mapping[str, Any]]) -> None:
+    told = [_told(save.folder, rank, one) for rank, one in enumerate(written)]
+    parameters, states, trained = _joined(told)
     optimizers = [one["told"] for one in told if one["told"] is not None]
     optimizer = optimizer_state.joined(optimizers) if optimizers else None
-    for (name, key), row in states.items():
+    for (name, key), stored in states.items():
         assert optimizer is not None
-        optimizer["parameters"][name]["tensors"][key] = row
-    index = Index(
-        save.folder, save.about, {name: Stored.of(row) for name, row in parameters.items()},
-        frozenset(name for name, row in parameters.items() if row["trained"]), optimizer,
-        tuple(one["state"] for one in told),
-    )  # fmt: skip
+        optimizer["parameters"][name]["tensors"][key] = stored
+    index = Index(save.folder, save.about, parameters, trained, optimizer, tuple(one["state"] for one in written))
     _check(save, index)
-    for rank, one in enumerate(told):
-        _check_seen(save.folder, rank, {one["state"]["file"], *(row["row"]["file"] for row in one["parts"])})
     text = index.to_text()
+    if len(text) > LONGEST:
+        raise InputError(
+            f"its index would have {len(text)} bytes, and at most {LONGEST} are read", str(save.folder),
+            "save with fewer ranks that each hold a shard of every parameter: more pp, or zero below 3",
+        )  # fmt: skip
     published(save.folder / FILE, lambda file: file.write_text(text))
     flushed(save.folder)
     _clear(save.folder, {FILE, *index.files()})
@@ -179,17 +188,31 @@ def _publish(save: Save, told: Sequence[Mapping[str, Any]]) -> None:
         _forget(save.folder, save.keep)
 
 
-def _joined(told: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
-    """Rows of parameters, and of the tensors of the optimizer's state, with the parts of all processes."""
-    parameters: dict[str, Any] = {}
-    states: dict[tuple[str, str], Any] = {}
+def _told(folder: Path, rank: int, written: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """What a process has written where."""
+    rows = written["rows"]["file"]
+    _check_seen(folder, rank, {rows, written["state"]["file"]})
+    text = (folder / rows).read_text()
+    if hashlib.sha256(text.encode()).hexdigest() != written["rows"]["sha256"]:
+        raise _not_shared(folder, rank, rows)
+    found: dict[str, Any] = json.loads(text)
+    _check_seen(folder, rank, {one["row"][0] for one in found["parts"]})
+    return found
+
+
+def _joined(
+    told: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Stored], dict[tuple[str, str], Stored], frozenset[str]]:
+    """Parameters, and tensors of the optimizer's state, with the parts of all processes; which of them train."""
+    found: dict[tuple[str, str], tuple[Mapping[str, Any], list[Part]]] = {}
     for one in (one for process in told for one in process["parts"]):
-        row = {"shape": one["shape"], "dtype": one["dtype"], "trained": one["trained"], "parts": list[Any]()}
-        if one["key"]:
-            states.setdefault((one["name"], one["key"]), row)["parts"].append(one["row"])
-        else:
-            parameters.setdefault(one["name"], row)["parts"].append(one["row"])
-    return parameters, states
+        file, offset, box, sha256 = one["row"]
+        read = tuple(tuple((start, stop) for start, stop in dim) for dim in box)
+        found.setdefault((one["name"], one["key"]), (one, []))[1].append(Part(file, offset, read, sha256))
+    made = {name: Stored(tuple(one["shape"]), one["dtype"], tuple(parts)) for name, (one, parts) in found.items()}
+    parameters = {name: stored for (name, key), stored in made.items() if not key}
+    trained = frozenset(name for (name, key), (one, _) in found.items() if not key and one["trained"])
+    return parameters, {both: stored for both, stored in made.items() if both[1]}, trained
 
 
 def _check(save: Save, index: Index) -> None:
@@ -210,8 +233,12 @@ def _check_seen(folder: Path, rank: int, names: Collection[str]) -> None:
         if not unseen:
             return
         time.sleep(0.1)
-    raise InputError(
-        f"process {rank} has written {unseen[0]}, which process 0 does not see", str(folder),
+    raise _not_shared(folder, rank, unseen[0])
+
+
+def _not_shared(folder: Path, rank: int, name: str) -> InputError:
+    return InputError(
+        f"process {rank} has written {name}, which process 0 does not see", str(folder),
         "save to a directory that all machines share",
     )  # fmt: skip
 

@@ -1,0 +1,53 @@
+"""Who writes what of a checkpoint: every entry once, by a rank that holds it, in shares that are alike."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from csc.checkpoints.pieces import boxes_written
+from csc.ir.mesh import Mesh
+from csc.runtime.boxes import put, sizes
+from csc.runtime.specs import ParameterSpec
+
+SHAPES = [(8, 6), (3,), (1, 5), (), (0, 4), (40, 2), (7, 7)]
+
+
+def specs(mesh: Mesh) -> list[ParameterSpec]:
+    """Some divided by tensor-parallel ranks, in two stretches of a dimension each; some frozen."""
+    found = []
+    for number, shape in enumerate(SHAPES * 3):
+        boxes: Any = ()
+        if shape[:1] == (8,) and mesh.tp == 2:
+            boxes = tuple((((2 * t, 2 * t + 2), (4 + 2 * t, 6 + 2 * t)), ((0, 6),)) for t in range(2))
+        ranks = (number % mesh.pp,)
+        found.append(ParameterSpec(f"p{number}", shape, torch.float32, number % 3 > 0, ranks, ranks, boxes=boxes))
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("mesh", ["dp=4", "pp=2,tp=2", "dp=3,pp=2", "dp=2,cp=2,tp=2", "dp=2,pp=2,order=pp-dp"])
+def test_every_entry_once(mesh: str, zero: int) -> None:
+    made = Mesh.of(mesh)
+    manifest = SimpleNamespace(mesh=made, parameters=specs(made), zero=zero)
+    times = {spec.name: torch.zeros(spec.shape) for spec in manifest.parameters}
+    written = {spec.name: 0 for spec in manifest.parameters}
+    load = [0] * made.size
+    for rank in range(made.size):
+        trainer: Any = SimpleNamespace(
+            program=SimpleNamespace(manifest=manifest), transport=SimpleNamespace(ranks=[rank])
+        )
+        for spec, box in boxes_written(trainer):
+            assert made.coordinates(rank).pp == spec.owner
+            more = torch.zeros(spec.shape)
+            put(more, box, torch.ones(sizes(box)))
+            times[spec.name] += more
+            written[spec.name] += 1
+            load[rank] += math.prod(sizes(box))
+    assert all(bool((count == 1).all()) for count in times.values()) and min(written.values()) >= 1
+    of_position = [[load[r] for r in range(made.size) if made.coordinates(r).pp == p] for p in range(made.pp)]
+    assert all(max(loads) - min(loads) < 120 for loads in of_position)
