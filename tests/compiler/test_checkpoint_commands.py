@@ -219,6 +219,7 @@ def test_chunks_of_several_ranks(tmp_path: Path) -> None:
         torch_directories.read(tmp_path)
 
 
+@pytest.mark.slow
 def test_hugging_faces_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and shapes as transformers has them in files, in several; what from_pretrained reads; and back."""
     batch = hf.llava_batch(2)
