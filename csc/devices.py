@@ -180,6 +180,15 @@ def set_generator(device: torch.device, state: torch.Tensor) -> None:
         one.module.set_rng_state(state.cpu(), device)
 
 
+def seed(device: torch.device, number: int) -> None:
+    """Let the generators of the CPU and of the device begin anew."""
+    torch.default_generator.manual_seed(number)  # that of `torch` writes down who has asked, for other devices
+    one = _accelerator(device)
+    if one is not None:
+        with at(device):
+            one.module.manual_seed(number)
+
+
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """The generators of the CPU and of the device are as they were afterwards."""
     one = _accelerator(device)

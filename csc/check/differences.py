@@ -48,6 +48,8 @@ def _norm(tensor: torch.Tensor) -> float:
 
 def _norm_of_difference(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     """scale: what it is to be divided by."""
+    if one.layout == other.layout and torch.equal(one, other):  # not so where one is NaN
+        return 0.0
     pairs = zip(_chunks(_flat(one)), _chunks(_flat(other)), strict=True)
     if one.dtype is other.dtype is torch.float32 and LEAST <= scale <= MOST:
         return _hypot(a - b for a, b in pairs)
@@ -57,11 +59,14 @@ def _norm_of_difference(one: torch.Tensor, other: torch.Tensor, scale: float) ->
 def _hypot(chunks: Iterable[torch.Tensor]) -> float:
     """The norm of all chunks together."""
     norms = [torch.linalg.vector_norm(chunk) for chunk in chunks]
+    if len(norms) == 1:
+        return float(norms[0])
     return float(torch.linalg.vector_norm(torch.stack(norms).double())) if norms else 0.0
 
 
 def _chunks(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return flat.split(CHUNK if flat.device.type == "cpu" else LARGE_CHUNK)
+    most = CHUNK if flat.device.type == "cpu" else LARGE_CHUNK
+    return (flat,) if flat.numel() <= most else flat.split(most)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from csc import devices
 from csc.capture.batch import device_of
 from csc.capture.trace.training_mode import training, without_kv_cache
+from csc.check.drawing import Chance
 from csc.check.numbers import WithoutChance
 
 Batch = Mapping[str, Any]
@@ -36,15 +36,13 @@ CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 @dataclass(frozen=True)
 class Step:
     """loss: of the whole batch. gradients: by the parameters' names; those without one are left out. unknown: random
-    operations that were not made the same for all. sure: False if how microbatches count had to be guessed. half:
-    whether something was computed in 16 bits.
+    operations that were not made the same for all. sure: False if how microbatches count had to be guessed.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
     unknown: Set[str] = field(default_factory=frozenset)
     sure: bool = True
-    half: bool = False
 
 
 def eager_step(
@@ -52,7 +50,7 @@ def eager_step(
     batch: Batch | Sequence[Batch],
     trainable: Set[str],
     rule: str = "auto",
-    chance: WithoutChance | None = None,
+    chance: Chance | None = None,
 ) -> Step:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
@@ -61,14 +59,15 @@ def eager_step(
     all of them. chance: what stands for random numbers, if not constants.
     """
     with _as_in_training(model, trainable, chance) as mode:
-        for name, parameter in model.named_parameters():
+        parameters = list(model.named_parameters())
+        for name, parameter in parameters:
             parameter.requires_grad_(name in trainable)
             parameter.grad = None
         loss, sure = _loss(model, batch, rule)
         if trainable:
             loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Step(float(loss.detach()), gradients, mode.unknown, sure, mode.half)
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+    return Step(float(loss.detach()), gradients, mode.unknown, sure)
 
 
 def loss_again(
@@ -76,7 +75,7 @@ def loss_again(
     batch: Batch | Sequence[Batch],
     trainable: Set[str],
     rule: str = "auto",
-    chance: WithoutChance | None = None,
+    chance: Chance | None = None,
 ) -> float:
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
@@ -86,10 +85,10 @@ def loss_again(
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, trainable: Set[str], chance: WithoutChance | None) -> Iterator[WithoutChance]:
+def _as_in_training(model: nn.Module, trainable: Set[str], chance: Chance | None) -> Iterator[Chance]:
     """What is afterwards as before, and draws the same each time."""
     with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
-        torch.manual_seed(0)
+        devices.seed(device_of(model), 0)
         with chance or WithoutChance() as mode:
             yield mode
 
@@ -212,11 +211,12 @@ def _has(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """What a step changes in a model is as it was afterwards; so are torch's generators."""
     gradients = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    modules = list(model.modules())
-    buffers = [(own, dict(own)) for own in (module._buffers for module in modules)]
-    values = [(b, b._version, b.clone()) for _, own in buffers for b in own.values() if b is not None]
-    attributes = [(own, dict(own)) for own in map(vars, modules)]
-    containers = [(own, copy(own)) for _, all_ in attributes for own in all_.values() if type(own) in CONTAINERS]
+    attributes = [(own, dict(own)) for own in map(vars, model.modules())]
+    containers = [
+        (own, own.copy() if own else ()) for _, all_ in attributes for own in all_.values() if type(own) in CONTAINERS
+    ]
+    held = (one for _, own in attributes for one in own["_buffers"].values() if one is not None)
+    buffers = [(one, one._version, one.clone()) for one in held]
     try:
         with devices.forked(device_of(model)):
             yield
@@ -225,12 +225,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(trains)
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, version, value in values:
+            for buffer, version, value in buffers:
                 if buffer._version != version or not _has(buffer, value):  # batch norm counts no versions
                     buffer.copy_(value)
-        for own, before in (*buffers, *attributes):
+        for own, before in attributes:
             own.clear()
             own.update(before)
-        for held, before_ in containers:
-            held.clear()
-            held.extend(before_) if isinstance(held, list) else held.update(before_)
+        for container, before_ in containers:
+            if container or before_:  # most are empty
+                container.clear()
+                container.extend(before_) if isinstance(container, list) else container.update(before_)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import nn
 from csc import devices
 from csc.capture.batch import device_of
 from csc.check.compiling import Compiles
-from csc.check.eager import Step, eager_step, loss_again
+from csc.check.eager import Step, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
-from csc.check.numbers import WithoutChance
-from csc.check.rounding import moved
+from csc.check.numbers import IN_HALF
+from csc.check.reference import Reference
 from csc.check.same_masks import SameMasks
 from csc.errors import DifferenceError, InputError
 from csc.ir.groups import Group
@@ -37,6 +37,7 @@ log = logging.getLogger("csc")
 EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
 ROOM = 0.5  # of a device's memory
 WRONG = "what csc would train is not what eager PyTorch trains"
+OTHERS = "eager PyTorch draws other random numbers than the program lists"
 BUG = (
     "is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains all the "
     "same"
@@ -79,6 +80,7 @@ def check(
     options: Options,
     steady: bool = False,
     masks: Callable[[], SameMasks] | None = None,
+    draws: bool = True,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
@@ -86,57 +88,52 @@ def check(
     trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
     the model's forward does the same each time. masks: of the dropout in own_step, from the first one on; None: nothing
     is left to chance there. Where eager PyTorch cannot take them, or may have had them in other places, nothing is
-    compared. DifferenceError that names the region where both part, InputError if the model is another function in each
-    step; the model and its gradients are as before in any case.
+    compared. draws: whether the program draws anything. DifferenceError that names the region where both part,
+    InputError if the model is another function in each step; the model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
     rule = options.loss_weight
-    given = batch if rule == "auto" else ready
-
-    def chance() -> WithoutChance:
-        return WithoutChance(masks() if masks is not None else None)
-
-    first = chance()
+    eager = Reference(model, batch if rule == "auto" else ready, trainable, rule, masks, draws)
     try:
-        right = eager_step(model, given, trainable, rule, first)
+        right = eager.step()
     except torch.OutOfMemoryError:
         return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
     except Exception as error:  # the user's model, on the user's batch
         return Checked(skipped=f"eager PyTorch fails on the whole batch: {type(error).__name__}: {_first_line(error)}")
-    if first.masks is not None and not first.masks.fit:
-        return Checked(skipped="eager PyTorch draws other random numbers than the program lists")
+    taken = eager.masks
+    if taken is not None and not taken.fit:
+        return Checked(skipped=OTHERS)
     if rule != "auto" and len(ready) > 1:
         _compare_with_whole(model, batch, trainable, right.loss, rule)
     if not steady:  # at once: what goes round returns to where it was
-        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule, chance()))
+        _refuse_unsteady(model, right.loss, eager.again())
     began = time.perf_counter()
     found = own_step()
     own = time.perf_counter() - began
     drawn = right.unknown | found.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
-    tolerance, epsilon = _tolerance(right, options)
-    result = judge(
-        right,
-        found.loss,
-        found.gradients,
-        tolerance,
-        lambda: moved(model, given, trainable, rule, right, epsilon, chance()),
-    )
-    if not result.good and first.masks is not None:
-        if result.loss_wrong or first.masks.microbatches > 1:  # masks may lie otherwise in eager's tensors
+    precision = _Precision(eager, right, options)
+    result = precision.judge(right, found)
+    if not result.good and eager.less_sparing():
+        right, taken = eager.step(), eager.masks
+        if taken is not None and not taken.fit:
+            return Checked(skipped=OTHERS)
+        result = precision.judge(right, found)
+    if not result.good and taken is not None:
+        if result.loss_wrong or taken.microbatches > 1:  # masks may lie otherwise in eager's tensors
             return Checked(skipped=f"with dropout as the program lists it, {_told(result)}")
         told = f"with the same dropout, {_told(result)}; the loss is right"
         raise DifferenceError(f"{WRONG}: {told}", type(model).__name__, f"It {BUG}")
     if steady and not result.good:
-        _refuse_unsteady(model, right.loss, loss_again(model, given, trainable, rule))
+        _refuse_unsteady(model, right.loss, eager.again())
     seconds = time.perf_counter() - start
     if result.good or not right.sure:
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own)
-    raise _difference(compiler, ready[0], options, result, tolerance)
+    raise _difference(compiler, ready[0], options, result, precision.tolerance)
 
 
 def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
@@ -153,7 +150,7 @@ def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
 def _compare_with_whole(model: nn.Module, batch: Any, trainable: Set[str], loss: float, rule: str) -> None:
     """Say so if the user has losses combined into another one than that of the whole batch."""
     try:
-        whole = eager_step(model, batch, trainable).loss
+        whole = loss_again(model, batch, trainable)
     except Exception:  # a batch that the model cannot take at once has no such loss
         return
     if abs(whole - loss) > EXACT * abs(whole):
@@ -214,11 +211,36 @@ def _worst(result: Judgement) -> str:
     return max(result.wrong, key=lambda name: result.grad_rel[name], default="")
 
 
-def _tolerance(right: Step, options: Options) -> tuple[float, float]:
-    """(relative difference that passes, relative size of a last bit) in the precision that the program computes in."""
-    if options.precision != "model" or right.half:
-        return HALF, torch.finfo(torch.bfloat16).eps / 2
-    return (EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD), torch.finfo(torch.float32).eps / 2
+class _Precision:
+    """What is put down to rounding. tolerance: the relative difference that passes without asking; epsilon: the
+    relative size of a last bit; both as far as is known.
+    """
+
+    def __init__(self, eager: Reference, right: Step, options: Options) -> None:
+        self._eager = eager
+        self._half = options.precision != "model" or any(one.dtype in IN_HALF for one in right.gradients.values())
+        self._exact = EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD
+
+    def judge(self, right: Step, found: Step) -> Judgement:
+        return judge(
+            right, found.loss, found.gradients, self._tolerances(), lambda: self._eager.moved(right, self.epsilon)
+        )
+
+    def _tolerances(self) -> Iterator[float]:
+        """One after the other; whether anything is computed in 16 bits takes another step to find out."""
+        if not self._half:
+            yield self._exact
+            self._half = self._eager.in_half()
+        if self._half:
+            yield HALF
+
+    @property
+    def tolerance(self) -> float:
+        return HALF if self._half else self._exact
+
+    @property
+    def epsilon(self) -> float:
+        return torch.finfo(torch.bfloat16 if self._half else torch.float32).eps / 2
 
 
 def too_much(model: nn.Module) -> str:

@@ -1,13 +1,12 @@
 """The judge: a step of a program beside one of eager PyTorch.
 
-judge(right, found, tolerance, rounding) -> Judgement
-tolerance_of(options, model) -> float            what is put down to rounding without asking
+judge(right, loss, gradients, tolerances, rounding) -> Judgement
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,17 +51,20 @@ def judge(
     right: Step,
     loss: float,
     gradients: Mapping[str, torch.Tensor],
-    tolerance: float,
+    tolerances: Iterable[float],
     rounding: Callable[[], Mapping[str, float]],
 ) -> Judgement:
-    """right: eager's step; loss, gradients: the program's. rounding: how far a last bit moves eager's, asked for only
-    if something differs by more than the tolerance.
+    """right: eager's step; loss, gradients: the program's. tolerances: that pass, each larger than the one before, the
+    next one asked for only if something differs by more. rounding: how far a last bit moves eager's, asked for last.
     """
     differences = relative(right.gradients, gradients)
     loss_rel = abs(loss - right.loss) / max(abs(right.loss), torch.finfo(torch.float32).tiny)
-    apart = {name: value for name, value in differences.items() if not value <= tolerance}
-    loss_apart = not loss_rel <= tolerance
-    if apart or loss_apart:
+    for tolerance in tolerances:
+        apart = {name: value for name, value in differences.items() if not value <= tolerance}
+        loss_apart = not loss_rel <= tolerance
+        if not apart and not loss_apart:
+            break
+    else:
         allowed = rounding()
         apart = {name: value for name, value in apart.items() if not value <= ROUNDING * allowed[name]}
         loss_apart = loss_apart and not loss_rel <= ROUNDING * allowed[LOSS]

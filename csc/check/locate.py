@@ -69,7 +69,7 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
 
 
 def _gradients_part(program: Program, right: Step, found: Step, tolerance: float) -> Place:
-    result = judge(right, found.loss, found.gradients, tolerance, lambda: dict.fromkeys(["", *right.gradients], 0.0))
+    result = judge(right, found.loss, found.gradients, [tolerance], lambda: dict.fromkeys(["", *right.gradients], 0.0))
     apart = {*result.wrong, *result.missing, *result.unexpected}
     if result.loss_wrong:
         return Place(

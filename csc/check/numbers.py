@@ -19,7 +19,7 @@ from csc.torch_private.traces import TorchDispatchMode
 
 UNIFORM = 0.25
 NORMAL = 0.5
-HALF = (torch.bfloat16, torch.float16)
+IN_HALF = (torch.bfloat16, torch.float16)
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class WithoutChance(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             result = func(*args, **kwargs)
-            self.half |= isinstance(result, torch.Tensor) and result.dtype in HALF
+            self.half |= isinstance(result, torch.Tensor) and result.dtype in IN_HALF
             return result
         packet = func.overloadpacket
         if self.masks is not None:

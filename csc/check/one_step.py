@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from csc import devices
+from csc.check.drawing import generators
 from csc.check.eager import Step
 from csc.runtime import seeds
 from csc.runtime.trainer import Trainer
@@ -55,9 +56,9 @@ def compared_step(
         trainer.zero_grad()
         given = [trainer.reads(one) for one in microbatches]
         with nullcontext() if chance else devices.forked(trainer.device):
-            expected = _after_draw(trainer.device) if chance else _generator(trainer.device)
+            expected = _after_draw(trainer.device) if chance else generators(trainer.device)
             loss = trainer.train_step(given, chance=chance)
-            drawn = not torch.equal(expected, _generator(trainer.device))
+            drawn = not torch.equal(expected, generators(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         unknown = frozenset({"modules that csc runs as they are"} if drawn else ())
         return ComparedStep(Step(float(loss), gradients, unknown), loss)
@@ -70,9 +71,4 @@ def _after_draw(device: torch.device) -> torch.Tensor:
     """What a step leaves of the generators if it draws its seed and no more."""
     with devices.forked(device):
         seeds.draw()
-        return _generator(device)
-
-
-def _generator(device: torch.device) -> torch.Tensor:
-    """What it will draw next, on the CPU and on the device."""
-    return torch.cat([torch.get_rng_state(), devices.generator(device)])
+        return generators(device)

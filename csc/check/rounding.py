@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from csc.check.differences import relative
+from csc.check.drawing import Chance
 from csc.check.eager import Step, eager_step
-from csc.check.numbers import WithoutChance
 from csc.torch_private.traces import TorchDispatchMode, pytree
 
 LOSS = ""  # under this name stands how far the loss moves
@@ -30,7 +30,7 @@ def moved(
     rule: str,
     right: Step,
     epsilon: float,
-    chance: WithoutChance | None = None,
+    chance: Chance | None = None,
 ) -> Mapping[str, float]:
     """By parameter, and under LOSS. epsilon: the relative size of the change, that of a bit. right: made with such a
     `chance` (see eager_step), too.

@@ -240,9 +240,11 @@ class Checking:
             files = {name: text for one in made.values() for name, text in one.packed.files.items()}
             found = check_by_layer(self._compiler, asked.ready, asked.options, files)
         else:
+            draws = asked.trainer.program.manifest.random
             found = check(
-                self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady, masks
-            )
+                self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady,
+                masks, draws,
+            )  # fmt: skip
             self._steady = self._steady or not found.skipped
         found = replace(found, kept=keeps and not found.skipped)
         if found.skipped and masks is not None:

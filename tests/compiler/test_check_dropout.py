@@ -163,3 +163,47 @@ def test_differences_of_gradients_of_any_size(scale: float) -> None:
     assert relative(right, found)["a.weight"] == pytest.approx(1e-3, rel=1e-3)
     found["a.weight"][3] = torch.nan
     assert math.isnan(relative(right, found)["a.weight"])
+
+
+class Plain(small.Dropped):
+    """Draws nothing."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Half(Plain):
+    """Computes in 16 bits, with parameters of 32."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(tokens).bfloat16().float())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_operations_are_looked_at_where_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere that would double a step of milliseconds; dropout is drawn without it, too."""
+    looked_at: list[str] = []
+    look = WithoutChance.__torch_dispatch__
+    monkeypatch.setattr(
+        WithoutChance, "__torch_dispatch__", lambda *given, **named: looked_at.append("") or look(*given, **named)
+    )
+    for kind, some in ((Plain, False), (small.Dropped, False), (Noisy, True), (Again, True)):
+        looked_at.clear()
+        compiled(kind(), microbatches=2).train_step(BATCH)
+        assert bool(looked_at) == some, kind
+
+
+def test_whether_16_bits_are_computed_with_is_found_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is wrong by a thousandth is none in float32, and rounding in bfloat16."""
+    keep = Trainer.run
+
+    def run(self: Trainer, *given: Any, **named: Any) -> torch.Tensor:
+        loss = keep(self, *given, **named)
+        for parameter in self.parameters():
+            parameter.grad.mul_(1 + 1e-3)
+        return loss
+
+    monkeypatch.setattr(Trainer, "run", run)
+    compiled(Half()).train_step(BATCH)
+    with pytest.raises(DifferenceError, match="gradients differ"):
+        compiled(Plain()).train_step(BATCH)

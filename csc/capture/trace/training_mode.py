@@ -70,4 +70,5 @@ def training(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in before.items():
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode
