@@ -1,7 +1,7 @@
 """Eager PyTorch without chance: every random number is the same one.
 
 Two programs that draw different numbers cannot be compared. Here every uniform number is UNIFORM and every normal one
-NORMAL, as a compiled program has them when its step is run with `chance=False` (csc.kernels.dropout); or dropout has
+NORMAL, as a compiled program has them in a step whose seed is NO_CHANCE (csc.kernels.dropout); or dropout has
 the masks of a step of a program.
 
     with WithoutChance(masks) as mode: ...    mode.unknown: random operations that were left as they are;

@@ -1,7 +1,7 @@
 """One step of a program, for comparison: `.grad` as it was afterwards.
 
-step_of(trainer, microbatches) -> Step                           nothing left to chance
-compared_step(trainer, microbatches, chance) -> ComparedStep     that can be kept as the training step that it is
+step_of(trainer, microbatches, drawn) -> Step                    drawn: its seed; by default nothing is left to chance
+compared_step(trainer, microbatches, drawn) -> ComparedStep      that can be kept as the training step that it is
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ComparedStep:
         return self.loss
 
 
-def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> Step:
+def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int = seeds.NO_CHANCE) -> Step:
     """The loss and gradients of all ranks, which run in this process. microbatches: complete ones.
 
     What the program draws from torch's generator all the same (in modules that it calls as they are) is `unknown`.
     """
-    return compared_step(trainer, microbatches).step
+    return compared_step(trainer, microbatches, drawn).step
 
 
 def compared_step(
-    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], chance: bool = False
+    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int | None = seeds.NO_CHANCE
 ) -> ComparedStep:
-    """The same, with the loss as a tensor. chance: random numbers are drawn as in training, and torch's generator goes
+    """The same, with the loss as a tensor. drawn: None for a seed that is drawn as in training; torch's generator goes
     on as it does there.
     """
     parameters = dict(trainer.named_parameters())
@@ -55,12 +55,12 @@ def compared_step(
     try:
         trainer.zero_grad()
         given = [trainer.reads(one) for one in microbatches]
-        with nullcontext() if chance else devices.forked(trainer.device):
-            expected = _after_draw(trainer.device) if chance else generators(trainer.device)
-            loss = trainer.train_step(given, chance=chance)
-            drawn = not torch.equal(expected, generators(trainer.device))
+        with nullcontext() if drawn is None else devices.forked(trainer.device):
+            expected = _after_draw(trainer.device) if drawn is None else generators(trainer.device)
+            loss = trainer.train_step(given, drawn=drawn)
+            more = not torch.equal(expected, generators(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        unknown = frozenset({"modules that csc runs as they are"} if drawn else ())
+        unknown = frozenset({"modules that csc runs as they are"} if more else ())
         return ComparedStep(Step(float(loss), gradients, unknown), loss)
     finally:
         for name, parameter in parameters.items():

@@ -145,8 +145,8 @@ class Checking:
         if not how:
             return
         random = asked.trainer.program.manifest.random
-        keeps = self._kept is not None and how == WHOLE and not any(map(is_opaque, self._compiler.model.modules()))
-        masks = self._masks(asked) if keeps and random else None
+        keeps = self._kept is not None and how == WHOLE and not self._opaque
+        masks = self._masks(asked, self._drawn(asked, how)) if keeps else None
         if masks is not None and self._with_masks(asked, masks):
             return
         keeps = keeps and not random
@@ -165,17 +165,22 @@ class Checking:
         assert self._kept is not None
         self._kept.extend(own)
 
-    def _masks(self, asked: Asked) -> Callable[[], SameMasks] | None:
-        """Of the training step that comes, where eager PyTorch can be given them: the same program for all of a batch,
-        dropout alone, and a batch that the model takes at once.
+    def _drawn(self, asked: Asked, how: str) -> int:
+        """The seed of the training step that comes, where eager PyTorch can be given its masks: the same program for
+        all of a batch, dropout alone, and a batch that the model takes at once. NO_CHANCE elsewhere.
         """
-        draws = asked.trainer.program.manifest.draws
+        manifest = asked.trainer.program.manifest
         at_once = isinstance(asked.batch, Mapping) and asked.options.loss_weight == "auto"
-        if not at_once or len(set(asked.names)) > 1 or any(draw.p is None for draw in draws):
-            return None
+        alike = len(set(asked.names)) == 1 and all(draw.p is not None for draw in manifest.draws)
+        if how != WHOLE or not manifest.random or not at_once or not alike or self._opaque:
+            return seeds.NO_CHANCE
         with devices.forked(asked.trainer.device):
-            drawn = seeds.draw()
-        return lambda: SameMasks(draws, drawn, len(asked.ready))
+            return seeds.draw()
+
+    def _masks(self, asked: Asked, drawn: int) -> Callable[[], SameMasks] | None:
+        """Of a step with this seed."""
+        draws, count = asked.trainer.program.manifest.draws, len(asked.ready)
+        return (lambda: SameMasks(draws, drawn, count)) if drawn != seeds.NO_CHANCE else None
 
     def _with_masks(self, asked: Asked, masks: Callable[[], SameMasks]) -> bool:
         """Compare the training step with an eager one that has its dropout. False: nothing came of it, nothing is left
@@ -185,7 +190,7 @@ class Checking:
         drawing = torch.get_rng_state()
 
         def own_step() -> Step:
-            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), chance=True))
+            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), None))
             return own[0].step
 
         found = self._found(WHOLE, asked, own_step, keeps=True, masks=masks)
@@ -196,21 +201,38 @@ class Checking:
         return False
 
     def _of_several(self, asked: Asked, group: dist.ProcessGroup) -> None:
-        """On rank 0. Rank 1 runs the program meanwhile, if it has the same model and batch; the others wait."""
-        how = next(iter(first_makes(lambda: {self._how(asked): b""}, group) or {}))
+        """On all ranks: the training step that comes; where nothing came of that, with nothing left to chance."""
+
+        def planned() -> dict[str, bytes]:
+            how = self._how(asked)
+            return {how: str(self._drawn(asked, how)).encode()} if how else {}
+
+        for how, drawn in (first_makes(planned, group) or {}).items():
+            if not self._between(asked, group, how, int(drawn)):
+                self._between(asked, group, how, seeds.NO_CHANCE)
+
+    def _between(self, asked: Asked, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
+        """Rank 0 compares; rank 1 runs the program meanwhile, if it has the same model and batch; the others wait.
+        False: nothing came of it.
+        """
 
         def on_first() -> dict[str, bytes]:
             with ExitStack() as stack:
-                own_step = lambda: self._own_step(asked)  # noqa: E731
+                own_step = lambda: self._own_step(asked, drawn)  # noqa: E731
                 if how == WHOLE and can_share(lambda: self._shared(asked), group):
                     own_step = stack.enter_context(received_step(group, device_of(self._compiler.model)))
-                self._found(how, asked, own_step)
-            return {}
+                masks = self._masks(asked, drawn)
+                found = self._found(how, asked, own_step, masks=masks)
+            return {} if found.skipped and masks is not None else {how: b""}
 
-        if how:
-            if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(asked), group):
-                send_step(lambda: self._own_step(asked), group)
-            first_makes(on_first, group)
+        if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(asked), group):
+            send_step(lambda: self._own_step(asked, drawn), group)
+        return bool(first_makes(on_first, group))
+
+    @property
+    def _opaque(self) -> bool:
+        """Whether the model has modules that draw nobody knows what."""
+        return any(map(is_opaque, self._compiler.model.modules()))
 
     def _how(self, asked: Asked) -> str:
         """WHOLE, BY_LAYER, or "" if there is nothing to compare."""
@@ -263,7 +285,7 @@ class Checking:
         entries = [value for microbatch in asked.ready for value in microbatch.values()]
         return [*model.parameters(), *model.buffers(), *(one for one in entries if isinstance(one, torch.Tensor))]
 
-    def _own_step(self, asked: Asked) -> Step:
+    def _own_step(self, asked: Asked, drawn: int) -> Step:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
         weights = dict(self._compiler.model.named_parameters())
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
@@ -278,7 +300,7 @@ class Checking:
             for program in programs[1:]:
                 trainer.add(program)
             with undisturbed(self._compiler.model):
-                return step_of(trainer, list(map(asked.complete, asked.ready)))
+                return step_of(trainer, list(map(asked.complete, asked.ready)), drawn)
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""

@@ -171,21 +171,21 @@ class Trainer:
         return self._members[0]
 
     def train_step(
-        self, batch: batches.GlobalBatch, microbatches: int | None = None, chance: bool = True, local: bool = False
+        self, batch: batches.GlobalBatch, microbatches: int | None = None, drawn: int | None = None, local: bool = False
     ) -> torch.Tensor:
         """Forward and backward of the global batch (the same one on every rank): sets or adds to `p.grad`, as
         autograd does. local: the batch has the samples of this process' replicas alone.
 
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
-        only repeat the number that the program was compiled for. `chance`: False for a step that is compared with
-        another program's: random numbers are constants. InputError before any data moves; CscError that names the
+        only repeat the number that the program was compiled for. `drawn`: the seed of a step that is compared with
+        another program's (csc.runtime.seeds); None: it is drawn. InputError before any data moves; CscError, with the
         microbatches whose loss is not finite; StepFailed if another rank could not do the step. With all of these every
         `p.grad` is left as it was, on every rank, and the next step is in order. RankLost.
         """
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
             dealt, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
-            return self.run(dealt, flags(heard), chance)
+            return self.run(dealt, flags(heard), drawn)
 
     def check_batch(self, batch: batches.GlobalBatch) -> None:
         """InputError for a batch that does not fit; whether there are weights is not asked."""
@@ -218,21 +218,21 @@ class Trainer:
         return replace(said, value=float(UNEVEN * part + STALE * self.own.stale)), dealt
 
     @torch.no_grad()
-    def run(self, dealt: batches.Microbatches, flags: int, chance: bool = True) -> torch.Tensor:
+    def run(self, dealt: batches.Microbatches, flags: int, drawn: int | None = None) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
         UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards.
         """
-        drawn = torch.get_rng_state() if self.program.manifest.random else None
+        state = torch.get_rng_state() if self.program.manifest.random else None
         start = time.perf_counter()
         devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
             if flags & STALE:
                 self.own.gather()
-            results = self._results(dealt, bool(flags & UNEVEN), chance)
+            results = self._results(dealt, bool(flags & UNEVEN), drawn)
         except BaseException as error:
-            if drawn is not None:  # the step after it draws what it would have drawn
-                torch.set_rng_state(drawn)
+            if state is not None:  # the step after it draws what it would have drawn
+                torch.set_rng_state(state)
             found = self.transport.failed(error)
             if found is error:
                 raise
@@ -252,11 +252,12 @@ class Trainer:
         self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(self, dealt: batches.Microbatches, uneven: bool, chance: bool) -> dict[int, StepResult]:
+    def _results(self, dealt: batches.Microbatches, uneven: bool, drawn: int | None) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
         working = {spec.name: self.own.values[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
-        drawn = (seeds.draw() if chance else seeds.NO_CHANCE) if self.program.manifest.random else 0
+        if drawn is None:
+            drawn = seeds.draw() if self.program.manifest.random else 0
         runs, profiled = {}, self._is_profiled()
         for index, rank in enumerate(self._ranks):
             given = dealt.of[rank.replica]

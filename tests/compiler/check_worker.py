@@ -1,7 +1,8 @@
 """One rank of test_check.py's processes: a model that changes between steps, then a program that is wrong.
 
 main(directory) leaves, in result_RANK.json, losses, what was logged, how often this rank ran the program for the check,
-and the errors: of two steps of the wrong program, and of one whose own step fails in the check.
+and the errors: of two steps of the wrong program, and of one whose own step fails in the check; then losses of steps
+with dropout beside eager's, what was logged, and the seeds of the program's steps for the check.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import csc
+from csc.check.eager import eager_step
+from csc.check.numbers import WithoutChance
+from csc.check.same_masks import SameMasks
 from csc.driver import checking
 from csc.driver.compiler import Compiler
 from csc.errors import CscError
+from csc.runtime import seeds
 from tests.compiler import small
 from tests.compiler.cache_worker import Lines
 
@@ -59,11 +64,25 @@ def main(directory: Path) -> None:
         failing.train_step(BATCH)
     except CscError as error:
         errors.append(f"{type(error).__name__}: {error}")
+    OwnSteps.fails, heard.lines[:], ran_before = False, [], len(OwnSteps.seeds)
+    dropped = [with_dropout(mesh) for mesh in ("pp=2", "dp=2")]
     found = {
-        "losses": losses, "log": lines, "errors": errors, "gradients": grads, "ran": ran, "ran apart": ran_apart
+        "losses": losses, "log": lines, "errors": errors, "gradients": grads, "ran": ran, "ran apart": ran_apart,
+        "dropped": dropped, "dropped log": list(heard.lines), "ran dropped": OwnSteps.seeds[ran_before:],
     }  # fmt: skip
     (directory / f"result_{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def with_dropout(mesh: str) -> list[float]:
+    """The loss of a training step whose model drops something, and eager's with the step's masks."""
+    compiled = csc.compile(small.dropped(), mesh=mesh, example=BATCH, microbatches=2, cache=False)
+    torch.manual_seed(5 + dist.get_rank())  # rank 0 draws for all
+    loss = float(compiled.train_step(BATCH))
+    draws, count = compiled.trainer().program.manifest.draws, 4 if mesh == "dp=2" else 2
+    torch.manual_seed(5)
+    chance = WithoutChance(SameMasks(draws, seeds.draw(), count))
+    return [loss, eager_step(compiled.model, BATCH, {"embed.weight"}, chance=chance).loss]
 
 
 EMIT = Compiler.emit
@@ -75,10 +94,12 @@ class OwnSteps:
 
     made = 0
     fails = False
+    seeds: ClassVar[list[int]] = []
 
     @classmethod
     def step_of(cls, *given: Any) -> Any:
         cls.made += 1
+        cls.seeds.append(given[2])
         if cls.fails:
             raise ValueError("no room")
         return STEP_OF(*given)

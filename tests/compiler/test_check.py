@@ -20,6 +20,7 @@ from csc.check.rounding import moved
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.reports.verification import parting, verify
+from csc.runtime import seeds
 from csc.runtime.trainer import Trainer
 from tests import launching
 from tests.compiler import check_worker, small
@@ -329,6 +330,13 @@ def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
     assert (first["ran"], second["ran"]) == (0, 4)  # rank 1 runs the program while rank 0 runs eager PyTorch
     assert (first["ran apart"], second["ran apart"]) == (1, 0)  # but where its copies of weights are others
     assert "rank 1 failed while it ran the program: ValueError: no room" in first["errors"][2]
+
+    torch.manual_seed(5)
+    assert (first["ran dropped"], second["ran dropped"]) == ([], [seeds.draw()] * 2)  # the training step's masks
+    assert "nothing left to chance" not in " ".join(first["dropped log"])
+    assert sum(line.startswith("checked") for line in first["dropped log"]) == 2
+    for one, other in zip(first["dropped"], second["dropped"]):
+        assert one == other and one[0] == pytest.approx(one[1], rel=1e-6)
 
 
 def test_a_program_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
