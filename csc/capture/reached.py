@@ -16,13 +16,11 @@ The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from opcode import EXTENDED_ARG, opmap
-from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,15 +30,28 @@ from torch import nn
 
 from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.free_variables import LIBRARIES
+from csc.capture.watches import (
+    ABSENT,
+    CODE,
+    Codes,
+    Names,
+    Read,
+    Together,
+    Watch,
+    attributes,
+    elements,
+    environment,
+    identical,
+    items,
+    looked_up,
+    values,
+    without,
+)
 
 DEEPEST, MOST = 12, 20_000
-ABSENT = object()
 CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__"})
 NAMELESS = (nn.Module, nn.Parameter, ModuleType)  # watched elsewhere, or for what they are alone
-Read = Callable[[], list[Any]]
-Names = tuple[str, ...]
-Watch = tuple[str, Names, Read, list[Any]]
 
 
 class Reached:
@@ -78,16 +89,17 @@ class Reached:
                 self._walk(path, value, depth)
         self._waiting.clear()
         for path, space, names in self._spaces.values():
-            read = functools.partial(_looked_up, space, names)
+            read = functools.partial(looked_up, space, tuple(names))
             self._watches.append((path, tuple(names), read, read()))
         if ignored:
             self._ignore(ignored)
-        self._before = list(map(_of_function, self._functions)), list(map(_of_cell, self._cells))
+        self._before = [CODE(function) for _, function in self._functions], list(map(_of_cell, self._cells))
+        self._together, self._codes = Together(self._watches), Codes([function for _, function in self._functions])
 
     def _ignore(self, ignored: Set[str]) -> None:
         """Leave out what `changed` would tell in one of these texts."""
         self._watches = [
-            _without(watch, {text.removeprefix(f"{watch[0]}.") for text in ignored if text.startswith(f"{watch[0]}.")})
+            without(watch, {text.removeprefix(f"{watch[0]}.") for text in ignored if text.startswith(f"{watch[0]}.")})
             for watch in self._watches
             if _contents_of(watch[0]) not in ignored
         ]
@@ -99,9 +111,9 @@ class Reached:
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since."""
         return (
-            all(_identical(read(), before) for _, _, read, before in self._watches)
-            and all(map(_identical, map(_of_function, self._functions), self._before[0]))
-            and _identical(list(map(_of_cell, self._cells)), self._before[1])
+            self._together.hold()
+            and self._codes.hold()
+            and identical(list(map(_of_cell, self._cells)), self._before[1])
             and all(tensor._version == version for _, tensor, version in self._tensors)
             and all(array.tobytes() == before for _, array, before in self._arrays)
         )
@@ -111,7 +123,7 @@ class Reached:
         found = []
         for path, names, read, before in self._watches:
             now = read()
-            if len(now) != len(before) and isinstance(read, functools.partial) and read.func is _values:
+            if len(now) != len(before) and isinstance(read, functools.partial) and read.func is values:
                 found += self._members_changed(path, dict(zip(names, before)), *read.args)
                 continue
             if len(now) != len(before):
@@ -120,7 +132,7 @@ class Reached:
                 if not _alike(old, new):
                     found.append(f"{path}.{names[place]}" if place < len(names) else _contents_of(path))
         for (path, function), was in zip(self._functions, self._before[0]):
-            if not all(map(_alike, was, _of_function((path, function)))):
+            if not all(map(_alike, was, CODE(function))):
                 found.append(_code_of(path))
         for (path, cell), was in zip(self._cells, self._before[1]):
             if not _alike(was, _of_cell((path, cell))):
@@ -135,7 +147,7 @@ class Reached:
         """Of a mapping that has more or fewer names; of a class those that a forward looks up: libraries note things
         there that none does.
         """
-        now = {str(name): value for name, value in _items(members) if str(name) not in left_out}
+        now = {str(name): value for name, value in items(members) if str(name) not in left_out}
         names = dict.fromkeys((*before, *now))
         if path.startswith("class "):
             names = dict.fromkeys(name for name in names if name in self._reached)
@@ -173,12 +185,12 @@ class Reached:
             if id(value) in self._known:
                 self._on(path, zip(names, list(dict.values(value))), depth)
             else:
-                self._watch(path, names, functools.partial(_values, value), depth)
+                self._watch(path, names, functools.partial(values, value), depth)
         elif isinstance(value, (list, set, deque)):
             if id(value) in self._known:
                 self._on(path, [("", one) for one in value], depth)
             else:
-                self._watch(path, (), lambda: list(value), depth)
+                self._watch(path, (), functools.partial(elements, value), depth)
         elif isinstance(value, (tuple, frozenset)):
             self._on(path, [("", one) for one in value], depth)
         elif isinstance(value, FunctionType):
@@ -199,7 +211,7 @@ class Reached:
     def _walk_object(self, path: str, value: Any, depth: int) -> None:
         names = tuple(name for kind in type(value).__mro__ for name in _slots(kind) if not name.startswith("__"))
         if names:
-            self._watch(path, names, lambda: [getattr(value, name, ABSENT) for name in names], depth)
+            self._watch(path, names, functools.partial(attributes, value, names), depth)
         if isinstance(getattr(value, "__dict__", None), dict):
             self._on(path, [("", vars(value))], depth)
         self._walk_classes(type(value), depth)
@@ -211,7 +223,7 @@ class Reached:
             if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
                 continue
             path, members = f"class {one.__name__}", vars(one)
-            self._watches.append((path, tuple(members), functools.partial(_values, members), list(members.values())))
+            self._watches.append((path, tuple(members), functools.partial(values, members), list(members.values())))
             for name, member in members.items() if own else ():
                 if name in self._reached:
                     self._on(path, [(name, member)], depth)
@@ -237,7 +249,7 @@ class Reached:
         read = _names_read(function.__code__)
         asked = _texts(function.__code__) if read & {"environ", "getenv"} else ()
         if asked:
-            self._watch("environment variable", asked, functools.partial(_environment, asked), depth)
+            self._watch("environment variable", asked, functools.partial(environment, asked), depth)
         self._reach(read)
         loaded = read & _globals_read(function.__code__)
         self._walk_names(f"global {function.__module__}", function.__globals__, loaded, read, depth)
@@ -269,54 +281,11 @@ def _code_of(path: str) -> str:
     return f"the code or the defaults of {path}"
 
 
-def _without(watch: Watch, left_out: Set[str]) -> Watch:
-    """The same of all its values but those of these names, which a mapping may get only later."""
-    if not left_out:
-        return watch
-    path, names, read, _ = watch
-    kept = tuple(name for name in names if name not in left_out)
-    if isinstance(read, functools.partial) and read.func is _values:
-        others: Read = functools.partial(_values, read.args[0], frozenset(left_out))
-    else:
-        places = [place for place, name in enumerate(names) if name not in left_out]
-        others = functools.partial(_at, read, places)
-    return path, kept, others, others()
-
-
-def _at(read: Read, places: list[int]) -> list[Any]:
-    values = read()
-    return [values[place] for place in places]
-
-
-def _values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list[Any]:
-    """As a dict, if it is one: the values of its class may be made on demand."""
-    if left_out:
-        return [value for name, value in _items(members) if str(name) not in left_out]
-    return list(dict.values(members) if isinstance(members, dict) else members.values())
-
-
-def _items(members: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(dict.items(members) if isinstance(members, dict) else members.items())
-
-
-def _looked_up(space: dict[str, Any], names: list[str]) -> list[Any]:
-    return [space.get(name, ABSENT) for name in names]
-
-
-def _of_function(named: tuple[str, FunctionType]) -> tuple[Any, ...]:
-    function = named[1]
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
 def _of_cell(named: tuple[str, CellType]) -> Any:
     try:
         return named[1].cell_contents
     except ValueError:
         return ABSENT
-
-
-def _identical(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -342,11 +311,6 @@ def _slots(kind: type) -> Names:
 def _texts(code: CodeType) -> tuple[str, ...]:
     """The texts in code and in functions in it: some may be names of environment variables."""
     return tuple(dict.fromkeys(one for part in _codes(code) for one in part.co_consts if isinstance(one, str)))
-
-
-def _environment(names: tuple[str, ...]) -> list[Any]:
-    """Environment variables, equal ones as the same object each time."""
-    return [sys.intern(os.environ[name]) if name in os.environ else ABSENT for name in names]
 
 
 def _names_read(code: CodeType) -> frozenset[str]:
