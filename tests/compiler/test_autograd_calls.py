@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import csc
+from csc.errors import CscError
 from tests.compiler.eager import WIDTH, Applying, Stack, assert_as_eager, batch, stack, together
 
 Function = Callable[[torch.Tensor, Applying], torch.Tensor]
@@ -217,3 +218,35 @@ def test_refused(name: str) -> None:
     with pytest.raises(csc.CscError, match=sentence) as caught:
         csc.compile(stack(function), example=batch(), cache=False)
     assert "test_autograd_calls.py" in caught.value.where and caught.value.remedy
+
+
+class Penalised(Stack):
+    """The loss has the gradient of the layers' result."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        own = self.embed(x).detach().requires_grad_(True)
+        hidden = own
+        for layer in self.layers:
+            hidden = layer(hidden)
+        (gradient,) = torch.autograd.grad(hidden.pow(2).sum(), own, create_graph=True)
+        loss = F.cross_entropy(self.head(hidden + self.embed(x)).flatten(0, 1), labels.flatten())
+        return loss + gradient.pow(2).mean()
+
+
+def test_a_gradient_through_equal_layers_is_refused_as_one_through_others() -> None:
+    """These are traced one by one then: what stands for an equal layer has no backward."""
+    layers = stack(lambda x, layer: torch.sin(x) * layer.scale, layers=3).layers
+    with pytest.raises(CscError, match="asks for gradients in its forward"):
+        _ = csc.compile(Penalised(list(layers)), example=batch(), cache=False).program
+
+
+class Halving(Stack):
+    """Writes to its batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5), labels)
+
+
+def test_a_write_to_the_batch_is_named() -> None:
+    with pytest.raises(CscError, match=r"writes to 'x', an entry of its batch.*not x\.mul_"):
+        _ = csc.compile(Halving([]), example=batch(), cache=False).program

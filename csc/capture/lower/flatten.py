@@ -30,7 +30,7 @@ from csc.ir.rewrite import add_call, replace_call
 from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
 from csc.torch_private.traces import FakeTensor, FakeTensorMode
 
-WRAPPER_PREFIX = "model."
+WRAPPER_PREFIX, BATCH = "model.", "batch_"  # of names that export gives to what is of the model, and of the batch
 ASSERTIONS = frozenset(
     {
         "aten::_assert_scalar",
@@ -137,7 +137,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     """The model as one graph.
 
     Parameters come under the canonical names of `model.named_parameters()`; the several names of a tied one meet in
-    one placeholder. Raises CscError if the model writes to a buffer.
+    one placeholder. Raises CscError if the model writes to a buffer or to its batch.
     """
     inline_regions(exported.graph_module)
     own_memory(exported.graph_module.graph)
@@ -149,6 +149,13 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
                 _plain(written),
                 "use the changed value where it is needed (weight.clamp(...), not weight.data.clamp_(...)), or change "
                 "it after the optimizer's step",
+            )
+        if not written.startswith(WRAPPER_PREFIX):
+            entry = written.removeprefix(BATCH)
+            raise CscError(
+                f"the model's forward writes to {entry!r}, an entry of its batch, which belongs to the training loop",
+                "model",
+                "write to a clone of it, or use the new value where it is needed (x = x * 0.5, not x.mul_(0.5))",
             )
         raise CscError(
             f"the model's forward writes to {_plain(written)!r}",

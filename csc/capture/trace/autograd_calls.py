@@ -30,6 +30,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from csc.capture.dedup.bodies import CannotRepeat
 from csc.errors import InputError, calling_line, is_of_libraries
 from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
@@ -37,6 +38,7 @@ EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 GRAD_FN, DATA, NEEDS, LEAF = (
     getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data", "requires_grad", "is_leaf")
 )
+AGAIN = "csc.layer_again"  # the call that stands for such a layer (csc.capture.dedup.layers), in torch's messages
 FLAGS = (NEEDS, LEAF, GRAD_FN)
 MODES = ("__torch_function__", "_run")  # functions of modes between the model's line and this one
 
@@ -73,7 +75,7 @@ class Asked(TorchFunctionMode):
         tensors = [one for one in args if type(one) is FakeTensor]
         with unwatched():
             versions = [one._version for one in tensors]
-        result = func(*args, **kwargs)
+        result = _of_autograd(*args, **kwargs) if func is torch.autograd.grad else func(*args, **kwargs)
         if func == GRAD_FN and result is not None:
             return _Node(result)
         with unwatched():
@@ -110,6 +112,18 @@ class Asked(TorchFunctionMode):
                 "through detach() or .data)",
                 "write to a clone of it, or use the new value where it is needed",
             )
+
+
+def _of_autograd(*args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad. CannotRepeat where it goes through a layer that stands for an equal one: that has no
+    backward yet.
+    """
+    try:
+        return torch.autograd.grad(*args, **kwargs)
+    except RuntimeError as error:
+        if AGAIN not in str(error):
+            raise
+        raise CannotRepeat("the model asks for gradients through its layers") from error
 
 
 class _Node:

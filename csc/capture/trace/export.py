@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from csc.capture.batch import dynamic_dimensions, symbolic_dimensions
+from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.trace.mutations import Changes, Slot
@@ -85,7 +86,8 @@ def export(
     csc.capture.values.row_index). decides: what is asked of the batch alone is answered, and the program is for these
     answers.
 
-    Raises CscError with the user's source line; HostFunctionFound, NotHidden or Undecided if it has to be done again.
+    Raises CscError with the user's source line; HostFunctionFound, NotHidden, CannotRepeat or Undecided if it
+    has to be done again.
     """
     layers = Layers.of(model, ()) if layers is None else layers
     _check_names(model, tensors)
@@ -97,7 +99,7 @@ def export(
             exported = _exported(wrapped, tensors, symbolic, layers, ones)
             wrapped.refuse_changing()
             return exported
-        except (HostFunctionFound, NotHidden):
+        except (HostFunctionFound, NotHidden, CannotRepeat):
             raise
         except CscError as error:
             if wrapped.watching.undecided:
