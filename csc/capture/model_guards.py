@@ -156,7 +156,9 @@ class ModelGuards:
                 structure.append(_place(path, name))
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
-            structure.append(f"{_some(tuple(parameters))} replaced by one of another shape, dtype or device, or shared")
+            structure.append(
+                f"{_some(tuple(parameters))} replaced by one of another class, shape, dtype or device, or shared"
+            )
         hooked = (name for name, parameter in self._model.named_parameters() if gradient_hooks(parameter))
         structure += [f"a hook on the gradient of {name}" for name in hooked]
         structure += self._modes()
@@ -217,10 +219,10 @@ def autocasts() -> bool:
 
 
 def _kinds(model: nn.Module) -> list[Any]:
-    """Of each parameter its name, shape, dtype and device, and by which name it was met first."""
+    """Of each parameter its name, class, shape, dtype and device, and by which name it was met first."""
     first: dict[int, str] = {}
     return [
-        (name, first.setdefault(id(p), name), p.shape, p.dtype, p.device)
+        (name, first.setdefault(id(p), name), type(p), p.shape, p.dtype, p.device)
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 ABSENT = object()
@@ -137,7 +137,7 @@ class Together:
 class Codes:
     """Functions with their code and defaults."""
 
-    def __init__(self, functions: Sequence[FunctionType]) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self._functions = functions
         self._before = list(self._now())
 

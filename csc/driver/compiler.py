@@ -28,6 +28,7 @@ from csc.capture.batch import doubtful, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd_functions import refuse_hooks
+from csc.capture.trace.held_tensors import refuse_tensors
 from csc.codegen.write import write
 from csc.errors import CscError, InputError
 from csc.ir.groups import Group
@@ -68,6 +69,7 @@ class Compiler:
 
     def __post_init__(self) -> None:
         refuse_hooks(self.model)
+        refuse_tensors(self.model)
         self.kept = ModelEntries(self.model, self.store)
 
     def of(self, model: nn.Module) -> Compiler:
