@@ -80,6 +80,7 @@ class Reached:
         self._waiting: deque[tuple[str, Any, int]] = deque((path, value, 0) for path, value in roots)
         for kind in dict.fromkeys(classes):
             self._walk_classes(kind, 0)
+            self._walk_forward_of_torch(kind)
         self._reach(FIRST)
         while self._waiting and len(self._seen) < MOST:
             path, value, depth = self._waiting.popleft()
@@ -91,6 +92,9 @@ class Reached:
         for path, space, names in self._spaces.values():
             read = functools.partial(looked_up, space, tuple(names))
             self._watches.append((path, tuple(names), read, read()))
+        methods = tuple(name for name in sorted(self._reached) if hasattr(torch.Tensor, name))
+        read = functools.partial(looked_up, vars(torch.Tensor), methods)
+        self._watches.append(("class Tensor", methods, read, read()))
         if ignored:
             self._ignore(ignored)
         self._before = [CODE(function) for _, function in self._functions], list(map(_of_cell, self._cells))
@@ -268,9 +272,32 @@ class Reached:
             if isinstance(value, ModuleType):
                 if _is_own(value.__name__) and depth < DEEPEST:
                     self._walk_names(f"{path}.{name}", vars(value), inner, frozenset(), depth + 1)
+                elif _is_torch(value):
+                    self._watch_torch(value, inner or names)
             elif self._is_new((id(space), name), space):
                 self._spaces.setdefault(id(space), (path, space, []))[2].append(name)
                 self._on(path, [(name, value)], depth)
+
+    def _walk_forward_of_torch(self, kind: type) -> None:
+        """What the forward of a class of torch calls of torch."""
+        forward = vars(kind).get("forward")
+        if isinstance(forward, FunctionType) and not _is_own(kind.__module__):
+            names = _names_read(forward.__code__)
+            modules = (forward.__globals__.get(name) for name in names)
+            for module in modules:
+                if isinstance(module, ModuleType) and _is_torch(module):
+                    self._watch_torch(module, names)
+
+    def _watch_torch(self, module: ModuleType, names: Set[str]) -> None:
+        """Whether functions of torch were replaced. What they are and call is torch's."""
+        space = vars(module)
+        for name in names:
+            value = space.get(name, ABSENT)
+            if isinstance(value, ModuleType):
+                if value.__name__.startswith(f"{module.__name__}."):
+                    self._watch_torch(value, names)
+            elif value is not ABSENT and self._is_new((id(space), name), space):
+                self._spaces.setdefault(id(space), (f"global {module.__name__}", space, []))[2].append(name)
 
 
 def _contents_of(path: str) -> str:
@@ -301,6 +328,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _is_own(module: str) -> bool:
     return module.partition(".")[0] not in LIBRARIES and module != "builtins"
+
+
+def _is_torch(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == "torch"
 
 
 def _slots(kind: type) -> Names:

@@ -250,3 +250,14 @@ class Halving(Stack):
 def test_a_write_to_the_batch_is_named() -> None:
     with pytest.raises(CscError, match=r"writes to 'x', an entry of its batch.*not x\.mul_"):
         _ = csc.compile(Halving([]), example=batch(), cache=False).program
+
+
+def test_a_function_of_torch_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that calls the one before would run more than once; another is taken as it is."""
+    before = F.cross_entropy
+    model = stack(lambda x, layer: x.sin() * layer.scale)
+    monkeypatch.setattr(F, "cross_entropy", lambda *given, **named: before(*given, **named) * 2)
+    with pytest.raises(CscError, match="in place of a function of its own that this one calls"):
+        _ = csc.compile(model, example=batch(), cache=False).program
+    monkeypatch.setattr(F, "cross_entropy", lambda logits, labels: F.nll_loss(logits.log_softmax(-1), labels) * 2)
+    assert_as_eager(model, batch(), meshes=["pp=2"])

@@ -95,8 +95,11 @@ class Reading(nn.Module):
 @pytest.fixture(autouse=True)
 def globals_as_they_were() -> Iterator[None]:
     gain, table, forward, defaults = GAIN, dict(TABLE), nn.Linear.forward, helper.__defaults__
-    own = Reading.gain
+    own, of_torch = Reading.gain, (F.cross_entropy, F.embedding)
     yield
+    F.cross_entropy, F.embedding = of_torch
+    if "flatten" in vars(torch.Tensor):
+        del torch.Tensor.flatten
     globals()["GAIN"], helper.__defaults__, SETTINGS.gain = gain, defaults, 1.0
     TABLE.update(table)
     Reading.class_gain, Reading.gain, nn.Linear.forward = 1.0, own, forward  # type: ignore[method-assign]
@@ -119,6 +122,18 @@ def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return 2 * F.linear(x, module.weight, module.bias)
 
 
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(logits.log_softmax(-1), labels) / 2
+
+
+def _embedding(tokens: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return weight[tokens] / 2
+
+
+def _flatten(tensor: torch.Tensor, start: int = 0, end: int = -1) -> torch.Tensor:
+    return torch.flatten(tensor, start, end) * 2
+
+
 CHANGES: dict[str, Callable[[Reading], object]] = {
     "object with slots": lambda m: setattr(m.slotted, "gain", 2.0),
     "dataclass": lambda m: setattr(m.record, "gain", 2.0),
@@ -137,6 +152,9 @@ CHANGES: dict[str, Callable[[Reading], object]] = {
     "class attribute": lambda m: setattr(type(m), "class_gain", 2.0),
     "method of the class": lambda m: setattr(type(m), "gain", lambda self: 3.0),
     "forward of torch's class": lambda m: setattr(nn.Linear, "forward", _linear),
+    "function of torch": lambda m: setattr(F, "cross_entropy", _cross_entropy),
+    "function that torch's class calls": lambda m: setattr(F, "embedding", _embedding),
+    "method of Tensor": lambda m: setattr(torch.Tensor, "flatten", _flatten),
     "global": lambda m: globals().update(GAIN=2.0),
     "global dict": lambda m: TABLE.update(gain=2.0),
     "global object": lambda m: setattr(SETTINGS, "gain", 2.0),
@@ -169,7 +187,9 @@ def test_the_guard_sees_a_change(change: str) -> None:
     assert ModelGuards(model).holds()
 
 
-@pytest.mark.parametrize("change", ["object in a tuple in a list", "global", "class attribute", "cell of a closure"])
+@pytest.mark.parametrize(
+    "change", ["object in a tuple in a list", "global", "class attribute", "cell of a closure", "function of torch"]
+)
 def test_the_next_step_takes_it_up(compiled: csc.CompiledModel, change: str) -> None:
     assert is_eagers(compiled)
     model = compiled.model

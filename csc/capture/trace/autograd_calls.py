@@ -16,6 +16,8 @@ What becomes of it:
     no_grad inside autocast       export loses it: each result is detached, and writes are refused
     enable_grad inside autocast   refused, where gradients were off before it: export loses it
     embedding(.., max_norm)       refused: it changes the table
+    F.relu = mine, which calls    refused: torch tells of F.relu by its name, so that `mine` would run once more for
+    the one before                each mode of a trace
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -52,10 +55,17 @@ class Asked(TorchFunctionMode):
         super().__init__()
         self.gradients = self.flags = ""
         self.autocasts: list[bool] = []  # of the blocks that are open: whether gradients were on where it began
+        self._replaced = {one for one in vars(torch.nn.functional).values() if _is_replaced(one)}
         self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in self._replaced:
+            raise _refused(
+                f"torch.nn.functional has {func.__module__}.{func.__qualname__} in place of a function of its own that "
+                "this one calls",
+                "call your function by its own name in the model, and leave torch's where it was",
+            )
         if func == DATA:
             return torch.Tensor.detach(*args)
         if func in FLAGS and not self.flags and not in_functorch_transform() and _is_asked_by_the_model():
@@ -112,6 +122,11 @@ class Asked(TorchFunctionMode):
                 "through detach() or .data)",
                 "write to a clone of it, or use the new value where it is needed",
             )
+
+
+def _is_replaced(one: Any) -> bool:
+    """Whether a member of torch.nn.functional is somebody else's function."""
+    return isinstance(one, FunctionType) and not str(one.__module__).startswith(("torch", "typing"))
 
 
 def _of_autograd(*args: Any, **kwargs: Any) -> Any:
