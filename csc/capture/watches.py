@@ -51,7 +51,7 @@ def attributes(value: Any, names: Names) -> list[Any]:
     return [getattr(value, name, ABSENT) for name in names]
 
 
-def looked_up(space: dict[str, Any], names: Names) -> list[Any]:
+def looked_up(space: Mapping[str, Any], names: Names) -> list[Any]:
     """Of a namespace, by these names."""
     return [space.get(name, ABSENT) for name in names]
 
