@@ -3,8 +3,9 @@
 Terms
   place      what a rank is doing: an action of its schedule, a meeting; None: between steps, in code of the user
   waits      what for, and the rank that it comes from (None: from any of several)
-  tell       write into the store of the process group. A rank tells its place once it has stood there for a while, so
-             that nothing is written while all is well
+  tell       write into the store of the process group. A rank begins once it has stood at a place for a while, so that
+             nothing is written while all is well, and tells at every look from then on: one that has become silent is
+             stopped
 
     positions = Positions(store, rank, ranks, seconds)      starts a thread that tells; .close()
     positions.moved(action)                                 positions.waits = ("layers.7", 2), or None
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +30,7 @@ from csc.ir.schedule import WHOLE, Action
 SHOWN = 8  # ranks that a sentence names
 TICKS, SHORTEST, LONGEST = 20, 0.05, 5.0  # of a timeout; seconds
 CONNECTING = 10  # seconds
+STALE = 2  # a part of a timeout after which a rank that has told nothing more is stopped; at least 5 s
 
 Place = Action | str | None
 Waits = tuple[str, int | None]
@@ -50,16 +53,22 @@ def store_of_processes(name: str) -> dist.Store | None:
 
 @dataclass(frozen=True)
 class Standing:
-    """Of one rank, as it told."""
+    """Of one rank, as it told. silent: seconds since then, if that is long; 0: it stands there now."""
 
     place: str
     waits: str = ""
     peer: int | None = None
+    silent: float = 0.0
 
     def text(self, rank: int) -> str:
         """In a clause."""
         source = "" if self.peer is None else f" from rank {self.peer}"
-        return f"rank {rank}, {self.place}" + (f", waits for {self.waits}{source}" if self.waits else "")
+        stands = f"rank {rank}, {self.place}" + (f", waits for {self.waits}{source}" if self.waits else "")
+        if not self.silent:
+            return stands
+        return (
+            f"{stands} (said {self.silent:.0f} s ago and nothing since: stopped, or in a call that holds Python's lock)"
+        )
 
 
 class Positions:
@@ -67,6 +76,7 @@ class Positions:
 
     def __init__(self, store: dist.Store | None, rank: int, ranks: int, seconds: float) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
+        self._patience = max(LONGEST, seconds / STALE)
         self.place: Place = None
         self.waits: Waits | None = None
         self._done = threading.Event()
@@ -94,7 +104,8 @@ class Positions:
         """False if the store is gone."""
         assert self._store is not None
         try:
-            self._store.set(str(self._rank), json.dumps([standing.place, standing.waits, standing.peer]))
+            told = [standing.place, standing.waits, standing.peer, time.time()]
+            self._store.set(str(self._rank), json.dumps(told))
         except RuntimeError:
             return False
         return True
@@ -133,7 +144,9 @@ class Positions:
         assert self._store is not None
         if not self._store.check([str(rank)]):
             return None
-        return Standing(*json.loads(self._store.get(str(rank))))
+        *standing, when = json.loads(self._store.get(str(rank)))
+        ago = time.time() - when  # by the clocks of two machines, which differ by less than a rank is waited for
+        return Standing(*standing, ago if ago > self._patience else 0.0)
 
 
 def _words(place: Place) -> str:
@@ -151,16 +164,15 @@ def _words(place: Place) -> str:
 
 
 def _watch(positions: weakref.ref[Positions], done: threading.Event, every: float) -> None:
-    """Tell a place that the rank has stood at since the last look, and that it has left the one it told."""
-    before, told = None, None
+    """Tell a place that the rank has stood at since the last look, and at every look from then on where it is."""
+    before, speaks = None, False
     while not done.wait(every):
         one = positions()
         if one is None:
             return
         now = one.now
-        if now != told and (now == before or told is not None):
-            if not one.tell(now):
-                return
-            told = now
+        speaks = speaks or now == before
+        if speaks and not one.tell(now):
+            return
         before = now
         del one

@@ -67,6 +67,21 @@ def test_waits_for_any_of_several(four: list[Positions]) -> None:
     assert Positions(None, 0, 1, 1.0).told() == ""
 
 
+def test_a_rank_that_has_become_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: what it told last is not where it is."""
+    store = dist.HashStore()
+    here, stopped = (Positions(store, rank, 2, 0.2) for rank in range(2))
+    stopped.moved(Action("F", 1, 4))
+    settled([here, stopped])
+    stopped.close()
+    assert here.told().endswith("rank 1, at F of stage 1, microbatch 4")
+    time.sleep(0.2)  # what its thread was about to tell
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 30)
+    assert "microbatch 4 (said 30 s ago and nothing since: stopped, or in a call that holds" in here.told()
+    here.close()
+
+
 def main(directory: Any) -> None:
     """The first of two ranks does not get done with its second microbatch."""
     compiled = csc.compile(
