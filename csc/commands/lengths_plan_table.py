@@ -19,7 +19,7 @@ def show_plan(
     from csc.reports.lengths_plan import Asked, plan_for_lengths
 
     asked = Asked(batch_size, batches, multiple, packed, limit)
-    found = plan_for_lengths(compiled, of_file(file), asked, compiled.progress)
+    found = plan_for_lengths(compiled, of_file(file), asked, compiled.inspected.progress)
     if as_json:
         print_json(found.as_dict())
         return

@@ -126,7 +126,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["context"] = _context(given["context"])
         compiled = overridden(compiled, {**changes, "check": given["check"]})
-        compiled.progress = tell
+        compiled.inspected.progress = tell
         yield compiled
 
 

@@ -64,13 +64,13 @@ def plan(
 
     with opening as compiled:
         if devices is not None:
-            choice = choose(compiled, devices, samples, limit, compiled.progress)
+            choice = choose(compiled, devices, samples, limit, compiled.inspected.progress)
             print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
             return
         compiled = over(ranks, compiled)
         found = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
-        advised = advice(compiled, limit, compiled.progress)
+        advised = advice(compiled, limit, compiled.inspected.progress)
     title = f"{compiled.program.name}: {found.layout}"
     write_timelines([found.plan], title, output, page, chrome, svg, found.bound, found.memory)
     if json_output:

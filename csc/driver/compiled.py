@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from csc.driver import persistence
-from csc.driver.compiler import Compiler, Progress
+from csc.driver.compiler import Compiler
 from csc.driver.given_batches import Example, GivenBatches
 from csc.driver.inspected import Inspected
-from csc.driver.instead import INSTEAD, instead
+from csc.driver.instead import COPIES, INSTEAD, instead
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.options import changed
 from csc.driver.persistence import Saved
@@ -28,8 +28,8 @@ from csc.driver.share import place
 from csc.driver.steps import Steps
 from csc.errors import InputError
 from csc.ir.program import Options, Program
+from csc.runtime.launch import several_processes
 from csc.runtime.meeting import COMPILATION
-from csc.runtime.prefetch import ahead
 from csc.runtime.stepping import make_optimizer
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
@@ -60,15 +60,6 @@ class CompiledModel:
         rank.
         """
         return self._steps.metrics
-
-    @property
-    def progress(self) -> Progress:
-        """Called with the name of each step of a compilation."""
-        return self._all.progress
-
-    @progress.setter
-    def progress(self, tell: Progress) -> None:
-        self._all.progress = tell
 
     @property
     def compiler(self) -> Compiler:
@@ -158,6 +149,18 @@ class CompiledModel:
     def __getattr__(self, name: str) -> NoReturn:
         model = self.model if "_all" in vars(self) else None  # not while it is being copied
         raise instead(name, dir(type(self)), model)
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self._all.name}, {self.inspected.options_text}; its modules: compiled.model)"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Says what to copy."""
+        raise TypeError(COPIES)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is."""
+        return self.model.training
 
     def train(self, mode: bool = True) -> CompiledModel:
         """The model in training mode, as a step needs it, or with False in eval mode; returns this."""
@@ -275,20 +278,15 @@ class CompiledModel:
             for batch in compiled.ahead(loader):
                 loss = compiled.train_step(batch)
 
-        One thread fetches and plans; an error of the loader is raised in place of its batch. Plans and results are
-        those of `train_step` alone: a batch that is changed after all, or has a length that was not compiled yet, is
-        planned in its step; so is that of a model whose own code runs before the step (see docs/models.md). Without cp
-        it only fetches ahead.
+        One thread fetches and plans; an error of the loader is raised in place of its batch. Results are those of
+        `train_step` alone: a batch that is changed after all, or has a new length, is planned in its step; so is that
+        of a model whose own code runs before the step (see docs/models.md). Without cp it only fetches ahead.
 
         Args:
             batches: A loader, or anything that gives batches.
             depth: How many batches ahead; InputError if less than 1.
         """
-        if depth < 1:
-            raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
-        if self._given.known:
-            self.trainer()  # what batches are planned for
-        return ahead(batches, lambda batch: self._steps.prepare(batch, depth), depth)
+        return self._steps.ahead(batches, depth)
 
     def timeline(self, batch: Any, microbatches: int | None = None) -> Timeline:
         """One `train_step` that also records when every rank ran what; see `csc timeline`. All ranks call it.
@@ -347,16 +345,18 @@ class CompiledModel:
     # --- on disk ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This process' parameters by name, or what it trains of them."""
-        return self._steps.current.state_dict()
+        """The model's tensors by name, as nn.Module's. Of several processes each has the parameters of its own ranks
+        alone, or with `zero` and `tp` its parts of them: `gather().state_dict()` is the whole model there.
+        """
+        own = self._steps.current.state_dict()
+        return own if several_processes() else {**self.model.state_dict(), **own}
 
     def load(self, path: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.
 
-        Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use
-        (where they are there), so that a later `save` has them right. A model on the meta device stays there, and each
-        rank makes its own parameters only; what the step does not use is then kept by the rank that saves it. All ranks
-        call it.
+        Of a directory's shards only the tensors that these ranks hold are read, and those that the step does not use,
+        for a later `save`. A model on the meta device stays there: each rank makes its own parameters only, and what
+        the step does not use is kept by the rank that saves it. All ranks call it.
 
         Args:
             path: A safetensors file, or a directory with one or with shards and an index.

@@ -3,7 +3,7 @@
 inspected.history(batch) -> [Program]         .program           of the example      .write(directory, ...)
 inspected.problem(microbatch) -> Problem      .divided(microbatch) -> Program         traced, not compiled
 inspected.microbatch, .microbatches(batch)    as steps divide batches                 .complete(batch)
-inspected.step_without_chance(batch) -> Step
+inspected.step_without_chance(batch) -> Step  .options_text      in a few words      .progress, while it compiles
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from csc.check.eager import Step
 from csc.check.one_step import step_of
 from csc.codegen.write import checked_ranks
+from csc.driver.compiler import Progress
 from csc.driver.entries import fullest
 from csc.driver.steps import Steps
 from csc.errors import InputError
@@ -43,6 +44,23 @@ class Inspected:
         """The microbatches of a batch as the runtime takes them. InputError: one does not fit its program."""
         trainer = self._steps.trainer(batch, check=False)
         return self._steps.complete(self._programs.set.match(self.microbatches(batch)), trainer)
+
+    @property
+    def progress(self) -> Progress:
+        """Called with the name of each step of a compilation."""
+        return self._programs.progress
+
+    @progress.setter
+    def progress(self, tell: Progress) -> None:
+        self._programs.progress = tell
+
+    @property
+    def options_text(self) -> str:
+        """The mesh, the microbatches and what is frozen."""
+        options = self._options
+        many = "microbatch" if options.microbatches == 1 else "microbatches"
+        frozen = f", frozen: {', '.join(options.freeze)}" if options.freeze else ""
+        return f"{options.mesh}, {options.microbatches} {many}{frozen}"
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""

@@ -1,6 +1,7 @@
 """What users of an nn.Module look for on a compiled model, and what there is instead: sentences.
 
 instead(name, there, model) -> AttributeError    for `compiled.generate`, `compiled.half`, ..., and for what nothing has
+COPIES                                           for copy.deepcopy and pickle
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ INSTEAD = {
     "load_state_dict": "compiled.load(directory) reads what compiled.save or save_pretrained wrote; a dict of tensors "
     "goes to compiled.model.load_state_dict(...), on every rank",
     "backward": "compiled.train_step(batch) runs forward and backward",
+    "step": "compiled.train_step(batch) makes the gradients, the optimizer steps",
+    "no_sync": "compiled.train_step(batch) adds to the gradients that are there, summed once for all its microbatches",
+    "gradient_checkpointing_enable": "recompute='selective' or 'full', of csc.compile or compiled.with_options(...)",
 }
-INSTEAD |= dict.fromkeys((*devices.TYPES, "half", "float", "double", "bfloat16"), INSTEAD["to"])
+MOVES = ("half", "float", "double", "bfloat16", "type", "to_empty", "xpu", "ipu", "mtia")
+INSTEAD |= dict.fromkeys((*devices.TYPES, *MOVES), INSTEAD["to"])
+COPIES = (
+    "a compiled model is not copied or pickled: copy.deepcopy(compiled.gather()) copies the eager model (for averaged "
+    "weights), compiled.save(directory) writes it, compiled.with_options(...) makes another program of the same weights"
+)
 
 
 def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeError:

@@ -67,6 +67,12 @@ class ModelPrograms:
         self.progress: Progress = quiet
 
     @property
+    def name(self) -> str:
+        """Of the model's class, or of the function that will make it."""
+        made = self._compiler.model if self._compiler is not None else self._model
+        return type(made).__name__ if isinstance(made, nn.Module) else getattr(made, "__name__", "a function")
+
+    @property
     def compiler(self) -> Compiler:
         """The compiler of the model; a factory is called here, once."""
         if self._compiler is None:

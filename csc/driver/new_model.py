@@ -17,6 +17,8 @@ from csc.driver.compiler import Compiler
 from csc.driver.dividing import Divide, Dividing
 from csc.driver.given_batches import Example, GivenBatches
 from csc.driver.model_programs import Factory, ModelPrograms, Settings
+from csc.driver.options import shown
+from csc.errors import InputError
 from csc.ir.program import Options
 
 
@@ -32,6 +34,25 @@ def compiled_model(
     divide: Divide | None = None,
     features: FeatureCache | None = None,
 ) -> CompiledModel:
-    """As `csc.compile` takes them. compiler: of the model, if there is one already."""
+    """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
+    _refuse(model, cache, timeout)
     programs = ModelPrograms(model, Settings(cache, checks(check), timeout, features), directory, compiler)
     return CompiledModel(programs, GivenBatches(example, Dividing(divide), programs), options)
+
+
+def _refuse(model: object, cache: object, timeout: object) -> None:
+    """InputError for what can be none of these."""
+    if isinstance(model, CompiledModel):
+        raise InputError(
+            "the model is compiled already", "compile",
+            "compiled.with_options(...) compiles it in another way; the model itself is compiled.model",
+        )  # fmt: skip
+    if not callable(model):
+        raise InputError(f"the model is {shown(model)}", "compile", "pass an nn.Module, or a function that makes one")
+    if not isinstance(cache, bool):
+        raise InputError(
+            f"cache is {shown(cache)}", "compile",
+            "pass True or False; where programs are kept is said by the environment, in CSC_CACHE_DIR",
+        )  # fmt: skip
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise InputError(f"timeout is {shown(timeout)}", "compile", "pass a number of seconds above 0, such as 600")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,16 @@ OTHERS = (
 )  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "full", "auto")
+SHORT = 60  # characters of a value that a sentence names
+OTHERS_SAY = {  # how other libraries call what csc has under another name, and what that is
+    ("output", "output_dir", "out"): "directory=, where the program is written",
+    ("dtype", "torch_dtype", "bf16", "fp16", "amp", "mixed_precision"): "precision='bf16'",
+    ("device", "device_map"): "none: put the model on its device before csc.compile",
+    ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches"): "microbatches=",
+    ("gradient_checkpointing", "activation_checkpointing"): "recompute='selective' or 'full'",
+    ("strategy", "fsdp", "deepspeed"): "mesh='dp=2,pp=2', and zero= for what dp ranks divide",
+    ("backend", "mode"): "fuse=True for Inductor; there is no other one",
+}
 
 
 def changed(options: Options, **changes: Any) -> Options:
@@ -42,12 +52,7 @@ def changed(options: Options, **changes: Any) -> Options:
     unknown = changes.keys() - READERS.keys()
     if unknown:
         first = min(unknown)
-        close = difflib.get_close_matches(first, [*READERS, *OTHERS], n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(
-            f"there is no option {', '.join(sorted(unknown))}", "options",
-            "give it to csc.compile" if first in OTHERS else f"{hint}Options are {', '.join(READERS)}",
-        )  # fmt: skip
+        raise InputError(f"there is no option {', '.join(sorted(unknown))}", "options", _instead(first))
     read = {
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
@@ -55,6 +60,16 @@ def changed(options: Options, **changes: Any) -> Options:
     found = replace(options, **read)
     _check_ranks(found)
     return found
+
+
+def _instead(name: str) -> str:
+    """What to write for an option that there is not."""
+    if name in OTHERS:
+        return "give it to csc.compile"
+    said = next((said for names, said in OTHERS_SAY.items() if name in names), None)
+    close = difflib.get_close_matches(name, [*READERS, *OTHERS], n=1)
+    hint = f"Use {said}. " if said else f"did you mean {close[0]}? " if close else ""
+    return f"{hint}Options are {', '.join(READERS)}; of csc.compile also {', '.join(OTHERS)}"
 
 
 def _check_ranks(options: Options) -> None:
@@ -79,23 +94,41 @@ def _each(option: str, given: Any, read: Callable[[str, Any], Any]) -> Any:
     return tuple(read(option, one) for one in given)
 
 
+def shown(value: object) -> str:
+    """A value as a sentence names it: in a line, and not a long one."""
+    text = repr(value)
+    return text if len(text) <= SHORT and "\n" not in text else f"a {type(value).__name__}"
+
+
+def _listed(option: str, given: Any) -> list[Any]:
+    """What is given one by one, but for texts. InputError for what cannot be looked through, a module too."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InputError(f"{option} is {shown(given)}", "compile", "pass a list")
+    return list(given)
+
+
 def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    listed = [given] if isinstance(given, str) else list(given)
-    if not all(isinstance(item, str) and item for item in listed):
-        raise InputError(f"{option} holds something that is no name: {listed!r}", "compile", "pass a list of strings")
+    listed = [given] if isinstance(given, str) else _listed(option, given)
+    for item in listed:
+        if not isinstance(item, str) or not item:
+            raise InputError(
+                f"{option} holds {shown(item)}, which is no name", "compile",
+                "pass names as a list of strings: `csc explain` lists components and regions",
+            )  # fmt: skip
     return tuple(listed)
 
 
 def _stages(option: str, given: Sequence[str | Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     if isinstance(given, str):
         raise InputError(f"{option} is the text {given!r}", "compile", "pass a list with an entry for each stage")
-    return tuple(_names(option, stage) for stage in given)
+    return tuple(_names(option, stage) for stage in _listed(option, given))
 
 
 def _placement(option: str, given: Sequence[int]) -> tuple[int, ...]:
-    if not all(isinstance(rank, int) and rank >= 0 for rank in given):
-        raise InputError(f"{option} is {given!r}", "compile", "pass the pipeline rank of each stage")
-    return tuple(given)
+    listed = _listed(option, given)
+    if not all(isinstance(rank, int) and rank >= 0 for rank in listed):
+        raise InputError(f"{option} is {shown(given)}", "compile", "pass the pipeline rank of each stage")
+    return tuple(listed)
 
 
 def _positive(option: str, value: int) -> int:
@@ -122,6 +155,8 @@ def _bytes(option: str, given: int | str) -> int:
 def _recompute(option: str, given: str | Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[str, Choice], ...]:
     if isinstance(given, str):
         given = {"*": given}
+    if not isinstance(given, (Mapping, list, tuple)):
+        raise InputError(f"{option} is {shown(given)}", "compile", f"use one of {', '.join(CHOICES)}")
     pairs = list(given.items()) if isinstance(given, Mapping) else [tuple(pair) for pair in given]
     read: list[tuple[str, Choice]] = []
     for pattern, choice in pairs:

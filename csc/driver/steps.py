@@ -4,7 +4,8 @@
     steps.train(batch, microbatches, local) -> loss              steps.evaluate(batch, microbatches, local) -> loss
     with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
     steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
-    steps.timeline(batch, microbatches) -> Timeline              steps.check() -> str
+    steps.ahead(batches, depth) -> batches                       steps.check() -> str
+    steps.timeline(batch, microbatches) -> Timeline
     steps.metrics                                                of the last step
 
 microbatches: how many, instead of those of the options.
@@ -14,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +31,15 @@ from csc.driver.evaluation import evaluated, options_for
 from csc.driver.given_batches import GivenBatches
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.notices import NewSizes, notice, unlogged, what_trains
+from csc.driver.options import changed
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
 from csc.driver.share import Divided, Share
-from csc.errors import StepFailed
+from csc.errors import InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
+from csc.runtime.prefetch import ahead
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import Said
@@ -60,8 +62,8 @@ class Steps:
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
-        """Those of a step."""
-        return replace(self._options, microbatches=microbatches or self._options.microbatches)
+        """Those of a step. InputError if there cannot be so many."""
+        return self._options if microbatches is None else changed(self._options, microbatches=microbatches)
 
     def trainer(self, batch: Any = None, microbatches: int | None = None, check: bool = True) -> Trainer:
         """The runtime for a batch, None for the example. check: False: without comparing new programs."""
@@ -108,7 +110,7 @@ class Steps:
 
     def evaluate(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
         """The loss of a batch in eval mode, by programs for the training programs of now."""
-        count = microbatches or self._options.microbatches
+        count = self._options.microbatches if microbatches is None else microbatches
         evaluating = self.evaluating
         with evaluated(self.programs.compiler.model), torch.no_grad():
             return evaluating._step(EVALUATION, batch, count, local)
@@ -258,6 +260,14 @@ class Steps:
                 return
             complete = self.complete(matches, trainer)
         trainer.prepare(complete, depth)
+
+    def ahead(self, batches: Iterable[Any], depth: int) -> Iterator[Any]:
+        """The batches, each prepared while those before it are trained on."""
+        if depth < 1:
+            raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
+        if self.given.known:
+            self.trainer()  # what batches are planned for
+        return ahead(batches, lambda batch: self.prepare(batch, depth), depth)
 
     def timeline(self, batch: Any, microbatches: int | None) -> Timeline:
         """One step that also records when every rank ran what. If none was made yet, one is made and dropped before."""

@@ -114,7 +114,7 @@ def sampler(compiled: CompiledModel) -> Sampler:
     options = compiled.options
     if any(choice == AUTO for _, choice in options.recompute):  # decided for the mesh; here there is none
         options = replace(options, recompute=saves_of(compiled.program))
-    return Sampler(compiled.model, compiled.inspected.microbatch, options, compiled.progress)
+    return Sampler(compiled.model, compiled.inspected.microbatch, options, compiled.inspected.progress)
 
 
 def _key(copies: int, grown: Mapping[Length, int]) -> Any:

@@ -148,8 +148,10 @@ class OwnParameters:
         the CPU.
 
         The norm is over all ranks, each parameter once: tied ones count at their owner, replicas not at all.
-        All ranks call it.
+        All ranks call it. InputError: max_norm is below 0, which would turn gradients round.
         """
+        if not max_norm >= 0:
+            raise InputError(f"max_norm is {max_norm}", "clip_grad_norm_", "pass a number from 0 on; inf only measures")
         square = self._transport.meeting.total("clip_grad_norm_", self._square)
         norm = torch.tensor(square, dtype=torch.float64).sqrt().float()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._device)

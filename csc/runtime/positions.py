@@ -144,9 +144,9 @@ class Positions:
         assert self._store is not None
         if not self._store.check([str(rank)]):
             return None
-        *standing, when = json.loads(self._store.get(str(rank)))
+        place, waits, peer, when = json.loads(self._store.get(str(rank)))
         ago = time.time() - when  # by the clocks of two machines, which differ by less than a rank is waited for
-        return Standing(*standing, ago if ago > self._patience else 0.0)
+        return Standing(place, waits, peer, ago if ago > self._patience else 0.0)
 
 
 def _words(place: Place) -> str:

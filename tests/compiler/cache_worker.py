@@ -36,7 +36,7 @@ def main(case: dict[str, Any], directory: Path) -> None:
     batch = [small.text_batch(2, length) for length in case["lengths"]]
     passes, error = list[str](), ""
     compiled = csc.compile(small.text(2), mesh={"pp": 2}, example=batch[:2], microbatches=2, schedule="1f1b")
-    compiled.progress = passes.append
+    compiled.inspected.progress = passes.append
     if case["wrong"]:
         try:
             compiled.with_options(freeze=[case["wrong"]]).train_step(batch[:2])

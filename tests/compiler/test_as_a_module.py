@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +51,8 @@ def test_a_call_says_what_a_step_is(compiled: CompiledModel) -> None:
     ("save_pretrained", r"compiled\.save\(directory\)"), ("forward", "train_step"), ("modules", r"compiled\.model"),
     ("load_state_dict", r"compiled\.load\(directory\).*compiled\.model\.load_state_dict"),
     ("buffers", r"its eager model has: compiled\.model\.buffers"),
+    ("type", "before csc.compile"), ("no_sync", "adds to the gradients"), ("step", "the optimizer steps"),
+    ("gradient_checkpointing_enable", "recompute="),
     ("trian_step", "did you mean 'train_step'"), ("nothing_like_it", "has no 'nothing_like_it'$"),
 ])  # fmt: skip
 def test_what_is_not_there_says_what_is(compiled: CompiledModel, name: str, said: str) -> None:
@@ -57,11 +63,84 @@ def test_what_is_not_there_says_what_is(compiled: CompiledModel, name: str, said
 
 def test_modes(compiled: CompiledModel) -> None:
     compiled.train_step(BATCH)
-    assert compiled.eval() is compiled and not compiled.model.training
+    assert compiled.training
+    with pytest.raises(AttributeError):
+        compiled.training = False  # type: ignore[misc]
+    assert compiled.eval() is compiled and not compiled.model.training and not compiled.training
     with pytest.raises(InputError, match=r"eval mode.*call compiled\.train\(\)"):
         compiled.train_step(BATCH)
     assert compiled.train() is compiled and compiled.model.training
     compiled.train_step(BATCH)
+
+
+def test_printed(compiled: CompiledModel) -> None:
+    assert str(compiled) == "CompiledModel(Net, dp=1, 1 microbatch; its modules: compiled.model)"
+    many = csc.compile(Net, mesh="pp=2,dp=2", microbatches=3, freeze=["layers.0"])
+    assert str(many) == "CompiledModel(Net, dp=2,pp=2, 3 microbatches, frozen: layers.0; its modules: compiled.model)"
+
+
+def test_copies_say_what_to_copy(compiled: CompiledModel, tmp_path: Path) -> None:
+    for copying in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel, _saved_to(tmp_path / "whole.pt")):
+        with pytest.raises(TypeError, match=r"copy\.deepcopy\(compiled\.gather\(\)\).*compiled\.save\(directory\)"):
+            copying(compiled)
+    compiled.train_step(BATCH)
+    assert isinstance(copy.deepcopy(compiled.gather()), Net)
+
+
+def _saved_to(path: Path) -> Any:
+    return lambda compiled: torch.save(compiled, path)
+
+
+def test_the_state_is_that_of_the_module() -> None:
+    """With what the loss does not depend on, and buffers, in one process."""
+
+    class Odd(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+    compiled = csc.compile(Odd(), mesh="pp=2", example=BATCH, check=False)
+    compiled.train_step(BATCH)
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    state = compiled.state_dict()
+    assert list(state) == list(compiled.model.state_dict())
+    Odd().load_state_dict(state)
+    assert all(torch.equal(state[name], one) for name, one in compiled.model.state_dict().items())
+
+
+def test_no_model_is_compiled_twice(compiled: CompiledModel) -> None:
+    with pytest.raises(InputError, match=r"compiled already.*with_options.*compiled\.model"):
+        csc.compile(compiled, example=BATCH)
+    with pytest.raises(InputError, match=r"the model is 'gpt2'.*pass an nn\.Module"):
+        csc.compile("gpt2", example=BATCH)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"timeout": "10"}, "timeout is '10'"), ({"timeout": 0}, "timeout is 0.*seconds above 0"),
+    ({"timeout": datetime.timedelta(seconds=3)}, r"timeout is datetime.timedelta\(seconds=3\)"),
+    ({"cache": "/tmp/x"}, "cache is '/tmp/x'.*CSC_CACHE_DIR"), ({"freeze": True}, "freeze is True.*pass a list"),
+    ({"freeze": [Net()]}, "freeze holds a Net, which is no name.*csc explain"), ({"stages": 2}, "stages is 2"),
+    ({"placement": 1}, "placement is 1"), ({"recompute": True}, "recompute is True.*none, selective, full, auto"),
+    ({"dtype": torch.bfloat16}, "no option dtype.*Use precision='bf16'"),
+    ({"num_microbatches": 4}, "Use microbatches=.*timeout"), ({"output": "build"}, "Use directory="),
+])  # fmt: skip
+def test_values_that_no_option_has(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        csc.compile(Net(), example=BATCH, **options)
+
+
+def test_numbers_that_no_step_has(compiled: CompiledModel) -> None:
+    for wrong in (0, -1, "2", 2.0, True):
+        for step in (compiled.train_step, compiled.eval_step, compiled.compile_for):
+            with pytest.raises(InputError, match=f"microbatches is {wrong!r}"):
+                step(BATCH, microbatches=wrong)
+    compiled.train_step(BATCH)
+    before = [parameter.grad.clone() for parameter in compiled.parameters()]
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(InputError, match="max_norm is"):
+            compiled.clip_grad_norm_(wrong)
+    assert all(map(torch.equal, before, (parameter.grad for parameter in compiled.parameters())))
 
 
 def test_an_option_that_is_misspelt_is_guessed(compiled: CompiledModel) -> None:

@@ -197,7 +197,7 @@ def test_another_frozen_set_starts_from_the_traced_graphs(cache: Store, tmp_path
 
 def _start(folder: str, freeze: list[str]) -> None:
     compiled = csc.compile(small.mixed, mesh="pp=2", example=small.mixed_batch, freeze=freeze)
-    compiled.progress = print
+    compiled.inspected.progress = print
     compiled.prepare()
     compiled.write(folder)
 
