@@ -6,7 +6,6 @@ list_command(json_output, debug)           clear(prefix, ...)           path(jso
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.printing import DebugOption, JsonOption, console
+from csc.commands.printing import DebugOption, JsonOption, console, print_json
 from csc.commands.printing import table as folding
 
 app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
@@ -38,7 +37,7 @@ def list_command(
     folder = str(found.folder) if found is not None else None
     if json_output:
         total = sum(entry.size for entry in entries)
-        print(json.dumps({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]}))
+        print_json({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]})
         return
     if found is None:
         console.print("the cache is switched off (CSC_CACHE=0)")
@@ -69,7 +68,7 @@ def clear(
     removed = found.clear(prefix) if found is not None else 0
     if prefix and not removed:
         raise InputError(f"no entry's key begins with {prefix!r}", "csc cache clear", "see `csc cache list`")
-    print(json.dumps({"removed": removed}) if json_output else f"{removed} entries removed")
+    print_json({"removed": removed}) if json_output else print(f"{removed} entries removed")
 
 
 @app.command()
@@ -77,7 +76,7 @@ def path(json_output: JsonOption = False, debug: DebugOption = False) -> None:
     """Print the folder of the cache."""
     from csc.cache.store import location
 
-    print(json.dumps({"folder": str(location())}) if json_output else location())
+    print_json({"folder": str(location())}) if json_output else print(location())
 
 
 def _mesh(about: Mapping[str, Any]) -> str:

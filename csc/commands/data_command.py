@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from csc.commands.lengths_options import LENGTHS, BatchSizeOption, MultipleOption, PackedOption
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.simulation.look import seconds_text
 
 SHOWN = 24  # sizes
@@ -42,11 +41,11 @@ def data(
         print_json(found.as_dict())
         return
     first = next(iter(found.distribution.values()))
-    table = Table("", *first, title=f"{found.samples} samples")
+    spread = table("", *first, title=f"{found.samples} samples")
     for name, values in found.distribution.items():
-        table.add_row(name, *(f"{value:.4g}" for value in values.values()))
-    console.print(table)
-    ways = Table("samples divided", "a step takes", "x of balanced", title=f"{steps} steps of {batch_size} samples")
+        spread.add_row(name, *(f"{value:.4g}" for value in values.values()))
+    console.print(spread)
+    ways = table("samples divided", "a step takes", "x of balanced", title=f"{steps} steps of {batch_size} samples")
     for way, seconds in found.seconds.items():
         ways.add_row(way, seconds_text(seconds), f"{seconds / found.seconds['balanced']:.3f}")
     console.print(ways)

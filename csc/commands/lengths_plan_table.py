@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
-from csc.commands.printing import console, print_json, table
+from csc.commands.printing import console, table
 from csc.simulation.look import bytes_text, seconds_text
 
 
-def show_plan(
-    compiled: Any, file: Path, batch_size: int, batches: int, multiple: int, packed: bool, limit: float, as_json: bool
-) -> None:
-    """Plan for the lengths in a file, and print it."""
-    from csc.balance.lengths import of_file
-    from csc.reports.lengths_plan import Asked, plan_for_lengths
-
-    asked = Asked(batch_size, batches, multiple, packed, limit)
-    found = plan_for_lengths(compiled, of_file(file), asked, compiled.inspected.progress)
-    if as_json:
-        print_json(found.as_dict())
-        return
+def show_lengths_plan(found: Any, batch_size: int, batches: int) -> None:
+    """Print it."""
     title = f"{batches} random steps of {batch_size} samples, by what they take"
     made = table("mesh", "microbatches", "step", "+-", "with mean microbatches", "peak memory", title=title)
     for way in found.ways:

@@ -7,8 +7,6 @@ Terms: see csc.masks.spec for SPEC. A *dispatch* gives blocks of queries to cont
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from csc.commands.dispatching import Dispatcher, compared, owners, why
-from csc.commands.printing import console, table
+from csc.commands.printing import console, print_json, table
 from csc.simulation.look import seconds_text
 
 
@@ -48,7 +46,7 @@ def mask(
     if svg_file is not None or png_file is not None:
         _draw(spec, example, block, owner, ranks, svg_file, png_file)
     if json_output:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        print_json(found)
         return
     _print(found)
     for file in (svg_file, png_file):

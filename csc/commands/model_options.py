@@ -6,7 +6,7 @@
         with opening as compiled: ...
 
 The command line gets TARGET and the options below; the command gets a context manager that yields the CompiledModel
-and shows progress for as long as it is open.
+and shows progress for as long as it is open. Until then what is printed goes to stderr: results are printed behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -114,6 +115,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
     from csc.commands.target import load_target, overridden
 
     with (
+        contextlib.redirect_stdout(sys.stderr),  # what the user's file prints is no part of what a command prints
         meta_init() if given["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
         shown(Console(stderr=True)) as tell,
     ):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.lengths_options import BatchSizeOption, LengthsOption, MultipleOption, PackedOption
-from csc.commands.lengths_plan_table import show_plan
+from csc.commands.lengths_plan_table import show_lengths_plan
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
@@ -54,19 +55,22 @@ def plan(
     --lengths: the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
+        asked = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
-            show_plan(over(ranks, compiled), lengths, batch_size, batches, multiple, packed, limit, json_output)
+            for_lengths = _for_lengths(over(ranks, compiled), lengths, *asked)
+        print_json(for_lengths.as_dict()) if json_output else show_lengths_plan(for_lengths, batch_size, batches)
         return
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
     from csc.reports.memory_forecast import memory_forecast
     from csc.reports.mesh_choice import choose
 
-    with opening as compiled:
-        if devices is not None:
+    if devices is not None:
+        with opening as compiled:
             choice = choose(compiled, devices, samples, limit, compiled.inspected.progress)
-            print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
-            return
+        print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
+        return
+    with opening as compiled:
         compiled = over(ranks, compiled)
         found = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
@@ -86,6 +90,14 @@ def plan(
     console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
     limits = "; ".join(dict.fromkeys(found.devices))
     _show(advised, limits or (None if found.memory is None else bytes_text(found.memory)), limit)
+
+
+def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:
+    """The plan for the lengths in a file."""
+    from csc.balance.lengths import of_file
+    from csc.reports.lengths_plan import Asked, plan_for_lengths
+
+    return plan_for_lengths(compiled, of_file(file), Asked(*asked), compiled.inspected.progress)
 
 
 def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:

@@ -9,8 +9,10 @@ cell that is too long goes on in the next line: names are what options take, so 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -40,5 +42,13 @@ def table(*columns: str, title: str | None = None, show_lines: bool = False) -> 
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """One object, and nothing else."""
-    sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    """One object, and nothing else. Numbers that JSON has not (infinities, NaN) are null."""
+    sys.stdout.write(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -372,9 +372,11 @@ def example():
 def test_a_plain_class_with_an_example_from_the_same_file(run: Run, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     bad.write_text(USER_FILE)
-    good.write_text(USER_FILE.replace("if self.first(x).sum() > 100", "if len(x) > 100"))
+    talks = USER_FILE.replace("if self.first(x).sum() > 100", "print('in forward')\n        if len(x) > 100")
+    good.write_text(f"print('at import')\n{talks}")
     done = run("verify", f"{good}:Model", "--example", "example", "--json")
-    assert json.loads(done.out)["params_checked"] == 4
+    assert json.loads(done.out)["params_checked"] == 4  # one object, and what the file prints is on stderr
+    assert "at import" in done.err and "in forward" in done.err
     done = run("verify", f"{bad}:Model", "--example", "example", "--json")
     assert (done.code, done.out) == (2, "")
     said = " ".join(done.err.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import pytest
 from rich.console import Console
 
-from csc.commands.printing import table
+from csc.commands.printing import print_json, table
 from csc.commands.progress import shown
 
 NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
@@ -55,3 +56,8 @@ def test_a_quick_command_says_nothing() -> None:
     with shown(Console(file=text), every=60.0) as tell:
         tell("capture")
     assert text.getvalue() == ""
+
+
+def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"step": float("inf"), "rows": [(1, float("nan"))], "more": {"gap": 0.5}})
+    assert json.loads(capsys.readouterr().out) == {"step": None, "rows": [[1, None]], "more": {"gap": 0.5}}
