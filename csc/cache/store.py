@@ -66,9 +66,14 @@ def location() -> Path:
 
 
 def store() -> Store | None:
-    """The store of this process' environment; None with CSC_CACHE=0. InputError for a limit that is no size."""
-    if os.environ.get("CSC_CACHE", "1").lower() in ("0", "false", "off", "no"):
+    """The store of this process' environment; None with CSC_CACHE=0. InputError for a limit that is no size, and for a
+    path in the place of a switch.
+    """
+    switch = os.environ.get("CSC_CACHE", "1")
+    if switch.lower() in ("0", "false", "off", "no"):
         return None
+    if "/" in switch:
+        raise InputError(f"CSC_CACHE is {switch!r}", "environment", "CSC_CACHE_DIR says the folder, CSC_CACHE 1 or 0")
     return Store(location(), _limit())
 
 

@@ -236,6 +236,10 @@ def test_the_environment_decides(text: str, size: int, tmp_path: Path, monkeypat
     assert found is not None and (found.folder, found.limit) == (tmp_path / "csc", size)
     monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "own"))
     assert location() == tmp_path / "own"
+    monkeypatch.setenv("CSC_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match="CSC_CACHE_DIR says the folder"):
+        store()
+    monkeypatch.setenv("CSC_CACHE", "1")
     monkeypatch.setenv("CSC_CACHE_LIMIT", "much")
     with pytest.raises(InputError, match="CSC_CACHE_LIMIT is 'much'"):
         store()

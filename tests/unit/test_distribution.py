@@ -101,5 +101,5 @@ def test_the_wheel_compiles_a_model_in_an_environment_of_its_own(built: dict[str
     (packages / "dependencies.pth").write_text("\n".join(one for one in sys.path if one.endswith("site-packages")))
     python = str(tmp_path / "env/bin/python")
     (tmp_path / "train.py").write_text(TRAIN)
-    said = run(python, "train.py", where=tmp_path, CSC_CACHE=str(tmp_path / "cache"))
+    said = run(python, "train.py", where=tmp_path, CSC_CACHE_DIR=str(tmp_path / "cache"))
     assert said.split()[-1] == str(packages / "csc")
