@@ -11,10 +11,13 @@ Terms
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch import nn
 
 from csc.capture.batch import check_lists, does_not_divide, slices, split_batch
 from csc.driver.belonging import TOKENS, Belonging, belongings, token_ids
@@ -34,6 +37,19 @@ class Dividing:
         if divide is not None and not callable(divide):
             _check(divide)
         self._divide = divide
+        self._unknown = set(self._said)
+
+    def check_names(self, entries: Set[str], model: nn.Module) -> None:
+        """InputError if it is said of a name that is no entry of batches. entries: those of the example."""
+        arguments = {type(one) for one in model.modules()} if self._unknown - entries else ()
+        for name in sorted(self._unknown - entries):
+            if not any(name in inspect.signature(one.forward).parameters for one in arguments):
+                close = difflib.get_close_matches(name, sorted(entries), n=1)
+                raise InputError(
+                    f"divide says how {name!r} is divided, which is no entry of the batch", "compile",
+                    f"did you mean {close[0]!r}?" if close else f"entries are {', '.join(sorted(entries))}",
+                )  # fmt: skip
+        self._unknown = set()
 
     def cut(self, batch: Batch, parts: int, compiler: Compiler) -> list[dict[str, Any]]:
         """A batch as `parts` microbatches. InputError for an entry that cannot be divided, and for one whose rows do

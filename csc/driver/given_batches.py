@@ -65,6 +65,10 @@ class GivenBatches:
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
         """A batch as `parts` microbatches of as many samples each. InputError: an entry cannot be divided."""
+        example = self.example if self.known else batch
+        listed = example if isinstance(example, (list, tuple)) else [example]
+        entries: set[str] = {name for one in listed if isinstance(one, Mapping) for name in one}
+        self.dividing.check_names(entries, self._programs.compiler.model)
         return self.dividing.cut(batch, parts, self._programs.compiler)
 
     def check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:

@@ -291,6 +291,7 @@ def test_a_function_divides() -> None:
         ({"chunks": "samples"}, r"divide says \[1, 1, 1, 1\] of the batch entry 'chunks'"),
         (lambda batch, parts: [batch], "divide was asked for 2 microbatches and gave 1"),
         (lambda batch, parts: None, "gave a NoneType"),
+        ({"chunk": "samples"}, "how 'chunk' is divided, which is no entry of the batch.*did you mean 'chunks'"),
         (3, "divide is 3"),
     ],
 )
