@@ -36,6 +36,11 @@ from csc.runtime.specs import ParameterSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "weights.safetensors")
+PICKLED = (b"PK", b"\x80\x02")  # what files of torch.save begin with
+CONVERT = (
+    "Convert it once: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors'), or "
+    "save_pretrained of a transformers model that has loaded it"
+)
 DIGESTS = "csc.sha256"  # key of a file's metadata: the digest of each tensor, as JSON
 
 
@@ -232,6 +237,10 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            pickled = opened.read(2) in PICKLED
+        if pickled:
+            raise InputError("it holds a pickle, as torch.save writes it", str(file), CONVERT) from None
         raise InputError(f"it is not safetensors: {error}", str(file), "Save the weights again") from None
 
 
@@ -252,10 +261,12 @@ def _table(path: Path) -> dict[str, Path]:
             "Load it with csc.CheckpointManager, or make weights of it: `csc checkpoint convert PATH OUT`",
         )  # fmt: skip
     adapter = " It holds PEFT adapters: read them with PeftModel.from_pretrained, then compile"
+    pickles = sorted(file for ending in ("*.bin", "*.pt", "*.pth") for file in path.glob(ending))
+    pickled = f" {pickles[0].name} is a pickle, and csc loads none. {CONVERT}" if pickles else ""
     raise InputError(
         f"it has neither {INDEX} nor {' nor '.join(SINGLE)}",
         str(path),
-        "Give a directory that holds weights." + adapter * (path / "adapter_config.json").is_file(),
+        "Give a directory that holds weights." + (adapter * (path / "adapter_config.json").is_file() or pickled),
     )
 
 

@@ -180,11 +180,17 @@ def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "index").mkdir()
+    (tmp_path / "pickles").mkdir()
+    torch.save({}, tmp_path / "pickles" / "pytorch_model.bin")
+    torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "index" / weights.INDEX).write_text('{"weight_map": {"embedd": "x"}}')
     for given, part in (
         (None, "weights.safetensors: there is no such file"),
         (tmp_path / "bad.safetensors", "it is not safetensors"),
         (tmp_path / "empty", "it has neither model.safetensors.index.json nor"),
+        (tmp_path / "pickles", r"pytorch_model.bin is a pickle, and csc loads none.*save_file\(torch.load"),
+        (tmp_path / "pickles" / "pytorch_model.bin", "it holds a pickle, as torch.save writes it.*save_file"),
+        (tmp_path / "old.pt", "it holds a pickle"),
         (tmp_path / "index", "parameter 'embed' is not in it. Close names there: embedd"),
     ):
         with pytest.raises(InputError, match=part):
