@@ -43,6 +43,7 @@ def manifest(
                 "name": item.name, "shape": list(item.shape), "dtype": _dtype(item.dtype),
                 **({"whole": True} if item.name in program.combination.whole else {}),
                 **({"table": {"name": item.table[0], "rows": item.table[1]}} if item.table else {}),
+                **({"classes": dict(zip(("count", "ignored", "first"), item.classes))} if item.classes else {}),
             }
             for item in program.inputs
         ],

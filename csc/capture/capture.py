@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from csc.analysis.operators.made import OF_VALUES
-from csc.analysis.table_limits import table_limits
+from csc.analysis.table_limits import class_limits, table_limits
 from csc.capture.batch import (
     device_of,
     dynamic_dimensions,
@@ -159,9 +159,10 @@ def _hoisted(guards: Guards) -> list[Hoisted]:
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:
     """The entries that a graph has, as they are in a microbatch."""
-    used, tables = {node.meta["role"] for node in g.placeholders(graph)}, table_limits(graph)
+    used = {node.meta["role"] for node in g.placeholders(graph)}
+    tables, classes = table_limits(graph), class_limits(graph)
     return tuple(
-        Input(name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor), tables.get(name))
+        Input(name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor), tables.get(name), classes.get(name))
         for name, tensor in tensors.items()
         if ("input", name) in used
     )

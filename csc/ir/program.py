@@ -32,15 +32,14 @@ Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, ful
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. `dynamic`: dimensions captured symbolically; `table`: the parameter whose rows its
-    numbers are, and how many there are.
-    """
+    """One tensor of the batch. dynamic: dimensions captured symbolically. table, classes: csc.analysis.table_limits."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     dynamic: tuple[int, ...] = ()
     table: tuple[str, int] | None = None
+    classes: tuple[int, int, int] | None = None
 
 
 Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension stretches from start to stop

@@ -267,6 +267,25 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, total: int) -> Non
         least, most = torch.aminmax(tensor)
         if least < 0 or most >= spec.table[1]:
             raise _no_row(spec.name, tensor, *spec.table, where)
+    if spec.classes is not None and tensor.device.type == "cpu" and tensor.numel():
+        _check_labels(spec.name, tensor, *spec.classes, where)
+
+
+def _check_labels(name: str, labels: torch.Tensor, classes: int, ignored: int, first: int, where: str) -> None:
+    """InputError for a label that is no class, where it is read."""
+    wrong = (labels != ignored) & ((labels < 0) | (labels >= classes))
+    if first:
+        wrong[..., :first] = False
+    if not bool(wrong.any()):
+        return
+    place = wrong.nonzero()[0].tolist()
+    at = f"in sample {place[0]}" + (f" at {place[1:]}" if place[1:] else "")
+    raise InputError(
+        f"key {name!r}: the label {int(labels[tuple(place)])} {at} is none of the {classes} classes of the loss, nor "
+        f"{ignored} for none",
+        where,
+        f"Write {ignored} where nothing is to be learned; use the tokenizer of this model",
+    )
 
 
 def _no_row(name: str, ids: torch.Tensor, table: str, rows: int, where: str) -> InputError:

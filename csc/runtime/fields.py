@@ -71,6 +71,14 @@ class Fields:
         table = Fields(value, f"{self.where}, {key}")
         return (table.get("name", str), table.get("rows", int)) if value else None
 
+    def classes(self, key: str) -> tuple[int, int, int] | None:
+        """Of labels: how many classes, the number that stands for none, the first place that is read; None where the
+        key is absent.
+        """
+        value = self.get(key, dict, {})
+        found = Fields(value, f"{self.where}, {key}")
+        return (found.get("count", int), found.get("ignored", int), found.get("first", int)) if value else None
+
     def number(self, key: str) -> float:
         """From 0 on."""
         value = self.get(key, (int, float))

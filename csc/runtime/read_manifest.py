@@ -57,10 +57,7 @@ def manifest(table: Any, where: str) -> Manifest:
     microbatches = top.get("microbatches", int)
     if microbatches < 1:
         raise ProgramError(f"it has {microbatches} microbatches", where, REMEDY)
-    inputs = tuple(
-        InputSpec(r.get("name", str), r.sizes("shape"), r.dtype(), r.get("whole", bool, False), r.limit("table"))
-        for r in top.rows("inputs")
-    )
+    inputs = tuple(map(_input, top.rows("inputs")))
     parameters = tuple(_parameter(row, stages, mesh) for row in top.rows("parameters"))
     constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
     messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
@@ -95,6 +92,11 @@ def manifest(table: Any, where: str) -> Manifest:
         files=files,
         tensors=top.hashes("tensors", {}),
     )
+
+
+def _input(row: Fields) -> InputSpec:
+    whole, table, classes = row.get("whole", bool, False), row.limit("table"), row.classes("classes")
+    return InputSpec(row.get("name", str), row.sizes("shape"), row.dtype(), whole, table, classes)
 
 
 def _draw(row: Fields) -> DrawSpec:

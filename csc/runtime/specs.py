@@ -26,7 +26,8 @@ Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension
 @dataclass(frozen=True)
 class InputSpec:
     """One tensor of a microbatch. whole: it has no sample dimension and is the same in every microbatch. table: the
-    parameter whose rows its numbers are, and how many there are.
+    parameter whose rows its numbers are, and how many there are. classes: how many a label is one of, the number that
+    stands for none, and the place on the last dimension from which on labels are read.
     """
 
     name: str
@@ -34,6 +35,7 @@ class InputSpec:
     dtype: torch.dtype
     whole: bool = False
     table: tuple[str, int] | None = None
+    classes: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

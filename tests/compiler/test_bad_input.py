@@ -321,6 +321,35 @@ def test_ids_that_the_embedding_has_no_row_for(token: int) -> None:
         compiled.model.zero_grad()
 
 
+class Shifted(nn.Module):
+    """Labels as transformers shifts them, for three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+        return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), shifted.view(-1))
+
+
+@pytest.mark.parametrize("label", [3, -1])
+def test_labels_that_are_no_class(label: int) -> None:
+    """Said before the step, with the place; where labels are not read, anything may stand, as in eager PyTorch."""
+    example = {"tokens": torch.arange(24).view(4, 6) % 8, "labels": torch.arange(24).view(4, 6) % 3}
+    compiled = csc.compile(Shifted(), example=example, mesh={"pp": 2}, microbatches=2, cache=False)
+    bad = {name: tensor.clone() for name, tensor in example.items()}
+    bad["labels"][3, 5] = label
+    what = f"key 'labels': the label {label} in sample 1 at [5] is none of the 3 classes of the loss, nor -100 for none"
+    for _ in range(2):
+        refused(lambda: compiled.train_step(bad), what, "microbatch 1", "tokenizer")
+        assert all(parameter.grad is None for parameter in compiled.model.parameters())
+        good = {name: tensor.clone() for name, tensor in example.items()}
+        good["labels"][:, 0], good["labels"][1, 2:] = label, -100
+        assert torch.allclose(compiled.train_step(good), Shifted.forward(compiled.model, **good))
+        compiled.model.zero_grad()
+
+
 def test_the_models_own_check_of_a_batch() -> None:
     """It runs before the step, on every microbatch, and nothing has happened when it raises."""
     compiled = csc.compile(Careful(), example=batch(), microbatches=2)
