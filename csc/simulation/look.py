@@ -39,6 +39,7 @@ MEANING = {
 TINTS = (0.0, 0.35, 0.55, 0.7)  # share of white at each level
 LIMIT = "#d55e00"
 MEMORY = "#8a7fb8"
+NOT_RECORDED = "not recorded"  # of what a measured run does not know
 
 
 def colour(kind: str, level: int = 0) -> tuple[str, str]:

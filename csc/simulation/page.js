@@ -33,7 +33,8 @@
   const most = Math.max(...runs.map((run) => run.ranks.length), 1);
   const [BOX, CURVE, GAP] = most <= 8 ? [24, 30, 10] : most <= 24 ? [17, 17, 5] : [12, 10, 4];
   const FONT = Math.min(11, BOX - 2);
-  const rowHeight = () => BOX + GAP + (showMemory.checked ? CURVE + 2 : 0);
+  const hasMemory = (run) => showMemory.checked && run.recorded;
+  const rowHeight = (run) => BOX + GAP + (hasMemory(run) ? CURVE + 2 : 0);
 
   const whole = { from: -longest * 0.004, to: longest * 1.012 };
   let view = { ...whole };
@@ -71,7 +72,7 @@
     heading.textContent = run.name;
     const note = document.createElement("small");
     const mean = run.bubble.reduce((sum, share) => sum + share, 0) / Math.max(run.bubble.length, 1);
-    note.textContent = `${secondsText(run.makespan)}, bubble ${(mean * 100).toFixed(1)} %`;
+    note.textContent = `${secondsText(run.makespan)}, bubble ${(mean * 100).toFixed(1)} %${run.recorded ? "" : ", memory not recorded"}`;
     const hint = document.createElement("small");
     hint.textContent = `zoom in to see messages: more than ${MOST_MESSAGES} are in view`;
     heading.append(note, hint);
@@ -233,7 +234,7 @@
       seen[kind[i]].push(i);
     }
     if (seen.F.length + seen.B.length > MOST_MESSAGES) return false;
-    const height = rowHeight();
+    const height = rowHeight(run);
     for (const name of ["F", "B"]) {
       pen.strokeStyle = data.colours[data.kinds.indexOf(name)][0][0];
       pen.globalAlpha = followed === null ? 0.65 : 1;
@@ -250,7 +251,7 @@
   };
 
   const drawRun = ({ run, canvas, hint }, { found }) => {
-    const height = rowHeight(), total = Math.max(run.ranks.length * height + 4, 10);
+    const height = rowHeight(run), total = Math.max(run.ranks.length * height + 4, 10);
     const place = canvas.getBoundingClientRect();
     if (place.top > window.innerHeight + 200 || place.top + total < -200) {
       canvas.style.height = `${total}px`;
@@ -273,7 +274,7 @@
     pen.clip();
     for (let rank = first; rank <= last; rank++) {
       const top = rank * height + GAP / 2;
-      if (showMemory.checked) drawCurve(pen, run, rank, top + BOX + 2);
+      if (hasMemory(run)) drawCurve(pen, run, rank, top + BOX + 2);
       drawBoxes(pen, run, rank, top);
     }
     const drawn = !showMessages.checked || drawMessages(pen, run, first, last);
@@ -295,7 +296,7 @@
       pen.fillStyle = ink;
       pen.font = `${Math.min(12, BOX)}px system-ui, sans-serif`;
       pen.fillText(`rank ${rank}`, 20, top + BOX / 2 + 0.5);
-      if (BOX + CURVE >= 30 && showMemory.checked) {
+      if (BOX + CURVE >= 30 && hasMemory(run)) {
         pen.fillStyle = soft;
         pen.font = "11px system-ui, sans-serif";
         pen.fillText(`idle ${(run.bubble[rank] * 100).toFixed(1)} %`, 20, top + BOX + CURVE / 2);
@@ -322,13 +323,13 @@
 
   const find = (section, event) => {
     const place = section.canvas.getBoundingClientRect();
-    const x = event.clientX - place.left, y = event.clientY - place.top, rank = Math.floor(y / rowHeight());
+    const x = event.clientX - place.left, y = event.clientY - place.top, rank = Math.floor(y / rowHeight(section.run));
     const time = toTime(x), events = section.run.ranks[rank];
     if (!events || x < GUTTER) return { time, rank: -1, index: -1 };
     const slack = (view.to - view.from) / plotWidth(); // a pixel, so that thin boxes can be met
     const index = above(events.end, time - slack / 2);
     const inside = index < events.start.length && events.start[index] <= time + slack / 2;
-    return { time, rank, index: inside && y - rank * rowHeight() <= BOX + GAP ? index : -1 };
+    return { time, rank, index: inside && y - rank * rowHeight(section.run) <= BOX + GAP ? index : -1 };
   };
 
   const describe = (run, { time, rank, index }) => {
@@ -343,7 +344,7 @@
     }
     const curve = run.memory[rank], point = above(curve.times, time) - 1;
     const size = point >= 0 ? curve.sizes[point] : run.state[rank];
-    lines.push(`memory ${bytesText(size)}, of it state ${bytesText(run.state[rank])}`);
+    if (run.recorded) lines.push(`memory ${bytesText(size)}, of it state ${bytesText(run.state[rank])}`);
     return lines.join("\n");
   };
 

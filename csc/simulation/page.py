@@ -85,8 +85,9 @@ def _legend(kinds: Sequence[str], timelines: Sequence[Timeline], limit: float | 
     named = {"F": "message with activations", "B": "message with gradients"}
     parts += [f'<i class="line" style="border-color:{BASE[kind]};border-top-style:solid"></i>{name}'
               for kind, name in named.items() if kind in moved]  # fmt: skip
-    parts.append(f'<i style="background:{MEMORY}"></i>memory: activations')
-    parts.append('<i class="held"></i>memory: parameters, gradients, optimizer state')
+    if any(timeline.records_memory for timeline in timelines):
+        parts.append(f'<i style="background:{MEMORY}"></i>memory: activations')
+        parts.append('<i class="held"></i>memory: parameters, gradients, optimizer state')
     if limit is not None:
         if any(size > limit for timeline in timelines for size in timeline.peak_memory):
             parts.append(f'<i style="background:{LIMIT}"></i>memory above the limit')
@@ -127,6 +128,7 @@ def _run(timeline: Timeline, tick: float) -> dict[str, Any]:
         "state": [round(size) for size in timeline.state],
         "levels": {str(stage): min(place, len(TINTS) - 1) for stage, place in level.items()},
         "ranks": [_events(events, start, tick) for events in timeline.ranks],
+        "recorded": timeline.records_memory,
         "memory": [_curve(curve, start, tick) for curve in timeline.memory],
         "moves": {
             "kind": [move.kind for move in moves],

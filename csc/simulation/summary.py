@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.look import NOT_RECORDED, bytes_text, seconds_text
 from csc.simulation.timeline import Timeline
 
 COLUMNS = (
@@ -22,9 +22,6 @@ COLUMNS = (
 )
 
 
-NOT_RECORDED = "not recorded"
-
-
 def rows(timelines: Sequence[Timeline], bound: float | None = None, limit: float | None = None) -> list[list[str]]:
     """A row per timeline, by COLUMNS. bound: lower bound of the makespan in seconds; limit: bytes of a rank."""
     return [_row(timeline, timelines[0], bound, limit) for timeline in timelines]
@@ -33,7 +30,6 @@ def rows(timelines: Sequence[Timeline], bound: float | None = None, limit: float
 def _row(timeline: Timeline, first: Timeline, bound: float | None, limit: float | None) -> list[str]:
     shares = timeline.bubble_share or (0.0,)
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
-    recorded = any(timeline.memory) or any(timeline.state)  # a measured run may not know its memory
     return [
         timeline.name,
         str(len(timeline.ranks)),
@@ -41,8 +37,8 @@ def _row(timeline: Timeline, first: Timeline, bound: float | None, limit: float 
         f"{timeline.makespan / first.makespan:.3f} ×" if timeline is not first and first.makespan > 0 else "",
         f"{timeline.makespan / bound:.3f} ×" if bound else "",
         f"mean {sum(shares) / len(shares):.1%}, worst {shares[worst]:.1%} (rank {worst})",
-        _peak(timeline.peak_memory, limit) if recorded else NOT_RECORDED,
-        _peak(timeline.peak_activations, None) if recorded else NOT_RECORDED,
+        _peak(timeline.peak_memory, limit) if timeline.records_memory else NOT_RECORDED,
+        _peak(timeline.peak_activations, None) if timeline.records_memory else NOT_RECORDED,
     ]
 
 

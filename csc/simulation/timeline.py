@@ -118,6 +118,11 @@ class Timeline:
         return tuple(max((size for _, size in curve), default=state) for curve, state in zip(self.memory, self.state))
 
     @property
+    def records_memory(self) -> bool:
+        """Whether it is known what ranks held; of a measured run it may not be."""
+        return any(self.memory) or any(self.state)
+
+    @property
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most bytes of activations that are alive at once: peak memory without the state."""
         return tuple(peak - state for peak, state in zip(self.peak_memory, self.state))

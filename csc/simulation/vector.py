@@ -14,7 +14,19 @@ import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from csc.simulation.look import BASE, LIMIT, MEANING, MEMORY, bytes_text, colour, levels, seconds_text, top_of, unit
+from csc.simulation.look import (
+    BASE,
+    LIMIT,
+    MEANING,
+    MEMORY,
+    NOT_RECORDED,
+    bytes_text,
+    colour,
+    levels,
+    seconds_text,
+    top_of,
+    unit,
+)  # fmt: skip
 from csc.simulation.timeline import Event, Timeline
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 52
@@ -45,7 +57,7 @@ def svg(timelines: Sequence[Timeline], title: str, bound: float | None = None, l
         y += HEAD
         for rank in range(len(one.ranks)):
             parts += _lane(one, rank, y, scale, most, limit if limit is not None and limit <= most else None)
-            y += BOX + CURVE + GAP
+            y += BOX + (CURVE if one.records_memory else 0) + GAP
         y += GAP
     if bound is not None:
         parts.append(_line(LEFT + bound * scale, TOP, LEFT + bound * scale, y, "ink", ' stroke-dasharray="5 4"'))
@@ -69,21 +81,23 @@ def svg(timelines: Sequence[Timeline], title: str, bound: float | None = None, l
 
 def _heading(one: Timeline, y: float) -> list[str]:
     idle = sum(one.bubble_share) / max(len(one.ranks), 1)
-    note = (
-        f"{seconds_text(one.makespan)}, idle {idle:.1%}, fullest rank {bytes_text(max(one.peak_memory, default=0.0))}"
-    )
+    fullest = f"fullest rank {bytes_text(max(one.peak_memory, default=0.0))}"
+    memory = fullest if one.records_memory else f"memory {NOT_RECORDED}"
+    note = f"{seconds_text(one.makespan)}, idle {idle:.1%}, {memory}"
     return [f'<text class="head" x="12" y="{y + 18:.1f}">{html.escape(one.name)} <tspan class="soft" '
             f'font-weight="400">{html.escape(note)}</tspan></text>']  # fmt: skip
 
 
 def _lane(one: Timeline, rank: int, y: float, scale: float, most: float, limit: float | None) -> Iterator[str]:
     yield _text(12, y + BOX - 5, f"rank {rank}")
-    yield _text(12, y + BOX + CURVE - 6, bytes_text(one.peak_memory[rank]), "soft")
+    if one.records_memory:
+        yield _text(12, y + BOX + CURVE - 6, bytes_text(one.peak_memory[rank]), "soft")
     level = levels(one)
     for event in one.ranks[rank]:
         if event.action.kind in BASE:
             yield from _box(event, level.get(event.action.stage, 0), one.start, y, scale)
-    yield from _memory(one, rank, y + BOX + 1, scale, most, limit)
+    if one.records_memory:
+        yield from _memory(one, rank, y + BOX + 1, scale, most, limit)
 
 
 def _box(event: Event, level: int, start: float, y: float, scale: float) -> Iterator[str]:
@@ -151,8 +165,9 @@ def _legend(
     entries = [(f'fill="{BASE[kind]}"', f"{kind}: {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
     if any(level for one in timelines for level in levels(one).values()):
         entries.append((f'fill="{colour("F", 1)[0]}"', "lighter: a later stage of the same rank"))
-    entries.append(('class="state"', "memory: parameters, gradients, optimizer state"))
-    entries.append((f'fill="{MEMORY}"', "memory: activations"))
+    if any(one.records_memory for one in timelines):
+        entries.append(('class="state"', "memory: parameters, gradients, optimizer state"))
+        entries.append((f'fill="{MEMORY}"', "memory: activations"))
     if limit is not None:
         if any(size > limit for one in timelines for size in one.peak_memory):
             entries.append((f'fill="{LIMIT}"', "memory above the limit"))

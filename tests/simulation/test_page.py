@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,6 +16,7 @@ from csc.simulation.page import page
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Event, Timeline
+from csc.simulation.vector import svg
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
@@ -135,6 +137,17 @@ def test_the_table_leaves_out_what_is_not_known() -> None:
     assert "makespan" in plain and "over the bound" not in plain and "against the first" not in plain
     assert "over the bound" in Reader(page([PLAN], "", bound=0.1)).text["th"]
     assert "against the first" in Reader(page([PLAN, BASELINE], "")).text["th"]
+
+
+def test_a_run_that_did_not_record_memory_has_no_lane_for_it() -> None:
+    unknown = replace(PLAN, name="measured", memory=((),) * 4, state=(0.0,) * 4)
+    runs_of = {run["name"]: run["recorded"] for run in embedded(page([PLAN, unknown], ""))["runs"]}
+    assert runs_of == {"plan": True, "measured": False}
+    assert "memory: activations" not in page([unknown], "") and "memory: activations" in page([PLAN, unknown], "")
+    alone, both = svg([unknown], ""), svg([PLAN, unknown], "")
+    assert "memory not recorded" in alone and "0 B" not in alone
+    assert 'class="lane"' not in alone and "memory:" not in alone
+    assert both.count('class="lane"') == 4 and "fullest rank" in both and "memory not recorded" in both
 
 
 @settings(max_examples=30, deadline=None)
