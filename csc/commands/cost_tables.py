@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
-from rich.table import Table
 
 from csc.analysis.hardware import Wire
 from csc.commands.printing import table as folding
+from csc.commands.rows import Rows
 from csc.reports.cost_report import CostReport, CostRow
 from csc.reports.profiling import Profile
 from csc.simulation.look import bytes_text, seconds_text
@@ -19,7 +19,7 @@ from csc.simulation.look import bytes_text, seconds_text
 HELD = ("saved", "kept", "again", "parameters", "gradients", "optimizer", "messages", "gradient messages")
 
 
-def cost_tables(report: CostReport) -> Iterator[Table]:
+def cost_tables(report: CostReport) -> Iterator[Rows]:
     """Work and bytes of the components and of the regions; expressions if there are any."""
     for title, rows in (("components", report.components), ("regions", report.regions)):
         yield _work_table(f"{title}: work of one microbatch", rows, report.basis)
@@ -28,7 +28,7 @@ def cost_tables(report: CostReport) -> Iterator[Table]:
             yield _expression_table(f"{title}: expressions", rows)
 
 
-def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Table:
+def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Rows:
     table = _table("", "MFLOPs", "moved", "kernels", *([f"seconds ({basis})"] if basis else []), title=title)
     for name, row in _distinct(rows):
         parts = [part for part in "FBW" if row.figures[f"{part} kernels"]] or ["F"]
@@ -46,14 +46,14 @@ def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Table:
     return table
 
 
-def _bytes_table(title: str, rows: Sequence[CostRow]) -> Table:
+def _bytes_table(title: str, rows: Sequence[CostRow]) -> Rows:
     table = _table(*HELD, title=title)
     for name, row in _distinct(rows):
         table.add_row(name, *(bytes_text(row.figures[figure]) for figure in HELD))
     return table
 
 
-def _expression_table(title: str, rows: Sequence[CostRow]) -> Table:
+def _expression_table(title: str, rows: Sequence[CostRow]) -> Rows:
     """One figure a line; those that are always 0 are left out."""
     table = _table("figure", "expression", title=title)
     for name, row in _distinct(rows):
@@ -63,7 +63,7 @@ def _expression_table(title: str, rows: Sequence[CostRow]) -> Table:
     return table
 
 
-def _table(*columns: str, title: str) -> Table:
+def _table(*columns: str, title: str) -> Rows:
     return folding("name", *columns, title=title)
 
 
@@ -77,7 +77,7 @@ def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
         yield escape(f"{found[0].name}{others}"), found[0]
 
 
-def profile_table(found: Profile) -> Table:
+def profile_table(found: Profile) -> Rows:
     """Measured against modelled seconds, a variant a row."""
     table = folding(
         "template", "regions", "measured F/B/W", "modelled F/B/W", "error", title=found.hardware.measured_on

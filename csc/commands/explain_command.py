@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.rows import Rows
 
 
 @on_target
@@ -42,7 +42,7 @@ def explain(
         console.print(escape(note))
 
 
-def explain_table(title: str, rows: list[Any]) -> Table:
+def explain_table(title: str, rows: list[Any]) -> Rows:
     """The rows of csc.analysis.explain as a table; what all names begin with (PEFT's wrappers) is in the title."""
     around = "".join(f"{part}." for part in _common([row.name.split(".")[:-1] for row in rows]))
     if around:

@@ -1,22 +1,21 @@
 """The memory that a plan expects of each rank, as a table.
 
-memory_table(rows, limit) -> Table
+memory_table(rows, limit) -> Rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from csc.commands.printing import table
+from csc.commands.rows import Rows
 from csc.reports.memory_forecast import RankMemory
 from csc.simulation.look import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
 
 
-def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Sequence[str] = ()) -> Table:
+def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Sequence[str] = ()) -> Rows:
     """A row for each pipeline rank; equal neighbours share one. limit: bytes that a rank may hold; devices: what each
     rank is and may hold, where they differ.
     """

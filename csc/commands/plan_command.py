@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from csc.commands.forecast_table import bound_text, step_text
 from csc.commands.lengths_options import BatchSizeOption, LengthsOption, MultipleOption, PackedOption
@@ -18,6 +17,7 @@ from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.rows import Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.reports.advice import Advice, Row
 from csc.simulation.look import bytes_text, seconds_text
@@ -131,7 +131,7 @@ def _show(advised: Advice, memory: str | None, seconds: float) -> None:
         console.print(f"no time within --limit {seconds:g}: {names}", highlight=False)
 
 
-def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Table:
+def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Rows:
     """The rows that have a plan. speed: of one microbatch."""
     made = table(first, *more, "on a rank", "step", "speed", "idle", "peak memory", title=title)
     for row in rows:

@@ -1,7 +1,7 @@
 """Where commands print, and the options that many of them have.
 
-Terms: tables are as wide as the terminal, or as the environment says (COLUMNS); without both they have 160 columns. A
-cell that is too long goes on in the next line: names are what options take, so none is cut.
+Terms: tables are as wide as the terminal, or as the environment says (COLUMNS); without both they have 160 columns.
+Names are what options take, so none is cut: see csc.commands.rows.
 
     console      table(*columns, title)      print_json(content)
 """
@@ -17,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from csc.commands.rows import Rows
 
 WIDE = 160
 
@@ -33,12 +34,9 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 
-def table(*columns: str, title: str | None = None, show_lines: bool = False) -> Table:
-    """A table whose cells are folded, never cut."""
-    made = Table(title=title, show_lines=show_lines)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+def table(*columns: str, title: str | None = None, show_lines: bool = False) -> Rows:
+    """A table in which no name is cut or broken."""
+    return Rows(columns, title, show_lines)
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.table import Table
-
 from csc.commands.printing import table as folding
+from csc.commands.rows import Rows
 from csc.simulation.look import bytes_text
 
 STEPS = {  # of the way through, and what of it stands in program.json
@@ -46,7 +45,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Table:
+def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Rows:
     """A row for every step, under the part of the way that it belongs to. summaries: what a step leaves."""
     table = folding("part", "step", "seconds", "share", "leaves", title=f"the compilation of {name}")
     total = spent["total"] or 1.0

@@ -18,15 +18,21 @@ from csc.commands.progress import shown
 NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
 
 
-@pytest.mark.parametrize("width", [30, 60, 200])
-def test_names_are_folded_never_cut(width: int) -> None:
-    made = table("parameter", "difference", title="differences")
-    made.add_row(NAME, "1e-7")
+@pytest.mark.parametrize(("width", "looks"), [(60, "listed"), (72, "listed"), (108, "plain"), (112, "edged")])
+def test_no_name_is_cut_or_broken(width: int, looks: str) -> None:
+    """Nor a figure. Where a name is longer than a line, it goes on in the next one."""
+    made = table("name", "parameters", "share", "why", title="regions")
+    made.add_row(NAME, "15,104", "0.57/0.39", "on the way")
+    made.add_row("lm_head", "1", "", "trained", end_section=True)
     text = io.StringIO()
     Console(file=text, width=width).print(made)
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= width and "…" not in text.getvalue()
-    assert NAME in "".join(line.split("│")[1].strip() for line in lines if "│" in line)
+    assert ("┃" in text.getvalue(), "──" in text.getvalue()) == (looks == "edged", looks != "listed")
+    assert NAME in "".join(lines) if width < len(NAME) else any(NAME in line for line in lines)
+    assert any("15,104" in line and "0.57/0.39" in line for line in lines)
+    if looks == "listed":
+        assert "  parameters: 1; why: trained" in map(str.rstrip, lines)
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("70", 70), ("", 160)])
