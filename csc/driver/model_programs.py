@@ -22,6 +22,7 @@ from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.when import checks
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.program_set import ProgramSet
+from csc.driver.wrapped import refuse_wrapped
 from csc.errors import InputError
 from csc.runtime.trainer import Trainer
 
@@ -81,11 +82,7 @@ class ModelPrograms:
                 raise InputError(
                     f"the factory returned a {type(model).__name__}", "compile", "return the nn.Module to be trained"
                 )
-            if "_orig_mod" in dict(model.named_children()):
-                raise InputError(
-                    "the model is in torch.compile already, which names its parameters anew", "compile",
-                    "pass the model itself: csc compiles it",
-                )  # fmt: skip
+            refuse_wrapped(model)
             self._compiler = self._compiler_of(model, self.training is None)
         return self._compiler
 

@@ -1,6 +1,7 @@
 """Modes in which a step would not be the one that was compiled: eval, inference_mode, autocast.
 
 refuse_eval(was, model)      refuse_torch(was, operation)        was: the model as it was compiled; None: not yet
+refuse_no_gradient(manifest)                                     a program that would train nothing
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import nn
 
 from csc.capture.model_guards import ModelGuards, autocasts
 from csc.errors import InputError
+from csc.runtime.specs import Manifest
 
 
 def refuse_eval(was: ModelGuards | None, model: nn.Module) -> None:
@@ -18,6 +20,15 @@ def refuse_eval(was: ModelGuards | None, model: nn.Module) -> None:
         raise InputError(
             "the model has been put in eval mode since it was compiled", "train_step",
             "call compiled.train() before a training step",
+        )  # fmt: skip
+
+
+def refuse_no_gradient(manifest: Manifest) -> None:
+    """InputError where eager PyTorch's backward would have nothing to do."""
+    if not any(spec.trainable and spec.reached for spec in manifest.parameters):
+        raise InputError(
+            "the loss depends on no parameter that trains", "train_step",
+            "look for detach(), no_grad() or data between the parameters and the loss",
         )  # fmt: skip
 
 

@@ -176,6 +176,8 @@ class Steps:
             ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
         ) -> tuple[Said, tuple[Trainer, Microbatches]]:
             given.check_cut(batch, made, share.parts)
+            if operation == STEP:
+                modes.refuse_no_gradient(made.program.manifest)
             said, dealt = made.ready(self.complete(matches, made), local=share.own)
             return say(ready, said, programs.decides(matches, options)), (made, dealt)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import csc
 from csc.driver.compiled import CompiledModel
@@ -152,6 +154,42 @@ def test_an_option_that_is_misspelt_is_guessed(compiled: CompiledModel) -> None:
 def test_a_model_in_torch_compile_is_refused() -> None:
     with pytest.raises(InputError, match=r"is in torch\.compile already.*pass the model itself"):
         csc.compile(torch.compile(Net()), example=BATCH)
+
+
+def test_a_model_in_other_hands_is_refused() -> None:
+    for wrapped, said in (
+        (nn.DataParallel(Net()), r"is in DataParallel already.*model\.module"),
+        (torch.jit.script(Net()), "TorchScript already"),
+    ):
+        with pytest.raises(InputError, match=said):
+            csc.compile(wrapped, example=BATCH)
+
+
+def test_a_model_whose_parameters_are_divided_is_refused(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = Net()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(InputError, match=r"'layers\.0\.weight' is a DTensor.*zero="):
+            csc.compile(model, example=BATCH)
+        with pytest.raises(InputError, match="is in DistributedDataParallel already"):
+            csc.compile(nn.parallel.DistributedDataParallel(Net()), example=BATCH)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_that_depends_on_nothing() -> None:
+    """Eager PyTorch's backward raises, so a step does."""
+
+    class Detached(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).detach()
+
+    compiled = csc.compile(Detached(), example=BATCH, mesh="pp=2")
+    with pytest.raises(InputError, match=r"depends on no parameter that trains.*detach"):
+        compiled.train_step(BATCH)
+    assert float(compiled.eval_step(BATCH)) > 0
 
 
 def test_saving_where_a_file_is(compiled: CompiledModel, tmp_path: Path) -> None:
