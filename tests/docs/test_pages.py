@@ -49,6 +49,16 @@ def test_blocks_run(page: str, cache: Path, tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop(name, None)
 
 
+def test_pages_have_code_that_runs_but_for_lists_and_design_notes() -> None:
+    """And excerpts: of a rank file, of a pass, of a model whose parts are downloaded."""
+    without = {page for page in PAGES if not script(page).code.strip() and not script(page).files}
+    assert without == {
+        "architecture.md", "attention-kernels.md", "devices.md", "fuzzing.md", "measurements.md", "planning-bound.md",
+        "published.md", "reference/command-line.md", "troubleshooting.md", "compose.md", "rank-file.md",
+        "writing-a-pass.md",
+    }  # fmt: skip
+
+
 def test_a_block_that_does_not_run_says_why() -> None:
     for page in PAGES:
         text = (DOCS / page).read_text()
