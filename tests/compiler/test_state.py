@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tqdm.asyncio import tqdm_asyncio
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 import csc
 from csc.capture.model_guards import ModelGuards
@@ -314,6 +316,18 @@ def test_state_of_a_model_says_what_changed() -> None:
     state = ModelGuards(model, {("", "gain")})
     model.gain = 7.0
     assert not state.changed()
+
+
+def test_a_progress_bar_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that Qwen2-VL under PEFT reaches refers to tqdm, which makes locks with the first bar: on one rank alone."""
+    from examples.trainer import make_model
+
+    for kind, name in ((tqdm, "_lock"), (tqdm_asyncio, "_lock"), (TqdmDefaultWriteLock, "mp_lock")):
+        monkeypatch.setattr(kind, name, None, raising=False)  # to be put back
+        monkeypatch.delattr(kind, name)
+    state = ModelGuards(make_model())
+    tqdm_asyncio.get_lock()
+    assert not state.changed(), state.changed()
 
 
 def test_what_save_pretrained_notes_in_a_configuration_is_no_change(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
 
-# Called by traces; and huggingface_hub, which keeps what it found installed, and computes nothing of a forward.
+# Called by traces; and what computes nothing of a forward: huggingface_hub keeps what it found installed, tqdm locks.
 LIBRARIES = {
-    *NOT_THE_MODELS, *sys.stdlib_module_names, "huggingface_hub", "mpmath", "networkx", "numpy", "sympy",
+    *NOT_THE_MODELS, *sys.stdlib_module_names, "huggingface_hub", "mpmath", "networkx", "numpy", "sympy", "tqdm",
 }  # fmt: skip
 RECORDERS = {"transformers.utils.output_capturing"}  # keep what layers return, and look at nothing
 DEEPEST, LONGEST = 4, 256  # of values within values; entries of a container
