@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from csc import devices
 from csc.capture.batch import device_of
 from csc.capture.trace.training_mode import training, without_kv_cache
-from csc.check.drawing import Chance
+from csc.check.chance import Chance
 from csc.check.numbers import WithoutChance
 
 Batch = Mapping[str, Any]

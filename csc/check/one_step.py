@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from csc import devices
-from csc.check.drawing import generators
+from csc.check.chance import generators
 from csc.check.eager import Step
 from csc.runtime import seeds
 from csc.runtime.trainer import Trainer

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from csc.capture.batch import device_of
-from csc.check.drawing import Chance, Sparing
+from csc.check.chance import Chance, Sparing
 from csc.check.eager import Step, eager_step, loss_again
 from csc.check.numbers import WithoutChance
 from csc.check.rounding import moved

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.check.chance import Chance
 from csc.check.differences import relative
-from csc.check.drawing import Chance
 from csc.check.eager import Step, eager_step
 from csc.torch_private.traces import TorchDispatchMode, pytree
 

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from csc.checkpoints import reading
-from csc.checkpoints.index import Index
+from csc.checkpoints import restoring
+from csc.checkpoints.step_index import Index
 from csc.errors import InputError
 from csc.runtime.reading import checked_file, within
 from csc.runtime.saving import make_directory, published
 from csc.runtime.texts import first_line
-from csc.torch_private.checkpoints import StorageInfo, allowed
+from csc.torch_private.distributed_checkpoint import StorageInfo, allowed
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
 VERSION = "1.0.0"
@@ -225,7 +225,7 @@ def _about(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def _entries(index: Index) -> Iterator[tuple[Key, Any]]:
     for name, stored in index.parameters.items():
-        yield ("model", name), reading.whole(index, stored, repr(name))
+        yield ("model", name), restoring.whole(index, stored, repr(name))
     if index.optimizer is None:
         return
     for name, found in index.optimizer["parameters"].items():
@@ -236,7 +236,7 @@ def _entries(index: Index) -> Iterator[tuple[Key, Any]]:
             )
             yield ("optim", "state", name, key), value
         for key, stored in found["tensors"].items():
-            yield ("optim", "state", name, key), reading.whole(index, stored, f"{key!r} of {name!r}")
+            yield ("optim", "state", name, key), restoring.whole(index, stored, f"{key!r} of {name!r}")
     for number, group in enumerate(index.optimizer["groups"]):
         for option, value in group["options"].items():
             yield ("optim", "param_groups", number, option), tuple(value) if isinstance(value, list) else value

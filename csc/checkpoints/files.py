@@ -1,6 +1,6 @@
 """Tensors in safetensors files, written and read part by part: no more than one is held besides what is given.
 
-Terms: a file holds some numbered keys; where each begins, and its digest, go to the index (csc.checkpoints.index).
+Terms: a file holds some numbered keys; where each begins, and its digest, go to the index (csc.checkpoints.step_index).
 Other programs read the files as any safetensors.
 
     write(file, tensors) -> {key: (offset, sha256)}        published whole
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from csc.checkpoints.index import OLDER, Part
+from csc.checkpoints.step_index import OLDER, Part
 from csc.errors import InputError
 from csc.runtime.boxes import sizes
 from csc.runtime.reading import checked_file, within

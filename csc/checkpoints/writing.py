@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from csc.checkpoints import files
-from csc.checkpoints.index import FILE, Index, Part, Stored, cut_off, saved
 from csc.checkpoints.pieces import Piece
+from csc.checkpoints.step_index import FILE, Index, Part, Stored, cut_off, saved
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.meeting import Meeting
@@ -51,8 +51,8 @@ class Own:
 
 @dataclass(frozen=True)
 class Save:
-    """number: 8 hexadecimal digits, the same on every rank. about: of csc.checkpoints.index.Index. expected: names of
-    parameters and buffers that have to be there, all of their entries. keep: how many checkpoints of the run stay.
+    """number: 8 hexadecimal digits, the same on every rank. about: of csc.checkpoints.step_index.Index. expected: names
+    of parameters and buffers that have to be there, all of their entries. keep: how many checkpoints of the run stay.
     """
 
     folder: Path

@@ -16,7 +16,7 @@ from rich.markup import escape
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
-    from csc.checkpoints.index import Index
+    from csc.checkpoints.step_index import Index
 
 app = typer.Typer(no_args_is_help=True, help="What a training run has saved: list it, show it, check it, convert it.")
 
@@ -39,7 +39,7 @@ def list_command(
     debug: DebugOption = False,
 ) -> None:
     """Checkpoints of a run: step, when, of what, saved on which mesh, how large; and saves that were cut off."""
-    from csc.checkpoints import index
+    from csc.checkpoints import step_index
     from csc.errors import InputError
     from csc.simulation.look import bytes_text
 
@@ -47,12 +47,12 @@ def list_command(
         raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
     found: list[Index] = []
     damaged: dict[str, str] = {}
-    for folder in index.saved(run).values():
+    for folder in step_index.saved(run).values():
         try:
-            found.append(index.read(folder))
+            found.append(step_index.read(folder))
         except InputError as error:
             damaged[folder.name] = error.what
-    begun = [folder.name for folder in index.cut_off(run)]
+    begun = [folder.name for folder in step_index.cut_off(run)]
     if json_output:
         rows = [{**one.about, "folder": str(one.folder), "bytes": one.size()} for one in found]
         print_json({"run": str(run), "checkpoints": rows, "damaged": damaged, "cut_off": begun})
@@ -78,10 +78,10 @@ def show(
     debug: DebugOption = False,
 ) -> None:
     """What is in a checkpoint: parameters that train or not, the optimizer and its groups, other state, files."""
-    from csc.checkpoints import index
+    from csc.checkpoints import step_index
     from csc.simulation.look import bytes_text
 
-    found = index.read(index.find(path, step))
+    found = step_index.read(step_index.find(path, step))
     rows = _summary(found)
     if json_output:
         more = {"tensors": _tensors(found)} if tensors else {}
@@ -143,10 +143,10 @@ def verify(
     path: PathArgument, step: StepOption = None, json_output: JsonOption = False, debug: DebugOption = False
 ) -> None:
     """Read a checkpoint and compare every byte with what was saved. Exit code 1 if something is damaged or missing."""
-    from csc.checkpoints import index, reading
+    from csc.checkpoints import restoring, step_index
 
-    found = index.read(index.find(path, step))
-    damaged = list(reading.damaged(found))
+    found = step_index.read(step_index.find(path, step))
+    damaged = list(restoring.damaged(found))
     if json_output:
         rows = [{"file": error.where, "what": error.what} for error in damaged]
         print_json({"folder": str(found.folder), "ok": not damaged, "files": found.files(), "damaged": rows})
@@ -174,7 +174,7 @@ def convert(
     debug: DebugOption = False,
 ) -> None:
     """Make Hugging Face's or torch's directory of a checkpoint (--to), or a checkpoint of one of these."""
-    from csc.checkpoints import index
+    from csc.checkpoints import step_index
     from csc.driver import checkpoint_conversion as conversion
     from csc.errors import InputError
 
@@ -188,7 +188,7 @@ def convert(
     left: list[str] = []
     made = out
     if kind == conversion.CSC:
-        found = index.read(index.find(source, step))
+        found = step_index.read(step_index.find(source, step))
         (conversion.to_hf if wanted == conversion.HF else conversion.to_dcp)(found, out)
     elif kind == conversion.HF:
         made, left = conversion.from_hf(source, out, step or 0)

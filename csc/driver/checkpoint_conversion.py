@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 import csc
-from csc.checkpoints import dcp, reading
-from csc.checkpoints.index import FILE, Index, folder_of, saved
+from csc.checkpoints import dcp, restoring
 from csc.checkpoints.pieces import Piece, divided
+from csc.checkpoints.step_index import FILE, Index, folder_of, saved
 from csc.checkpoints.writing import CONFIGS, Own, Save, write
 from csc.driver.checkpoint import format_of
 from csc.errors import InputError
@@ -94,7 +94,7 @@ def to_hf(index: Index, out: Path) -> None:
 
 
 def _whole(index: Index, name: str) -> torch.Tensor:
-    return reading.whole(index, index.parameters[name], repr(name))
+    return restoring.whole(index, index.parameters[name], repr(name))
 
 
 def _shards(stored: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from csc.checkpoints import index, writing
+from csc.checkpoints import step_index, writing
 from csc.checkpoints.writing import Own, Save
 from csc.driver.background import Saving
 from csc.driver.checkpoint import write_config
@@ -70,14 +70,14 @@ def _written(own: Own, save: Save, beside: Meeting) -> None:
         raise
 
 
-def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> index.Index | None:
+def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> step_index.Index | None:
     """What is in the folder that `choose` gives. InputError if ranks see other ones."""
 
-    def read() -> tuple[Said, tuple[index.Index | None, str]]:
+    def read() -> tuple[Said, tuple[step_index.Index | None, str]]:
         folder = choose()
         if folder is None:
             return NOTHING, (None, "no checkpoint")
-        return NOTHING, (index.read(folder), f"{folder.name} ({index.digest_of(folder)[:12]})")
+        return NOTHING, (step_index.read(folder), f"{folder.name} ({step_index.digest_of(folder)[:12]})")
 
     found, told = meeting.hold("load a checkpoint", read)
     others = meeting.texts("load a checkpoint", told)

@@ -24,10 +24,10 @@ import torch
 
 import csc
 from csc import devices
-from csc.checkpoints import pieces, reading
-from csc.checkpoints.index import FILE, OLDER, Index
-from csc.checkpoints.plain import packed, unpacked
-from csc.checkpoints.reading import Expected
+from csc.checkpoints import pieces, restoring
+from csc.checkpoints.as_json import packed, unpacked
+from csc.checkpoints.restoring import Expected
+from csc.checkpoints.step_index import FILE, OLDER, Index
 from csc.checkpoints.writing import Own
 from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest
@@ -158,21 +158,21 @@ def take_up(state: State, index: Index) -> Restored:
                 f"load what it has: load(only={[what for what in state.has if what in index.has]!r})",
             )  # fmt: skip
         if WEIGHTS in state.has:
-            reading.check_model(index, expected(state))
+            restoring.check_model(index, expected(state))
         own = optimizer_state.owned(saved.trainer)
         if OPTIMIZER in state.has:
             assert saved.optimizer is not None
-            made = reading.optimizer(index, saved.optimizer, own)
+            made = restoring.optimizer(index, saved.optimizer, own)
             changes.append(partial(saved.optimizer.load_state_dict, made))
-        of_process = reading.state(index, state.process[0])
-        first = reading.state(index, 0)
+        of_process = restoring.state(index, state.process[0])
+        first = restoring.state(index, 0)
         if SCHEDULER in state.has:
             changes.append(partial(state.scheduler.load_state_dict, unpacked(first[SCHEDULER])))
         if LOADER in state.has:
             changes.insert(0, partial(saved.loader.load_state_dict, _position(state, index)))
         rest = {}
         if WEIGHTS in state.has:
-            reading.verify(
+            restoring.verify(
                 index, [(s.name, saved.trainer.own.box(s) or whole_box(s.shape)) for s in saved.trainer.own.specs]
             )
             rest = _rest(state, index)
@@ -190,7 +190,7 @@ def take_up(state: State, index: Index) -> Restored:
     for change in changes:  # a loader may refuse its position: then no weight was touched
         change()
     if WEIGHTS in state.has:
-        saved.trainer.own.fill(lambda name, box, target: reading.fill(index, name, box, target))
+        saved.trainer.own.fill(lambda name, box, target: restoring.fill(index, name, box, target))
         put_rest(saved.model, state.form, found["rest"])
         saved.look()
     if RANDOM in state.has:
@@ -205,7 +205,7 @@ def _rest(state: State, index: Index) -> dict[str, torch.Tensor]:
         return {}
     found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in form.rest.items()}
     for name, target in found.items():
-        reading.fill(index, name, whole_box(target.shape), target)
+        restoring.fill(index, name, whole_box(target.shape), target)
     return found
 
 
@@ -215,7 +215,7 @@ def _position(state: State, index: Index) -> Any:
     loader_state.check(state.saved.loader)
     there = []
     for process in range(len(index.states)):
-        found = reading.state(index, process).get(LOADER)
+        found = restoring.state(index, process).get(LOADER)
         if found is not None and (found["share"] == own or found["any"]):
             return unpacked(found["position"])
         there += [found["share"]] if found is not None else []

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from csc.balance.balanced import balanced
-from csc.checkpoints.index import find
+from csc.checkpoints.step_index import find
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.training_state import OPTIMIZER, RANDOM, SCHEDULER, State, take_up

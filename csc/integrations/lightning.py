@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.checkpoints.index import find
+from csc.checkpoints.step_index import find
 from csc.checkpoints.writing import forgotten
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import csc
-from csc.checkpoints import files, index, writing
-from csc.checkpoints.plain import packed, unpacked
+from csc.checkpoints import files, step_index, writing
+from csc.checkpoints.as_json import packed, unpacked
 from csc.errors import InputError
 from csc.runtime.optimizer_state import Own, check_whole
 from csc.runtime.specs import ParameterSpec
@@ -187,7 +187,7 @@ def test_a_save_that_is_cut_off_anywhere(run: Make, monkeypatch: pytest.MonkeyPa
                 other.checkpoints.save(2)
             except KeyboardInterrupt:
                 cut_off += 1
-        if (tmp_path / "run/step-00000002" / index.FILE).is_file():
+        if (tmp_path / "run/step-00000002" / step_index.FILE).is_file():
             break
         assert other.checkpoints.steps == [1]
     assert cut_off >= 3
@@ -237,7 +237,7 @@ def test_a_flipped_byte_names_the_shard_and_the_parameter(run: Make) -> None:
     whole = run()
     whole.steps(1)
     folder = whole.checkpoints.save(1).folder
-    part = index.read(folder).parameters["layers.1.qkv.weight"].parts[0]
+    part = step_index.read(folder).parameters["layers.1.qkv.weight"].parts[0]
     content = bytearray((folder / part.file).read_bytes())
     content[part.offset + 5] ^= 1
     (folder / part.file).write_bytes(content)

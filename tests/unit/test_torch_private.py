@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from csc.torch_private import autograd as private_autograd
-from csc.torch_private import checkpoints as private_checkpoints
+from csc.torch_private import distributed_checkpoint as private_checkpoints
 from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
 from csc.torch_private import processes as private_processes

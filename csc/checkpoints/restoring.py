@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csc.checkpoints import files
-from csc.checkpoints.index import FILE, OLDER, Index, Stored
+from csc.checkpoints.step_index import FILE, OLDER, Index, Stored
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.boxes import overlap, sizes, whole_box
