@@ -201,7 +201,7 @@ def test_nothing_is_left_to_train(models: Models, freeze: list[str]) -> None:
 
 
 def test_freeze_of_something_else() -> None:
-    refused(lambda: csc.compile(Base(), freeze=[3]), "no name: [3]", "compile", "list of strings")  # type: ignore[list-item]
+    refused(lambda: csc.compile(Base(), freeze=[3]), "freeze holds 3, which is no name", "compile", "list of strings")  # type: ignore[list-item]
 
 
 # --- mesh, cuts, schedule ----------------------------------------------------------------------------------------

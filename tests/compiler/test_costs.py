@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from csc.analysis.costs import (
-    Call,
     Kernels,
     RegionCost,
     basis,
@@ -33,6 +32,7 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
+from csc.analysis.kernel_calls import KernelCall
 from csc.capture.trace.traced_model import loss_of
 from csc.commands import main as cli
 from csc.commands.cost_tables import cost_tables
@@ -304,13 +304,17 @@ def test_a_lookup_reads_rows_and_not_the_table() -> None:
 # --- seconds -------------------------------------------------------------------------------------------------------
 
 calls = st.builds(
-    Call, st.just("aten::mm"), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 10**15), st.integers(0, 10**12)
+    KernelCall,
+    st.just("aten::mm"),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.integers(0, 10**15),
+    st.integers(0, 10**12),
 )
 profiles = st.sampled_from(["a40", "a100", "h100", "h200", "cpu"]).map(hardware)
 
 
 @given(st.lists(calls), st.lists(calls), profiles)
-def test_seconds_are_a_roofline(first: list[Call], second: list[Call], profile: object) -> None:
+def test_seconds_are_a_roofline(first: list[KernelCall], second: list[KernelCall], profile: object) -> None:
     work, more = Kernels(tuple(first)), Kernels(tuple(second))
     expected = 0.0
     for call in first:

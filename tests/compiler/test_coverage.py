@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 LARGEST = 1e-5
 # The others are in the long tier: each is of a kind with one of these.
 OFTEN = {
-    "Llama", "LLaVA", "Gemma 3", "Mllama", "Qwen2-Audio", "Whisper encoder + Llama",
+    "Llama", "LLaVA", "Mllama", "Qwen2-Audio",
 }  # fmt: skip
 # One of each kind: it takes as long as the rest of a model's test.
 TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Mllama"}

@@ -34,6 +34,7 @@ from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32
+from tests.tiers import long
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 # --- short -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(2, 8, 16), pytest.param((2, 8, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(2, 8, 16), long((2, 8, 32))], ids=str)
 def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     """The same model with so many layers."""
     return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}

@@ -20,6 +20,7 @@ from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
 from tests import launching
 from tests.compiler.peft_models import llama, peft_model, text_batch
+from tests.tiers import long
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
 
@@ -231,7 +232,7 @@ def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1), ("dp=2", 3)])
+@pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), long("dp=2", 1), ("dp=2", 3)])
 def test_hf_trainer_on_two_processes(
     fresh: Callable[[], csc.CompiledModel], mesh: str, zero: int, tmp_path: Path
 ) -> None:

@@ -30,12 +30,12 @@ MOVED = 5e-6  # AdamW makes whole steps of small gradients, whose rounding shows
 
 OFTEN = [
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 1},
-    {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 2},
     {"model": "captions", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "recompute": "full"},
 ]
 PROJECTOR = ["vision_tower", "language_model", "lm_head"]  # what is frozen for it alone to train
 LONG = [
+    {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 2},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 3},
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 3, "freeze": ["vision_tower"]},
