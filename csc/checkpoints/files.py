@@ -91,7 +91,7 @@ def read(folder: Path, part: Part, dtype: str, what: str) -> torch.Tensor:
                 opened.seek(part.offset)
                 read_into(opened, target)
         except (OSError, EOFError) as error:
-            raise fail(f"it cannot be read: {error or 'the file ends before it'}") from None
+            raise fail(f"it cannot be read: {error}") from None
         if hashlib.sha256(target).hexdigest() != part.sha256:
             raise fail("its bytes are not those that were saved")
     return found
@@ -103,5 +103,5 @@ def read_into(opened: RawIOBase, target: memoryview) -> None:
     while at < len(target):
         count = opened.readinto(target[at:])
         if not count:
-            raise EOFError
+            raise EOFError("the file ends before it")
         at += count

@@ -121,6 +121,8 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "file": str(folder / stored.file),
         "what": "'norm.weight': its bytes are not those that were saved",
     }
+    (folder / stored.file).write_bytes(content[: stored.offset])
+    assert "'norm.weight': it cannot be read: the file ends before it" in said("verify", run, code=1)
     (folder / step_index.FILE).write_text((folder / step_index.FILE).read_text().replace("TextModel", "OtherModel"))
     assert list(told("list", run)["damaged"]) == ["step-00000002"]
     with pytest.raises(InputError, match=r"checkpoint\.json: it is not what was saved there: its bytes have changed"):
