@@ -82,6 +82,7 @@ class ModelGuards:
         self._all = list(holders.values())
         self._sizes = list(map(len, self._all))
         self._filled = [own for own in self._all if own]
+        self._names = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._contents = {
             (path, name): (value, _copied(value))
@@ -117,6 +118,7 @@ class ModelGuards:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
         return (
             list(map(len, self._all)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._filled), self._names))
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and [parameter.requires_grad for parameter in self._parameters] == self._trainable
             and not any(map(gradient_hooks, self._parameters))  # as when it was compiled: csc refuses them
@@ -312,7 +314,7 @@ def _same(value: Any, before: Any) -> bool:
     if len(value) != len(before):
         return False
     if isinstance(value, dict):
-        return all(map(_alike, value.values(), before.values()))
+        return all(map(_alike, value, before)) and all(map(_alike, value.values(), before.values()))
     return all(map(_alike, value, before)) if not isinstance(value, set) else value == before
 
 

@@ -42,8 +42,10 @@ from csc.capture.watches import (
     elements,
     environment,
     identical,
+    is_of_members,
     items,
     looked_up,
+    names_of,
     values,
     without,
 )
@@ -127,7 +129,7 @@ class Reached:
         found = []
         for path, names, read, before in self._watches:
             now = read()
-            if len(now) != len(before) and isinstance(read, functools.partial) and read.func is values:
+            if is_of_members(read) and names_of(*read.args) != names:
                 found += self._members_changed(path, dict(zip(names, before)), *read.args)
                 continue
             if len(now) != len(before):
@@ -148,14 +150,15 @@ class Reached:
     def _members_changed(
         self, path: str, before: Mapping[str, Any], members: Mapping[Any, Any], left_out: Set[str] = frozenset()
     ) -> list[str]:
-        """Of a mapping that has more or fewer names; of a class those that a forward looks up: libraries note things
-        there that none does.
+        """Of a mapping that has other names, or in another order; of a class those that a forward looks up: libraries
+        note things there that none does.
         """
         now = {str(name): value for name, value in items(members) if str(name) not in left_out}
         names = dict.fromkeys((*before, *now))
         if path.startswith("class "):
             names = dict.fromkeys(name for name in names if name in self._reached)
-        return [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
+        found = [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
+        return found or ([] if path.startswith("class ") else [_contents_of(path)])
 
     # --- the walk ------------------------------------------------------------------------------------------------
 

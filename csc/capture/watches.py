@@ -5,7 +5,7 @@ Terms
   watch      (path, names, read, before): `read` is a partial of one of the functions here, `before` what it gave
   together   thousands of watches, asked in loops that Python does not see
 
-    Together(watches).hold() -> bool               whether each holds the very values that it had
+    Together(watches).hold() -> bool               whether each holds the very values that it had, by the same names
     Codes(functions).hold() -> bool                whether each function has its code and its defaults
     without(watch, names) -> watch                 the same of all its values but some
 """
@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 ABSENT = object()
 Read = Callable[[], list[Any]]
@@ -39,6 +39,11 @@ def values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list
 def items(members: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """See `values`."""
     return list(dict.items(members) if isinstance(members, dict) else members.items())
+
+
+def names_of(members: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> Names:
+    """Of `values`, in their order."""
+    return tuple(name for name in (str(key) for key, _ in items(members)) if name not in left_out)
 
 
 def elements(container: Iterable[Any]) -> list[Any]:
@@ -92,11 +97,14 @@ class Together:
         kinds: dict[Any, list[Watch]] = defaultdict(list)
         for watch in watches:
             kinds[_kind(watch)].append(watch)
-        self._others = [(read, before) for _, _, read, before in kinds.pop(None, [])]
+        others = kinds.pop(None, [])
+        self._others = [(read, before) for _, _, read, before in others]
+        self._named = [(read.args, names) for _, names, read, _ in others if is_of_members(read)]
         self._empty, self._dicts = _firsts(kinds.pop("empty", [])), _firsts(kinds[dict])
         self._classes, self._containers = _firsts(kinds[MappingProxyType]), _firsts(kinds[elements])
         sized = (kinds[dict], kinds[MappingProxyType], kinds[elements])
         self._sizes = [len(before) for kind in sized for _, _, _, before in kind]
+        self._keys = list(self._keys_now())
         self._gets = [space.get for space in _firsts(kinds[looked_up])]
         self._looked_up = [names for _, names, _, _ in kinds[looked_up]]
         objects = kinds[attributes]
@@ -119,13 +127,18 @@ class Together:
         return (
             not any(self._empty)
             and self._sizes_now() == self._sizes
+            and all(map(is_, self._keys_now(), self._keys))
             and all(map(is_, now, self._before))
             and self._variables_hold()
+            and all(names_of(*given) == names for given, names in self._named)
             and all(identical(read(), before) for read, before in self._others)
         )
 
     def _sizes_now(self) -> list[int]:
         return [*map(dict.__len__, self._dicts), *map(len, self._classes), *map(len, self._containers)]
+
+    def _keys_now(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.__iter__, self._dicts)), chain.from_iterable(self._classes))
 
     def _variables_hold(self) -> bool:
         if not self._variables:
@@ -147,6 +160,11 @@ class Codes:
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(map(CODE, self._functions))
+
+
+def is_of_members(read: Read) -> TypeGuard[partial[list[Any]]]:
+    """Whether these are the values of a mapping, or of a class."""
+    return isinstance(read, partial) and read.func is values
 
 
 def _kind(watch: Watch) -> Any:

@@ -73,6 +73,7 @@ class Tuned(nn.Module):
         self.register_buffer("scale", torch.ones(16))
         self.config, self.config.inner = Settings(), Settings()
         self.gain, self.gains = 1.0, [1.0, 1.0]
+        self.switches, self.ordered = {"on": 1.0}, {"first": 1.0, "second": 2.0}
         self.plain, self.deep = torch.ones(16), {"a": {"b": 1.0}}
         self.slotted, self.objects, self.tensors = Slotted(), [Settings()], [torch.ones(16)]
 
@@ -82,6 +83,7 @@ class Tuned(nn.Module):
         hidden = hidden * from_elsewhere()
         hidden = self.drop(self.mix(hidden)) * self.config.inner.factor + self.config.table["a"][0]
         hidden = hidden * self.config.by_layer[1]["factor"]
+        hidden = hidden * (2.0 if "on" in self.switches else 1.0) * next(iter(self.ordered.values()))
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -146,6 +148,8 @@ CHANGES: dict[str, Callable[[Tuned], object]] = {
     "tensor that is an attribute": lambda m: m.plain.fill_(3.0),
     "mapping in a mapping": lambda m: m.deep["a"].update(b=2.0),
     "list": lambda m: m.gains.__setitem__(0, 0.5),
+    "name in a mapping": lambda m: m.switches.update(off=m.switches.pop("on")),
+    "order in a mapping": lambda m: m.ordered.update(first=m.ordered.pop("first")),
     "configuration": lambda m: setattr(m.config.inner, "factor", 0.5),
     "mapping in a configuration": lambda m: m.config.table.update(a=[0.5, 2.0]),
     "attribute of an object with slots": lambda m: setattr(m.slotted, "factor", 2.0),
