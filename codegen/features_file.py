@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from csc.codegen.index import BESIDE, Index
+from csc.codegen.index import BESIDE, ProgramNames
 from csc.codegen.python import comment
 from csc.codegen.rank_file import imports
 from csc.codegen.stage_functions import StageWriter
@@ -15,7 +15,7 @@ from csc.codegen.stage_functions import StageWriter
 from csc.ir.program import Features
 
 
-def features_source(index: Index, features: Features) -> str:
+def features_source(index: ProgramNames, features: Features) -> str:
     """The text of the file."""
     writer = StageWriter(index, replace(features.stage, index=BESIDE), set(), "")
     values = ", ".join(f"{comment(value)} {index.types[value]}" for value in features.values)

@@ -20,7 +20,7 @@ BESIDE = -1  # the stage of what no step runs: see csc.ir.program.Features
 
 
 @dataclass(frozen=True)
-class Index:
+class ProgramNames:
     """A Program by names, what its `features` have included.
 
     readers: how many regions read a value. types: `f32[2, 20, 48]` of every value between regions. arriving and
@@ -42,7 +42,7 @@ class Index:
     functions: Mapping[tuple[str, ...], str]
 
 
-def index(program: Program) -> Index:
+def index(program: Program) -> ProgramNames:
     """The Index of a scheduled Program."""
     arriving: dict[tuple[str, int], list[Message]] = {}
     leaving: dict[tuple[str, int], list[Message]] = {}
@@ -58,7 +58,7 @@ def index(program: Program) -> Index:
         templates, variants = {**templates, **left_out.templates}, {**variants, **left_out.variants}
     returned = {name: g.outputs(template.graph) for name, template in templates.items()}
     tables = tables_file.tables(program)
-    return Index(
+    return ProgramNames(
         program,
         templates,
         variants,

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csc.codegen.index import Index
+from csc.codegen.index import ProgramNames
 from csc.codegen.python import WIDTH, comment, wrapped
 from csc.codegen.segments import Segment
 from csc.codegen.stage_functions import StageWriter, place
@@ -36,7 +36,7 @@ def position_path(position: int) -> str:
     return f"position_{position}.py"
 
 
-def rank_sources(index: Index, mesh: Mesh) -> dict[str, str]:
+def rank_sources(index: ProgramNames, mesh: Mesh) -> dict[str, str]:
     """The text of each rank's file, and of the files that ranks share. Where a rank has several stages, names of
     functions end in the stage.
     """
@@ -74,7 +74,7 @@ class _Position:
     code: str
 
 
-def _position(index: Index, position: int, stages: Sequence[Stage]) -> _Position:
+def _position(index: ProgramNames, position: int, stages: Sequence[Stage]) -> _Position:
     claimed: set[str] = set()
     writers = []
     for stage in stages:
@@ -141,7 +141,7 @@ def _token_shards(program: Program, cp_rank: int) -> list[str]:
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
-def _contents(index: Index, stage: Stage, parts: Sequence[Segment]) -> list[str]:
+def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment]) -> list[str]:
     """What a stage holds, receives and sends."""
     lines = []
     for number, segment in enumerate(parts):

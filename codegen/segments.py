@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from csc.codegen.index import Index
+from csc.codegen.index import ProgramNames
 from csc.codegen.python import quoted
 
 from csc.ir.program import Region, Stage
@@ -35,7 +35,7 @@ class Segment:
         return self.regions[-1]
 
 
-def segments(index: Index, stage: Stage) -> list[Segment]:
+def segments(index: ProgramNames, stage: Stage) -> list[Segment]:
     """The stage's regions in order; neighbours join a loop if only the carried activation and the parameters differ."""
     runs: list[list[Region]] = []
     carries: list[int] = []

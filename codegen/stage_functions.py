@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from csc.codegen import tables_file
-from csc.codegen.index import Index
+from csc.codegen.index import ProgramNames
 from csc.codegen.layer_file import signature
 from csc.codegen.python import one_or_tuple, quoted, source, with_note, wrapped
 from csc.codegen.segments import Segment, prefixes_source
@@ -33,7 +33,7 @@ class StageWriter:
     claimed: names that the file's earlier stages have at module level. suffix: what function names end in.
     """
 
-    def __init__(self, index: Index, stage: Stage, claimed: set[str], suffix: str) -> None:
+    def __init__(self, index: ProgramNames, stage: Stage, claimed: set[str], suffix: str) -> None:
         self.index = index
         self.program = index.program
         self.stage = stage

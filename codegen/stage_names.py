@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from csc.codegen.index import Index
+from csc.codegen.index import ProgramNames
 from csc.codegen.layer_file import signature
 from csc.codegen.python import quoted
 from csc.codegen.segments import Segment, segments
@@ -24,7 +24,7 @@ class StageNames:
     claimed: names that the file's earlier stages have at module level.
     """
 
-    def __init__(self, index: Index, stage: Stage, claimed: set[str]) -> None:
+    def __init__(self, index: ProgramNames, stage: Stage, claimed: set[str]) -> None:
         self.index = index
         self.program = index.program
         self.stage = stage

@@ -29,7 +29,7 @@ Like = int | Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PlainLeaves:
     """plain: the leaves of (args, kwargs), None where a tensor stands; places: of the tensors among them."""
 
     module: weakref.ref[nn.Module]
@@ -47,7 +47,7 @@ class _Call:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-_CALLS: dict[str, _Call] = {}
+_CALLS: dict[str, _PlainLeaves] = {}
 
 
 def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
@@ -76,7 +76,7 @@ def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         plain = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
-        call = _Call(weakref.ref(module), forward, structure, plain, places, like)
+        call = _PlainLeaves(weakref.ref(module), forward, structure, plain, places, like)
         key = f"{name}.{number}"
         while key in _CALLS and _CALLS[key] != call:
             key += "'"
@@ -96,7 +96,7 @@ def is_opaque(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "is_opaque", False)
 
 
-def _called(key: str) -> tuple[_Call, nn.Module]:
+def _called(key: str) -> tuple[_PlainLeaves, nn.Module]:
     call = _CALLS.get(key)
     module = call.module() if call is not None else None
     if call is None or module is None:

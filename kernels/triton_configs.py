@@ -40,7 +40,7 @@ Passes = tuple[tuple[str, Config], ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class HeadDimConfigs:
     """Of all kernels for one head dim.
 
     dkv: runs of the dK/dV kernel: (the gradients that it makes, of "k" and "v"; its configuration). There are two runs
@@ -54,14 +54,14 @@ class Choice:
     dkv_capped: Passes
 
 
-def _choice(forward: Config, dq: Config, *dkv: Config, capped: Config | None = None) -> Choice:
+def _choice(forward: Config, dq: Config, *dkv: Config, capped: Config | None = None) -> HeadDimConfigs:
     """Tiles of 128 x 128. dkv: one configuration for dK and dV, or those of dV and of dK."""
     passes = tuple(zip(("kv",) if len(dkv) == 1 else ("v", "k"), dkv))
-    return Choice((128, 128), forward, dq, passes, passes if capped is None else (("kv", capped),))
+    return HeadDimConfigs((128, 128), forward, dq, passes, passes if capped is None else (("kv", capped),))
 
 
 # (architecture, padded head dim): forward, dQ and dK/dV for 16-bit types (True: descriptors).
-_HALF: dict[tuple[str, int], Choice] = {
+_HALF: dict[tuple[str, int], HeadDimConfigs] = {
     ("sm_90", 64): _choice(Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True)),
     ("sm_90", 128): _choice(
         Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True),
@@ -98,7 +98,7 @@ _HALF: dict[tuple[str, int], Choice] = {
 
 # Triton 3.6 to 3.8, and the assemblers that come with them, need more registers and spill with the blocks above. Rows
 # of their own, since with 3.9 these would only cost: half the work for a load, or a stage less.
-_BEFORE_3_9: dict[tuple[str, int], Choice] = {
+_BEFORE_3_9: dict[tuple[str, int], HeadDimConfigs] = {
     ("sm_90", 128): replace(
         _HALF["sm_90", 128],
         forward=Config(128, 128, 8, 2, True),
@@ -115,15 +115,15 @@ _BEFORE_3_9: dict[tuple[str, int], Choice] = {
 }
 
 
-def _small(block: int, forward: Config, passes: tuple[str, ...] = ("kv",)) -> Choice:
+def _small(block: int, forward: Config, passes: tuple[str, ...] = ("kv",)) -> HeadDimConfigs:
     """float32, tiles of 64 x 64."""
     other = Config(block, block, 8, 1)
     dkv = tuple((which, other) for which in passes)
-    return Choice((64, 64), forward, other, dkv, dkv)
+    return HeadDimConfigs((64, 64), forward, other, dkv, dkv)
 
 
 # True float32 has no tensor cores on NVIDIA, and its dots keep whole rows of operands in registers: small blocks.
-_SINGLE: dict[int, Choice] = {
+_SINGLE: dict[int, HeadDimConfigs] = {
     64: _small(32, Config(32, 32, 8, 1)),
     128: _small(32, Config(32, 16, 8, 1)),
     256: _small(16, Config(16, 16, 8, 1), ("v", "k")),
@@ -132,8 +132,8 @@ _SINGLE: dict[int, Choice] = {
 # Few and small: the interpreter pays by the block. Parts, steps, descriptors and two runs for dK and dV are all in it.
 _TALL, _WIDE = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
 _TALL_TMA, _WIDE_TMA = Config(32, 16, 4, 1, True), Config(16, 32, 4, 1, True)
-_INTERPRETED = Choice((32, 32), _TALL_TMA, _WIDE, (("kv", _WIDE_TMA),), (("kv", _TALL),))
-_INTERPRETED_WIDE = Choice((32, 32), _WIDE, _TALL_TMA, (("v", _WIDE), ("k", _TALL_TMA)), (("kv", _WIDE),))
+_INTERPRETED = HeadDimConfigs((32, 32), _TALL_TMA, _WIDE, (("kv", _WIDE_TMA),), (("kv", _TALL),))
+_INTERPRETED_WIDE = HeadDimConfigs((32, 32), _WIDE, _TALL_TMA, (("v", _WIDE), ("k", _TALL_TMA)), (("kv", _WIDE),))
 
 
 def padded(head_dim: int) -> int:
@@ -155,7 +155,7 @@ def architecture(device: torch.device) -> str:
     return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_86")
 
 
-def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> Choice:
+def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> HeadDimConfigs:
     """The configurations for heads of this width. ValueError for a dtype or head dim that has no kernel."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"attention kernels take float16, bfloat16 and float32, not {dtype}")
@@ -169,7 +169,7 @@ def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> Choice:
     return _pointers(rows[architecture, max(64, width)], head_dim, dtype)
 
 
-def _pointers(found: Choice, head_dim: int, dtype: torch.dtype) -> Choice:
+def _pointers(found: HeadDimConfigs, head_dim: int, dtype: torch.dtype) -> HeadDimConfigs:
     """Without descriptors where rows have a length that they cannot describe."""
     if head_dim * dtype.itemsize % DESCRIBED_BYTES == 0:
         return found
@@ -178,4 +178,4 @@ def _pointers(found: Choice, head_dim: int, dtype: torch.dtype) -> Choice:
         return replace(config, descriptors=False)
 
     dkv, capped = (tuple((which, plain(each)) for which, each in some) for some in (found.dkv, found.dkv_capped))
-    return Choice(found.tile, plain(found.forward), plain(found.dq), dkv, capped)
+    return HeadDimConfigs(found.tile, plain(found.forward), plain(found.dq), dkv, capped)

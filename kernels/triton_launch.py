@@ -22,7 +22,7 @@ import torch
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import TileLists, Tiles
 from csc.kernels.triton_backward import dkv_kernel, dq_kernel, rows_kernel
-from csc.kernels.triton_configs import DESCRIBED_BYTES, Choice, Config, architecture, choose, padded
+from csc.kernels.triton_configs import DESCRIBED_BYTES, Config, HeadDimConfigs, architecture, choose, padded
 from csc.kernels.triton_forward import forward_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -40,7 +40,7 @@ def blocks(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> tup
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None,
-    scale: float, softcap: float, choice: Choice | None = None,
+    scale: float, softcap: float, choice: HeadDimConfigs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [B, H, Tq, D], lse float32 [B, H, Tq]). ValueError for sizes, types or scales that have no kernel."""
     choice = choice or choose(architecture(q.device), q.shape[-1], q.dtype)
@@ -67,7 +67,7 @@ def forward(
 
 def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, choice: Choice | None = None,
+    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, choice: HeadDimConfigs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), of the shapes of q, k, v.
 
@@ -119,7 +119,7 @@ def backward(
 
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None, scale: float,
-    choice: Choice,
+    choice: HeadDimConfigs,
 ) -> None:  # fmt: skip
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one type")
@@ -189,7 +189,7 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
 
 
 def _constants(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, softcap: float, choice: Choice, config: Config
+    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, softcap: float, choice: HeadDimConfigs, config: Config
 ) -> dict[str, Any]:
     return {
         "GROUP": q.shape[1] // k.shape[1],

@@ -19,8 +19,8 @@ from csc.analysis.working import working
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
-from csc.planning.problem import Kind, Problem, Unit, Value, unequal
-from csc.simulation.pipeline import Link, Network, Place
+from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
+from csc.simulation.pipeline import Link, Network, RankNodes
 
 
 def profiles(program: Program, options: Options) -> tuple[Hardware, ...]:
@@ -72,7 +72,7 @@ def problem(program: Program, options: Options) -> Problem:
     if len(alike) == 1:
         return found
     kinds = [
-        Kind(
+        RankKind(
             own[members[0]].name,
             tuple(members),
             tuple(
@@ -140,7 +140,7 @@ def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
     in_a_row = all(one == [rank // own[0].ranks_per_node] for rank, one in enumerate(nodes))
     if in_a_row and all(one == own[0] for one in own):
         return found
-    places = (Place(tuple(one), _link(p.within), _link(p.between)) for one, p in zip(nodes, own))
+    places = (RankNodes(tuple(one), _link(p.within), _link(p.between)) for one, p in zip(nodes, own))
     return replace(found, places=tuple(places))
 
 

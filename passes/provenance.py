@@ -48,7 +48,7 @@ class Marking(fx.Interpreter):
         return result
 
     def _own(self, n: fx.Node, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *_: Any) -> Any:
-        return list(_Own.apply(partial(self._backward, n), len(outputs), *outputs, *inputs))
+        return list(_Computed.apply(partial(self._backward, n), len(outputs), *outputs, *inputs))
 
     def _backward(self, n: fx.Node, incoming: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of a function's inputs, for those of its outputs."""
@@ -67,7 +67,7 @@ class Marking(fx.Interpreter):
         return [value(one) for one in ends]
 
 
-class _Own(torch.autograd.Function):
+class _Computed(torch.autograd.Function):
     """Values that have been computed, and their inputs' gradients: run(gradients of the values) gives those."""
 
     @staticmethod

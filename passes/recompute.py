@@ -39,7 +39,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique
 from csc.ir.program import Choice, Options, Program, Region, Template, Variant
-from csc.planning.rematerialise import Candidate, Saving, least, savings
+from csc.planning.rematerialise import Candidate, StashChoice, least, savings
 
 NONE, SELECTIVE, FULL, AUTO = "none", "selective", "full", "auto"
 PRICES = 16  # that the bisection looks at
@@ -227,7 +227,7 @@ class _Candidates:
         numbers = problem(tried, options)
         return decide(tried, numbers if limited else replace(numbers, memory=None), options, EFFORT).makespan
 
-    def corners(self, variant: Variant) -> list[Saving]:
+    def corners(self, variant: Variant) -> list[StashChoice]:
         """What is best at some price, prices falling; see csc.planning.rematerialise."""
         key = (variant.name, AUTO)
         if key not in self._known:
@@ -235,7 +235,7 @@ class _Candidates:
             self._known[key] = savings(network.steps, network.needed)
         return self._known[key]
 
-    def names(self, variant: Variant, saving: Saving) -> Saves:
+    def names(self, variant: Variant, saving: StashChoice) -> Saves:
         """The names of what a saving keeps; None if it runs no work again, as that keeps all that B reads."""
         if not saving.again:
             return None

@@ -26,7 +26,7 @@ from csc.analysis.operators.made import NEW
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
 from csc.analysis.operators.reductions import LABELS
 from csc.analysis.operators.views import is_view
-from csc.analysis.routing import TOKENS, Moved, positions
+from csc.analysis.routing import TOKENS, SortedRows, positions
 from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
@@ -163,7 +163,7 @@ class Spreading:
             node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
         )
 
-    def _routed(self, node: fx.Node, place: Place, found: Moved | str) -> None:
+    def _routed(self, node: fx.Node, place: Place, found: SortedRows | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
         if isinstance(found, str) and found != TOKENS:
             raise self._mixed(node, found)

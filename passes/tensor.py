@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from csc.passes.tensor_choice import Choice, chosen
+from csc.passes.tensor_choice import ShardChoice, chosen
 from torch import fx
 
 from csc.errors import InputError
@@ -52,8 +52,8 @@ class _Agreement:
     whole: set[Use] = field(default_factory=set)
     operators: set[Use] = field(default_factory=set)
 
-    def choices(self) -> dict[str, Choice]:
-        found: dict[str, Choice] = {}
+    def choices(self) -> dict[str, ShardChoice]:
+        found: dict[str, ShardChoice] = {}
         ids = _made_of_the_batch(self.program)
         changed = set(self.program.templates)
         while changed:
@@ -70,7 +70,7 @@ class _Agreement:
     def _of(template: str, uses: Collection[Use]) -> set[str]:
         return {parameter for name, parameter in uses if name == template}
 
-    def _apart(self, found: Mapping[str, Choice]) -> set[str]:
+    def _apart(self, found: Mapping[str, ShardChoice]) -> set[str]:
         """The templates to choose for again, since uses of one parameter do not agree."""
         uses: dict[str, set[Use]] = {}
         for region in self.program.regions:
@@ -99,7 +99,7 @@ def _made_of_the_batch(program: Program) -> set[str]:
     }
 
 
-def _check(found: Mapping[str, Choice], ranks: int) -> None:
+def _check(found: Mapping[str, ShardChoice], ranks: int) -> None:
     """InputError if an axis does not divide, or none was found."""
     odd = [odd for choice in found.values() for odd in choice.odd]
     sizes = {axis.size for choice in found.values() for axis in choice.axes} | {size for _, size, _ in odd}
@@ -118,7 +118,7 @@ def _check(found: Mapping[str, Choice], ranks: int) -> None:
         )  # fmt: skip
 
 
-def _applied(program: Program, found: Mapping[str, Choice], number: torch.Tensor) -> Program:
+def _applied(program: Program, found: Mapping[str, ShardChoice], number: torch.Tensor) -> Program:
     """The program with these choices."""
     assert program.shared is not None
     names = program.shared.output_node().meta["names"]
@@ -140,14 +140,14 @@ def _applied(program: Program, found: Mapping[str, Choice], number: torch.Tensor
     )
 
 
-def _template(template: Template, choice: Choice) -> Template:
+def _template(template: Template, choice: ShardChoice) -> Template:
     if choice.graph is None:
         return template
     shared = [node.name for node in g.placeholders(choice.graph) if node.meta["role"][0] == "shared"]
     return replace(template, graph=choice.graph, shared=tuple(shared), divided=choice.axes)
 
 
-def _parameters(program: Program, found: Mapping[str, Choice]) -> tuple[Parameter, ...]:
+def _parameters(program: Program, found: Mapping[str, ShardChoice]) -> tuple[Parameter, ...]:
     boxes: dict[str, tuple[Box, ...]] = {}
     parts: set[str] = set()
     for region in program.regions:

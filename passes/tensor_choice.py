@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from csc.passes.tensor_graph import Divided, Undivided
+from csc.passes.tensor_graph import ShardedGraph, Undivided
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, block, contains
@@ -33,7 +33,7 @@ OWN_BACKWARD = {"csc::incoming", "csc::own_gradient", "csc::checkpointed", "csc:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShardChoice:
     """graph: of one rank; None: the template stays as it is. boxes: of parameters that are divided, for each rank.
 
     shared_reads, equal_reads: whole parameters that calls on shards, and others, read. operators: of the former those
@@ -55,14 +55,14 @@ class Choice:
 def chosen(
     template: Template, mode: FakeTensorMode, number: torch.Tensor, ranks: int, whole: Collection[str],
     operators: Collection[str], ids: Collection[str],
-) -> Choice:  # fmt: skip
+) -> ShardChoice:  # fmt: skip
     """whole: parameters that are not to be divided. operators: those whose gradient calls in the graph add up. ids:
     tables that are made of the batch.
     """
     reads = frozenset(template.parameters)
     if any(g.op_name(node) in OWN_BACKWARD for node in g.calls(template.graph)):
-        return Choice(equal_reads=reads, reasons=(f"{template.name}, which has a backward of its own",))
-    return _Choosing(template, mode, number, ranks, operators, ids).choice(whole)
+        return ShardChoice(equal_reads=reads, reasons=(f"{template.name}, which has a backward of its own",))
+    return _TemplateSearch(template, mode, number, ranks, operators, ids).choice(whole)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Axis:
         return "features" if "." in self.name else self.name.split("#")[0]
 
 
-class _Choosing:
+class _TemplateSearch:
     """For one template."""
 
     def __init__(
@@ -96,9 +96,9 @@ class _Choosing:
         self.odd: list[_Axis] = []
         self.whole: list[tuple[_Axis, object]] = []  # what stays so, and why
 
-    def choice(self, whole: Collection[str]) -> Choice:
+    def choice(self, whole: Collection[str]) -> ShardChoice:
         axes: list[_Axis] = []
-        made: Divided | None = None
+        made: ShardedGraph | None = None
         for axis in self._by_worth([one for one in self._candidates() if not set(one.parameters) & set(whole)]):
             if self._meets(axis, axes):
                 continue
@@ -117,9 +117,9 @@ class _Choosing:
         odd = tuple((axis.what, axis.dim.size, axis.parameters[0]) for axis in self.odd)
         if made is None:
             reads = frozenset(self.template.parameters)
-            return Choice(equal_reads=reads, odd=odd, reasons=self._reasons({}))
+            return ShardChoice(equal_reads=reads, odd=odd, reasons=self._reasons({}))
         boxes = _boxes(self.trees, axes, self.ranks)
-        return Choice(
+        return ShardChoice(
             graph=made.graph,
             meets=made.meets,
             axes=tuple(DividedAxis(axis.what, axis.dim.size, self.ranks, axis.parameters) for axis in axes),
@@ -131,8 +131,8 @@ class _Choosing:
             reasons=self._reasons(boxes),
         )
 
-    def _divided(self, axes: Sequence[_Axis], ranks: int) -> Divided:
-        return Divided(
+    def _divided(self, axes: Sequence[_Axis], ranks: int) -> ShardedGraph:
+        return ShardedGraph(
             self.template.graph, self.inexact, self.trees, [axis.dim for axis in axes], ranks, self.mode, self.evaluate,
             self.number, self.operators,
         ).run()  # fmt: skip

@@ -53,7 +53,7 @@ class Undivided(Exception):
         super().__init__(f"{g.op_name(node)} at {g.place(node)} {reason}")
 
 
-class Divided:
+class ShardedGraph:
     """Copies a template's graph for one of `ranks` ranks, which all run the same.
 
     inexact: the placeholders of activations that a gradient is asked for. operators: names of the parameters' roles
@@ -76,7 +76,7 @@ class Divided:
         self.equal_reads: set[str] = set()
         self.flops = self.summed = 0
 
-    def run(self) -> Divided:
+    def run(self) -> ShardedGraph:
         """Make the graph. Undivided if a call does not allow it."""
         self._placeholders()
         for node in g.calls(self.old):

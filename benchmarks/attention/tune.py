@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from csc.kernels import triton_launch
 from csc.kernels.tiles import tiles
-from csc.kernels.triton_configs import Choice, Config, architecture, choose
+from csc.kernels.triton_configs import Config, HeadDimConfigs, architecture, choose
 
 from benchmarks.attention.masks import mask
 from benchmarks.attention.timing import seconds_on_gpu
@@ -44,10 +44,10 @@ def tune(head_dim: int, tokens: int, progress: Callable[[str, int, int], None]) 
     rest = (given, lists, head_dim**-0.5, 0.0)
     out, lse = triton_launch.forward(q, k, v, *rest)
 
-    def forward(choice: Choice) -> object:
+    def forward(choice: HeadDimConfigs) -> object:
         return triton_launch.forward(q, k, v, *rest, choice)
 
-    def backward(choice: Choice) -> object:
+    def backward(choice: HeadDimConfigs) -> object:
         return triton_launch.backward(d_out, q, k, v, out, lse, *rest, choice)
 
     found: list[Tried] = []
@@ -63,7 +63,7 @@ def tune(head_dim: int, tokens: int, progress: Callable[[str, int, int], None]) 
     return found
 
 
-def _candidates(default: Choice) -> Iterator[tuple[str, Config, Choice]]:
+def _candidates(default: HeadDimConfigs) -> Iterator[tuple[str, Config, HeadDimConfigs]]:
     """Blocks x warps x stages around the default, by kernel."""
     for kernel, sizes in (
         ("forward", ((128, 128), (128, 64), (128, 32), (64, 64))),

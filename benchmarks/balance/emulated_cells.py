@@ -18,7 +18,7 @@ from benchmarks.balance.lengths import SETS, drawn
 from benchmarks.balance.simulated import OURS, ROOM, Cell, prepared
 from benchmarks.pipeline.emulated_ranks import TARGET, stretched, work
 from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import Groups, Step
+from csc.planning.assign.step import Groups, SampleCosts
 from csc.planning.schedules.timing import peaks
 from csc.simulation.pipeline import Link, Loads, Pipeline
 from csc.simulation.pipeline_file import to_json
@@ -65,7 +65,7 @@ def emulated(cells: Sequence[Cell], steps: int = 3) -> list[Emulated]:
     return found
 
 
-def _of(step: Step, groups: Groups) -> Pipeline:
+def _of(step: SampleCosts, groups: Groups) -> Pipeline:
     """The pipeline with these microbatches."""
     loads = step.pipeline.loads
     assert loads is not None

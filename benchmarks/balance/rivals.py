@@ -24,7 +24,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from csc.planning.assign.filling import filled
-from csc.planning.assign.step import Floats, Step, rounded
+from csc.planning.assign.step import Floats, SampleCosts, rounded
 
 Lists = list[list[int]]
 
@@ -33,7 +33,7 @@ Lists = list[list[int]]
 class Question:
     """encoder, model: seconds of each sample on all encoder stages and all others; seed: of what is drawn."""
 
-    step: Step
+    step: SampleCosts
     encoder: Floats
     model: Floats
     seed: int
@@ -176,7 +176,7 @@ def _deferred(groups: Lists, model: Floats) -> Lists:
     return found
 
 
-def equal(step: Step) -> list[Floats]:
+def equal(step: SampleCosts) -> list[Floats]:
     """Every microbatch the mean, which no samples are; for scale."""
     count = step.replicas * step.microbatches
     mean = rounded(step.samples.sum(axis=0) / count, step.multiple)

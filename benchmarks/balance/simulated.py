@@ -22,7 +22,7 @@ from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.mllm.trace import FROZEN
 from csc.planning.assign.bound import bound
 from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import Floats, Step
+from csc.planning.assign.step import Floats, SampleCosts
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
 from csc.planning.rates import SizeRates, loads, mean
@@ -127,7 +127,7 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     )  # fmt: skip
 
 
-def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, Step, Floats]:
+def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, SampleCosts, Floats]:
     """The cell's plan, a step of these samples, and the features of a mean microbatch."""
     rates, whole, planned, typical = _whole(cell)
     return planned, _step(cell, rates, whole, planned, samples, typical), typical
@@ -154,15 +154,15 @@ def _planned(cell: Cell, whole: Problem) -> PipelinePlan:
 
 def _step(
     cell: Cell, rates: SizeRates, whole: Problem, planned: PipelinePlan, samples: Floats, typical: Floats
-) -> Step:
+) -> SampleCosts:
     _, microbatches, replicas, _ = cell.shape
     own = loads(rates, whole, planned.stages, [(1.0, *typical)] * microbatches)
     orders = tuple(map(tuple, orders_of(planned.schedule)))
     pipeline = replace(planned.pipeline, loads=own)
-    return Step(samples, pipeline, planned.placement, orders, replicas, microbatches, MULTIPLE)
+    return SampleCosts(samples, pipeline, planned.placement, orders, replicas, microbatches, MULTIPLE)
 
 
-def _loads_of(step: Step, rates: SizeRates) -> tuple[Floats, Floats]:
+def _loads_of(step: SampleCosts, rates: SizeRates) -> tuple[Floats, Floats]:
     """Seconds of each sample on the encoder's units and on the others."""
     seconds = np.array([[u.work for u in units] for units in rates.units[1:]])
     encoding = np.array([unit.component.startswith("vision") for unit in rates.units[0]])

@@ -33,7 +33,7 @@ UNWRITTEN = {"aten::empty_like", "aten::zeros_like"}
 
 
 @dataclass(frozen=True)
-class Moved:
+class SortedRows:
     """What is known of a value that a sort of rows leads to.
 
     order: the sort. keys: what was sorted or counted, before it was cast. kind: sorted (what the sort returns),
@@ -50,10 +50,10 @@ class Moved:
 
 
 TOKENS: Literal["tokens"] = "tokens"
-Known = Mapping[fx.Node, Moved]
+Known = Mapping[fx.Node, SortedRows]
 
 
-def follow(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
+def follow(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
     """What a call makes of moved rows: TOKENS if they are where they were, or a phrase that says why that is not known.
 
     known: of the operands. dims: the token dimensions of a value.
@@ -64,14 +64,14 @@ def follow(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     given = known.get(first) if first is not None else None
     if name == "aten::histc" and first is not None and given is None and dims(first) == (0,):
-        return Moved("counts", None, _uncast(first))
+        return SortedRows("counts", None, _uncast(first))
     if not any(used in known for used in node.all_input_nodes):
         return None
     if node.target is operator.getitem:
         return _part(node, known)
     if given is not None and name in COPIES:
         return given
-    found: Moved | str | None = None
+    found: SortedRows | str | None = None
     if name == "aten::floor_divide" and given is not None and given.kind == "order" and isinstance(node.args[1], int):
         found = replace(given, kind="tokens_of", each=node.args[1])
     elif name in ("aten::index", "aten::index_select"):
@@ -95,7 +95,7 @@ def positions(node: fx.Node) -> fx.Node | None:
     return value if isinstance(value, fx.Node) and g.op_name(value) == "aten::arange" else None
 
 
-def _sorted(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
+def _sorted(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
     """Rows in the order of their keys; or an order that is sorted, which gives the way back."""
     operand = node.args[0]
     if not isinstance(operand, fx.Node) or not dims(operand):
@@ -108,10 +108,10 @@ def _sorted(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
     only = g.op_name(node) == "aten::argsort"
     if given is not None:
         return replace(given, kind="back" if only else "sorted_order")
-    return Moved("order" if only else "sorted", node, _uncast(operand))
+    return SortedRows("order" if only else "sorted", node, _uncast(operand))
 
 
-def _part(node: fx.Node, known: Known) -> Moved | str:
+def _part(node: fx.Node, known: Known) -> SortedRows | str:
     """What a sort returns, or one of several results that are all moved."""
     given = known[node.args[0]]  # type: ignore[index]
     if given.kind == "sorted_order":
@@ -121,7 +121,7 @@ def _part(node: fx.Node, known: Known) -> Moved | str:
     return given
 
 
-def _picked(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
+def _picked(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
     """Rows picked by an order, rows put back, or a table looked up by what rows hold."""
     base, index = node.args[0], node.args[1]
     if g.op_name(node) == "aten::index_select":
@@ -146,7 +146,7 @@ def _picked(node: fx.Node, known: Known, dims: Dims) -> Moved | str | None:
     return None
 
 
-def _inverse(node: fx.Node, known: Known) -> Moved | None:
+def _inverse(node: fx.Node, known: Known) -> SortedRows | None:
     """`back[order] = arange(rows)`: every place is written, since an order has each once."""
     bound = g.bind(node)
     (index, *others), numbers = bound["indices"], positions(node)
@@ -164,7 +164,7 @@ def _counts_up(node: fx.Node) -> int | None:
     return _rows(node) if (start, step) == (0, 1) else None
 
 
-def _grouped(node: fx.Node, known: Known, dims: Dims) -> Moved | None:
+def _grouped(node: fx.Node, known: Known, dims: Dims) -> SortedRows | None:
     """Rows times the weights of their groups, where groups are counted from the keys that the rows are sorted by."""
     bound = g.bind(node)
     rows, weights, ends = (bound[name] for name in GROUPED[g.op_name(node)])
@@ -176,7 +176,7 @@ def _grouped(node: fx.Node, known: Known, dims: Dims) -> Moved | None:
     return given if weights.meta["val"].shape[0] == _rows(ends) else None
 
 
-def _along(node: fx.Node, known: Known, dims: Dims) -> Moved | str:
+def _along(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str:
     """A call that makes each row's result from that row alone."""
     with_rows = [used for used in node.all_input_nodes if dims(used) or used in known]
     found = [known[used] for used in with_rows if used in known]

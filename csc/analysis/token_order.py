@@ -20,7 +20,7 @@ from torch import fx
 
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.operators.relation import reshaped
-from csc.analysis.routing import TOKENS, Moved, follow
+from csc.analysis.routing import TOKENS, SortedRows, follow
 from csc.ir import graph as g
 
 Place = tuple[int, int]
@@ -32,9 +32,9 @@ class TokenOrder:
     def __init__(self, dims: Callable[[fx.Node], tuple[int, ...]]) -> None:
         self._dims = dims
         self._steps: dict[fx.Node, int | None] = {}
-        self._moved: dict[fx.Node, Moved] = {}  # those whose tokens are sorted by expert
+        self._moved: dict[fx.Node, SortedRows] = {}  # those whose tokens are sorted by expert
 
-    def follow(self, node: fx.Node) -> Moved | str | None:
+    def follow(self, node: fx.Node) -> SortedRows | str | None:
         """What becomes of tokens that are sorted by expert; None for a call that has none."""
         return follow(node, self._moved, self._dims)
 
@@ -42,9 +42,9 @@ class TokenOrder:
         """Whether a call's operands have their tokens in different orders."""
         return len({step for used in node.all_input_nodes if (step := self.step(used, place)) is not None}) > 1
 
-    def keep(self, node: fx.Node, place: Place, found: Moved | str) -> bool:
+    def keep(self, node: fx.Node, place: Place, found: SortedRows | str) -> bool:
         """Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back."""
-        if isinstance(found, Moved):
+        if isinstance(found, SortedRows):
             self._moved[node] = found
         known = [self._moved[used] for used in node.all_input_nodes if used in self._moved]
         sort = next((one.order for one in known if one.order is not None), None)

@@ -67,7 +67,7 @@ class SameGroup:
 
 
 @dataclass(frozen=True)
-class Order:
+class OrderBound:
     """A bound that would hold if the tables of two sides counted places: queries [.., Tq, 1], keys [.., 1, Tk].
 
     Positions that start again in every document do, as long as query and key are of one document.
@@ -80,7 +80,7 @@ class Order:
 
 OWN_PLACE: Literal["own place"] = "own place"
 ZERO: Literal["zero"] = "zero"
-Condition = KeyBound | Predicate | SameGroup | Order
+Condition = KeyBound | Predicate | SameGroup | OrderBound
 Clause = frozenset[Condition]
 NOTHING: tuple[Clause, ...] = ()
 EVERYTHING: tuple[Clause, ...] = (frozenset(),)
@@ -216,7 +216,7 @@ def _within_documents(clause: Clause) -> Clause:
     """The clause with bounds in place of orders: `position[k] <= position[q]` is `k <= q` where both are of one run of
     positions that count up by one. Unrecognised if the clause does not say so.
     """
-    orders = [condition for condition in clause if isinstance(condition, Order)]
+    orders = [condition for condition in clause if isinstance(condition, OrderBound)]
     runs = {
         (restarting(table(c.queries)), restarting(table(c.keys))) for c in clause if isinstance(c, SameGroup)
     }  # fmt: skip
@@ -224,7 +224,7 @@ def _within_documents(clause: Clause) -> Clause:
         own, other = table(order.queries), table(order.keys)
         if own is None or own is not other or (own, other) not in runs:
             raise Unrecognised("a comparison of something other than the places of keys")
-    return frozenset(c.bound if isinstance(c, Order) else c for c in clause)
+    return frozenset(c.bound if isinstance(c, OrderBound) else c for c in clause)
 
 
 def _negation(condition: Condition) -> Condition | None:
@@ -268,35 +268,35 @@ def _comparison(node: fx.Node, sign: str) -> tuple[Clause, ...]:
     # key + number (sign) query, where key is slot + offset, or a table of positions
     lower, shift = sign in (">=", ">"), -number - (offset or 0) + (sign in ("<=", ">"))
     if offset is None:
-        return (frozenset({Order(queries[0][1], key_node, KeyBound(lower, OWN_PLACE, shift))}),)
+        return (frozenset({OrderBound(queries[0][1], key_node, KeyBound(lower, OWN_PLACE, shift))}),)
     return (frozenset({KeyBound(lower, queries[0][1] if queries else ZERO, shift)}),)
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _SignedTerms:
     """Terms with a factor of +1 or -1, and a number."""
 
     keys: tuple[tuple[int, fx.Node], ...] = ()
     queries: tuple[tuple[int, fx.Node], ...] = ()
     number: int = 0
 
-    def __add__(self, other: _Sum) -> _Sum:
-        return _Sum(self.keys + other.keys, self.queries + other.queries, self.number + other.number)
+    def __add__(self, other: _SignedTerms) -> _SignedTerms:
+        return _SignedTerms(self.keys + other.keys, self.queries + other.queries, self.number + other.number)
 
 
-def _linear(value: Any, factor: int) -> _Sum:
+def _linear(value: Any, factor: int) -> _SignedTerms:
     """An integer expression of a mask as a sum of terms of queries and of keys."""
     if isinstance(value, (bool, int)):
-        return _Sum(number=factor * int(value))
+        return _SignedTerms(number=factor * int(value))
     if not isinstance(value, fx.Node) or g.is_float(value):
         raise Unrecognised("a comparison of fractions")
     sizes = _sizes(value)
     if sizes == (1, 1) and (number := one_number(value)) is not None:
-        return _Sum(number=factor * int(number))
+        return _SignedTerms(number=factor * int(number))
     if sizes[1] == 1:
-        return _Sum(queries=((factor, value),))
+        return _SignedTerms(queries=((factor, value),))
     if sizes[0] == 1:
-        return _Sum(keys=((factor, value),))
+        return _SignedTerms(keys=((factor, value),))
     name = g.op_name(value)
     if name in ("aten::add", "aten::sub") and g.bind(value).get("alpha", 1) == 1:
         second = factor if name == "aten::add" else -factor

@@ -20,11 +20,11 @@ from csc.balance.decision import Decider
 from csc.balance.delivery import Delivery
 from csc.balance.lengths import Lengths, read
 from csc.balance.loader import BalancedLoader
-from csc.balance.order import Order
+from csc.balance.order import EpochOrder
 from csc.balance.sample_costs import Costs
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
-from csc.planning.assign.layout import Layout, Size
+from csc.planning.assign.layout import BatchLayout, Size
 from csc.runtime.launch import several_processes
 
 OWN = ("batch_sampler", "collate_fn", "in_order")  # of the DataLoader, and not to be given here
@@ -66,7 +66,7 @@ def balanced(
     count = _samples_of(dataset)
     table = read(lengths, dataset)
     _check_numbers(batch_size, multiple, mesh.dp * microbatches, options)
-    order = Order(count, sampler, shuffle, seed)
+    order = EpochOrder(count, sampler, shuffle, seed)
     _check_last(order.length(), batch_size, drop_last, mesh.dp, microbatches)
     collation = Collation(dataset, collate)
 
@@ -107,7 +107,7 @@ def _measured(
 ) -> _Measured:
     first = [0, 1] if len(table) > 1 else [0]
     packed = collation.is_packed(first, int(table.tokens[first].sum()))
-    layout = Layout(table.tokens, table.units, packed, multiple)
+    layout = BatchLayout(table.tokens, table.units, packed, multiple)
     made: list[tuple[list[int], dict[str, Any]]] = []
 
     def collated(group: Any) -> dict[str, Any]:

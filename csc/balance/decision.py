@@ -18,9 +18,9 @@ import numpy as np
 
 from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import Costs
-from csc.planning.assign.layout import Kind, Layout, Size, widths_of
+from csc.planning.assign.layout import BatchLayout, Kind, Size, widths_of
 from csc.planning.assign.portfolio import MOVES, assign, even, with_known_sizes
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules.timing import peaks
 
 ROOM = 1.5
@@ -29,7 +29,7 @@ DRAWS = 32  # steps of random samples whose sizes are known beforehand
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepAssignment:
     """groups[replica][microbatch]: samples of the dataset; sizes: of each; seconds: of the slowest replica."""
 
     groups: tuple[tuple[tuple[int, ...], ...], ...]
@@ -50,7 +50,7 @@ class Decider:
     examples: Mapping[Size, tuple[int, ...]] = field(default_factory=dict)
     moves: int = MOVES
 
-    def decide(self, indices: Sequence[int]) -> Decision:
+    def decide(self, indices: Sequence[int]) -> StepAssignment:
         """InputError for a sample that no rank has room for: its number in the dataset and what would do."""
         step = self.step(indices)
         hard = self.costs.room
@@ -60,22 +60,22 @@ class Decider:
         groups = tuple(tuple(tuple(int(indices[i]) for i in group) for group in own) for own in found.groups)
         layout = self._layout(indices)
         sizes = tuple(tuple(layout.sizes(own)) for own in found.groups)
-        return Decision(groups, sizes, found.seconds)
+        return StepAssignment(groups, sizes, found.seconds)
 
-    def step(self, indices: Sequence[int]) -> Step:
+    def step(self, indices: Sequence[int]) -> SampleCosts:
         """These samples against the model's costs."""
         layout = self._layout(indices)
         kinds = layout.samples.shape[1]
-        return Step(
+        return SampleCosts(
             layout.samples, self.costs.pipeline, self.costs.placement, self.costs.orders, self.replicas,
             self.microbatches, (1.0,) * kinds, layout,
         )  # fmt: skip
 
-    def _layout(self, indices: Sequence[int]) -> Layout:
+    def _layout(self, indices: Sequence[int]) -> BatchLayout:
         own = list(indices)
-        return Layout(self.lengths.tokens[own], self.lengths.units[own], self.packed, self.multiple, self.known)
+        return BatchLayout(self.lengths.tokens[own], self.lengths.units[own], self.packed, self.multiple, self.known)
 
-    def _soft_room(self, step: Step) -> list[float]:
+    def _soft_room(self, step: SampleCosts) -> list[float]:
         """Bytes by rank: what nobody limits, and is not to become much more than it was."""
         count = step.replicas * step.microbatches
         mean = np.concatenate([[1.0], step.samples.sum(axis=0) / count])

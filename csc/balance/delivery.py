@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from csc.balance.collation import Collation, Counted
-from csc.balance.decision import Decider, Decision
+from csc.balance.decision import Decider, StepAssignment
 from csc.errors import CscError, InputError, user_line
 from csc.planning.assign.layout import Size
 from csc.runtime.words import digest
@@ -88,5 +88,5 @@ class Delivery:
             ) from error  # fmt: skip
 
 
-def _said(ticket: Ticket, decided: Decision) -> str:
+def _said(ticket: Ticket, decided: StepAssignment) -> str:
     return f"step {ticket.step} of epoch {ticket.epoch}, divided as {digest(repr(decided.groups)) & 0xFFFFFFFF:08x}"

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from csc.balance.delivery import Delivery, Failed, Ticket
-from csc.balance.order import Order, steps_of
+from csc.balance.order import EpochOrder, steps_of
 from csc.driver.compiled import CompiledModel
-from csc.driver.share import Divided
+from csc.driver.share import ReplicaShare
 from csc.errors import InputError
 from csc.planning.assign.layout import Size
 from csc.runtime.words import digest
@@ -40,7 +40,7 @@ class BalancedLoader:
     """
 
     def __init__(
-        self, delivery: Delivery, order: Order, batch_size: int, drop_last: bool, options: Mapping[str, Any]
+        self, delivery: Delivery, order: EpochOrder, batch_size: int, drop_last: bool, options: Mapping[str, Any]
     ) -> None:
         """delivery: what workers do for a step; options: of the DataLoader."""
         self._delivery, self._order, self._options = delivery, order, dict(options)
@@ -71,7 +71,7 @@ class BalancedLoader:
         count = len(self.sizes)
         for number, (size, step) in enumerate(self._delivery.examples(), 1):
             start = time.perf_counter()
-            compiled.compile_for(Divided(step))
+            compiled.compile_for(ReplicaShare(step))
             log.info("size %d of %d, %s, in %.1f s", number, count, size, time.perf_counter() - start)
         return count
 
@@ -80,7 +80,7 @@ class BalancedLoader:
         if epoch != self._epoch:
             self._epoch, self._step, self._samples = epoch, 0, None
 
-    def __iter__(self) -> Iterator[Divided]:
+    def __iter__(self) -> Iterator[ReplicaShare]:
         steps = self._steps()
         if self._step >= len(steps):
             self.set_epoch(self._epoch + 1)
@@ -102,7 +102,7 @@ class BalancedLoader:
             self._samples = self._order.of(self._epoch)
         return steps_of(self._samples, self._batch_size, self._drop_last)
 
-    def _from_workers(self, steps: Sequence[Sequence[int]]) -> Iterator[Divided]:
+    def _from_workers(self, steps: Sequence[Sequence[int]]) -> Iterator[ReplicaShare]:
         """The steps that are left. _WorkerLost if a worker ended by itself."""
         tickets = [Ticket(self._epoch, k, tuple(steps[k])) for k in range(self._step, len(steps))]
         steps_: Any = self._delivery
@@ -216,13 +216,13 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _of_one(found: list[Any]) -> Divided:
+def _of_one(found: list[Any]) -> ReplicaShare:
     return _divided(found[0])
 
 
-def _divided(found: Any) -> Divided:
+def _divided(found: Any) -> ReplicaShare:
     """What train_step takes. Raises what went wrong."""
     if isinstance(found, Failed):
         found.error.add_note(found.trace)
         raise found.error
-    return Divided(found[0], (found[1],))
+    return ReplicaShare(found[0], (found[1],))

@@ -18,7 +18,7 @@ import torch
 from csc.errors import InputError
 
 
-class Order:
+class EpochOrder:
     """The same for an epoch on every rank: shuffled by `seed` and the epoch, or as a sampler says."""
 
     def __init__(self, count: int, sampler: Iterable[int] | None, shuffle: bool, seed: int) -> None:

@@ -27,7 +27,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Program
 from csc.ir.schedule import Schedule
-from csc.planning.assign.layout import Floats, Layout
+from csc.planning.assign.layout import BatchLayout, Floats
 from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import SizeRates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of
@@ -56,7 +56,7 @@ class Costs:
 
 
 def measured(
-    compiled: CompiledModel, layout: Layout, names: Sequence[str], collated: Collated, typical: float
+    compiled: CompiledModel, layout: BatchLayout, names: Sequence[str], collated: Collated, typical: float
 ) -> Costs:
     """layout: of all samples; names: of the kinds of their units; collated: makes a microbatch of a group; typical: how
     many samples a microbatch has. InputError if a probe cannot be traced, or
@@ -122,7 +122,7 @@ def _listed(group: Sequence[int]) -> str:
     return ", ".join(map(str, group))
 
 
-def _counted(layout: Layout, groups: Sequence[Sequence[int]]) -> Floats:
+def _counted(layout: BatchLayout, groups: Sequence[Sequence[int]]) -> Floats:
     """Features as a trace sees them: of the microbatch's sizes, whoever sees whom in it."""
     found = layout.features(groups)
     kinds = layout.units.shape[1]
@@ -132,7 +132,7 @@ def _counted(layout: Layout, groups: Sequence[Sequence[int]]) -> Floats:
     return found
 
 
-def _probes(layout: Layout, typical: int) -> list[list[int]]:
+def _probes(layout: BatchLayout, typical: int) -> list[list[int]]:
     """Groups that tell features apart, and last the typical one: chosen greedily among groups of one to three samples,
     each the one that is the least explained by those before (pivoted orthogonalisation). All have some of every kind of
     units that there is.

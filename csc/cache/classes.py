@@ -22,15 +22,12 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from csc.cache.bytecode import facts
 from csc.cache.class_sources import functions_of, is_own_class, is_own_function, is_put_there, path_of, torch_folder
 from csc.cache.indescribable import Opaque
-from csc.cache.origins import distribution, is_own, is_source
-
-if TYPE_CHECKING:
-    from csc.cache.describe import Describer
+from csc.cache.origins import Origins, distribution, is_own, is_source
 
 DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
 HELPING = ("transformers",)  # puts methods of its own into nn.Module when it makes its first model
@@ -46,10 +43,20 @@ OF_CLASSES = {  # what Python and dataclasses put into every class
 }  # fmt: skip
 
 
+class Describes(Protocol):
+    """Describes what classes hold, as csc.cache.describe does; where: its name, as errors give it."""
+
+    origins: Origins
+
+    def tree(self, value: Any, where: str) -> Any: ...
+
+    def function(self, function: FunctionType, where: str) -> Any: ...
+
+
 class Classes:
     """The classes that a Describer has met."""
 
-    def __init__(self, describer: Describer) -> None:
+    def __init__(self, describer: Describes) -> None:
         self.methods: list[tuple[type, str, FunctionType]] = []
         self._describer = describer
         self._numbers: dict[type, int] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from csc.capture.guards import Guards
-from csc.capture.trace.traced_model import Host
+from csc.capture.trace.traced_model import HoistedCalls
 from csc.capture.values.hoist import Function, HostCall
 from csc.capture.values.hoisted import Hoisted
 from csc.ir import asked, capture_guards
@@ -42,8 +42,8 @@ def from_tree(tree: Any, model: nn.Module) -> Guards:
     captures = tuple(map(capture_guards.from_tree, tree["captures"]))
     written = {(path, name) for path, name in tree["written"]}
     return Guards(
-        Host(hosted, (), tried), set(tree["deciding"]), captures, tree["replayed"], tree["moves"], tree["decides"],
-        written,
+        HoistedCalls(hosted, (), tried), set(tree["deciding"]), captures, tree["replayed"], tree["moves"],
+        tree["decides"], written,
     )  # fmt: skip
 
 

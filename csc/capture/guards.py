@@ -25,8 +25,8 @@ from torch import nn
 from csc.capture.batch import split_batch
 from csc.capture.model_guards import Changed, ModelGuards
 from csc.capture.trace.mutations import Slot
-from csc.capture.trace.replay import Replay, Runs
-from csc.capture.trace.traced_model import Host
+from csc.capture.trace.replay import LatestReplays, Replay
+from csc.capture.trace.traced_model import HoistedCalls
 from csc.ir.capture_guards import CaptureGuards
 from csc.ir.miss import Miss
 
@@ -74,7 +74,7 @@ class Guards:
     its forward writes, and does not compute with. model: the model as it was. runs: of its code, the latest ones.
     """
 
-    host: Host = field(default_factory=Host)
+    host: HoistedCalls = field(default_factory=HoistedCalls)
     deciding: set[str] = field(default_factory=set)
     captures: tuple[CaptureGuards, ...] = ()
     replayed: bool | None = None
@@ -82,7 +82,7 @@ class Guards:
     decides: bool = False
     written: set[Slot] = field(default_factory=set)
     model: ModelGuards | None = None
-    runs: Runs = field(default_factory=Runs, compare=False)
+    runs: LatestReplays = field(default_factory=LatestReplays, compare=False)
 
     def match(self, model: nn.Module, microbatch: Mapping[str, Any]) -> Match:
         """The first capture that is for a microbatch; an earlier answer stays when others are added."""

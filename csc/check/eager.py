@@ -34,7 +34,7 @@ CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 
 
 @dataclass(frozen=True)
-class Step:
+class EagerStep:
     """loss: of the whole batch. gradients: by the parameters' names; those without one are left out. unknown: random
     operations that were not made the same for all. sure: False if how microbatches count had to be guessed.
     """
@@ -51,7 +51,7 @@ def eager_step(
     trainable: Set[str],
     rule: str = "auto",
     chance: Chance | None = None,
-) -> Step:
+) -> EagerStep:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
 
     trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
@@ -67,7 +67,7 @@ def eager_step(
         if trainable:
             loss.backward()
         gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-    return Step(float(loss.detach()), gradients, mode.unknown, sure)
+    return EagerStep(float(loss.detach()), gradients, mode.unknown, sure)
 
 
 def loss_again(

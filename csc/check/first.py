@@ -21,7 +21,7 @@ from torch import nn
 from csc import devices
 from csc.capture.batch import device_of
 from csc.check.compiling import Compiles
-from csc.check.eager import Step, loss_again
+from csc.check.eager import EagerStep, loss_again
 from csc.check.judge import Judgement, judge
 from csc.check.locate import locate
 from csc.check.numbers import IN_HALF
@@ -73,7 +73,7 @@ class Checked:
 
 def check(
     compiler: Compiles,
-    own_step: Callable[[], Step],
+    own_step: Callable[[], EagerStep],
     trainable: Set[str],
     batch: Any,
     ready: Sequence[Mapping[str, Any]],
@@ -216,12 +216,12 @@ class _Precision:
     relative size of a last bit; both as far as is known.
     """
 
-    def __init__(self, eager: Reference, right: Step, options: Options) -> None:
+    def __init__(self, eager: Reference, right: EagerStep, options: Options) -> None:
         self._eager = eager
         self._half = options.precision != "model" or any(one.dtype in IN_HALF for one in right.gradients.values())
         self._exact = EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD
 
-    def judge(self, right: Step, found: Step) -> Judgement:
+    def judge(self, right: EagerStep, found: EagerStep) -> Judgement:
         return judge(
             right, found.loss, found.gradients, self._tolerances(), lambda: self._eager.moved(right, self.epsilon)
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from csc.check.differences import relative
-from csc.check.eager import Step
+from csc.check.eager import EagerStep
 from csc.check.rounding import LOSS
 
 # A difference of at most this many times what a changed last bit makes of eager's own gradients is rounding: programs
@@ -48,7 +48,7 @@ class Judgement:
 
 
 def judge(
-    right: Step,
+    right: EagerStep,
     loss: float,
     gradients: Mapping[str, torch.Tensor],
     tolerances: Iterable[float],

@@ -21,7 +21,7 @@ from torch import fx, nn
 from csc.capture.batch import device_of
 from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.check.compiling import Compiles
-from csc.check.eager import Step, eager_step, undisturbed
+from csc.check.eager import EagerStep, eager_step, undisturbed
 from csc.check.judge import judge
 from csc.check.numbers import WithoutChance
 from csc.check.one_step import step_of
@@ -37,7 +37,7 @@ NUMBERS = torch.tensor(-1)  # the seed of a microbatch that leaves nothing to ch
 
 
 @dataclass(frozen=True)
-class Place:
+class PartingPlace:
     """what: a clause that says what parts; where: the region and the line of the user's code; whole: one microbatch on
     one rank is right, and the difference comes from putting them together.
     """
@@ -47,7 +47,7 @@ class Place:
     whole: bool = False
 
 
-def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, tolerance: float) -> Place:
+def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, tolerance: float) -> PartingPlace:
     """microbatch: one, as the user gives it; options: those of the program that differs."""
     plain = replace(
         options, mesh=Mesh(), microbatches=1, context=(), cuts=None, stages=None, placement=None, chunks=None,
@@ -68,26 +68,26 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
     return _gradients_part(program, right, found, tolerance)
 
 
-def _gradients_part(program: Program, right: Step, found: Step, tolerance: float) -> Place:
+def _gradients_part(program: Program, right: EagerStep, found: EagerStep, tolerance: float) -> PartingPlace:
     result = judge(right, found.loss, found.gradients, [tolerance], lambda: dict.fromkeys(["", *right.gradients], 0.0))
     apart = {*result.wrong, *result.missing, *result.unexpected}
     if result.loss_wrong:
-        return Place(
+        return PartingPlace(
             "each region's graph has the values of its module, and the program that was written has others", ""
         )
     for region in reversed(program.regions):
         own = sorted(apart & set(region.parameters))
         if own:
-            return Place(f"its values are right, and the gradient of {own[0]!r} is not", _line(program, region))
+            return PartingPlace(f"its values are right, and the gradient of {own[0]!r} is not", _line(program, region))
     if apart:
-        return Place(f"no region holds {min(apart)!r}, whose gradient is not right", "")
-    return Place("each microbatch alone is right on one rank", "", whole=True)
+        return PartingPlace(f"no region holds {min(apart)!r}, whose gradient is not right", "")
+    return PartingPlace("each microbatch alone is right on one rank", "", whole=True)
 
 
 @torch.no_grad()
 def _values_part(
     program: Program, model: nn.Module, complete: Mapping[str, Any], microbatch: Mapping[str, Any], tolerance: float
-) -> Place | None:
+) -> PartingPlace | None:
     """The first region whose output is none of those of its module in eager PyTorch."""
     device = device_of(model)
     modules = {region.module for region in program.regions}
@@ -99,7 +99,7 @@ def _values_part(
         for found in outputs:
             alike = [value for value in seen.get(region.module, ()) if value.shape == found.shape]
             if alike and not any(_close(value, found, tolerance) for value in alike):
-                return Place("its values are not those of the module", _line(program, region))
+                return PartingPlace("its values are not those of the module", _line(program, region))
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 
 from csc import devices
 from csc.check.chance import generators
-from csc.check.eager import Step
+from csc.check.eager import EagerStep
 from csc.runtime import seeds
 from csc.runtime.trainer import Trainer
 
@@ -23,7 +23,7 @@ from csc.runtime.trainer import Trainer
 class ComparedStep:
     """A step whose gradients are kept apart. loss: as `train_step` returned it."""
 
-    step: Step
+    step: EagerStep
     loss: torch.Tensor
 
     @torch.no_grad()
@@ -36,7 +36,9 @@ class ComparedStep:
         return self.loss
 
 
-def step_of(trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int = seeds.NO_CHANCE) -> Step:
+def step_of(
+    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int = seeds.NO_CHANCE
+) -> EagerStep:
     """The loss and gradients of all ranks, which run in this process. microbatches: complete ones.
 
     What the program draws from torch's generator all the same (in modules that it calls as they are) is `unknown`.
@@ -61,7 +63,7 @@ def compared_step(
             more = not torch.equal(expected, generators(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         unknown = frozenset({"modules that csc runs as they are"} if more else ())
-        return ComparedStep(Step(float(loss), gradients, unknown), loss)
+        return ComparedStep(EagerStep(float(loss), gradients, unknown), loss)
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]

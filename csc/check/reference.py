@@ -15,7 +15,7 @@ from torch import nn
 
 from csc.capture.batch import device_of
 from csc.check.chance import Chance, Sparing
-from csc.check.eager import Step, eager_step, loss_again
+from csc.check.eager import EagerStep, eager_step, loss_again
 from csc.check.numbers import WithoutChance
 from csc.check.rounding import moved
 from csc.check.same_masks import SameMasks
@@ -41,7 +41,7 @@ class Reference:
         self._make_masks, self._draws = masks, draws
         self._everywhere = any(map(is_opaque, model.modules()))  # they may have generators of their own
 
-    def step(self) -> Step:
+    def step(self) -> EagerStep:
         """Loss and gradients. Where something was drawn that calls do not show, once more."""
         chance = self._chance()
         step = eager_step(*self._asked, chance)
@@ -59,7 +59,7 @@ class Reference:
         """The loss of another forward."""
         return loss_again(*self._asked, self._chance())
 
-    def moved(self, right: Step, epsilon: float) -> Mapping[str, float]:
+    def moved(self, right: EagerStep, epsilon: float) -> Mapping[str, float]:
         """How far rounding moves gradients and the loss."""
         return moved(*self._asked, right, epsilon, self._chance())
 

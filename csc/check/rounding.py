@@ -15,7 +15,7 @@ from torch import nn
 
 from csc.check.chance import Chance
 from csc.check.differences import relative
-from csc.check.eager import Step, eager_step
+from csc.check.eager import EagerStep, eager_step
 from csc.torch_private.traces import TorchDispatchMode, pytree
 
 LOSS = ""  # under this name stands how far the loss moves
@@ -28,7 +28,7 @@ def moved(
     batch: Any | Sequence[Any],
     trainable: Set[str],
     rule: str,
-    right: Step,
+    right: EagerStep,
     epsilon: float,
     chance: Chance | None = None,
 ) -> Mapping[str, float]:

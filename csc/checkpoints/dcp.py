@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from csc.checkpoints import restoring
-from csc.checkpoints.step_index import Index
+from csc.checkpoints.step_index import StepIndex
 from csc.errors import InputError
 from csc.runtime.reading import checked_file, within
 from csc.runtime.saving import make_directory, published
@@ -43,7 +43,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class DcpContents:
     """What a directory holds. optimizer: as csc.runtime.optimizer_state lists it, with tensors; None: none is there.
     left: keys that are neither.
     """
@@ -53,7 +53,7 @@ class Found:
     left: list[str]
 
 
-def read(directory: Path, kind: str | None = None) -> Found:
+def read(directory: Path, kind: str | None = None) -> DcpContents:
     """All of it, in memory. InputError for what is no such directory, or names anything else than it should."""
     found = _Directory(directory)
     paths = {key: found.path(key) for key in found.metadata.state_dict_metadata}
@@ -76,7 +76,7 @@ def read(directory: Path, kind: str | None = None) -> Found:
     if not parameters:
         raise found.fail(f"it has no parameters of a model: its keys are {', '.join(list(paths)[:5])}")
     optimizer = _listed(states, groups, parameters, kind) if states and groups else None
-    return Found(parameters, optimizer, left)
+    return DcpContents(parameters, optimizer, left)
 
 
 def _listed(
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class _Reader(pickle.Unpickler):
+class _AllowListUnpickler(pickle.Unpickler):
     """Of classes that are allowed by name."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -132,7 +132,7 @@ class _Directory:
         self._directory = directory
         try:
             with checked_file(directory / METADATA, self.fail).open("rb") as opened:
-                self.metadata: Metadata = _Reader(opened).load()
+                self.metadata: Metadata = _AllowListUnpickler(opened).load()
         except InputError:
             raise
         except Exception as error:  # of a damaged pickle Python says all kinds of things
@@ -195,7 +195,7 @@ class _Directory:
             ) from None
 
 
-def write(directory: Path, index: Index) -> None:
+def write(directory: Path, index: StepIndex) -> None:
     """Whole tensors, one at a time; the metadata last. InputError if it cannot be written, or is damaged."""
     make_directory(directory)
     about: dict[str, Any] = {}
@@ -223,7 +223,7 @@ def _about(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties.create_from_tensor(value), value.shape, [chunk])
 
 
-def _entries(index: Index) -> Iterator[tuple[Key, Any]]:
+def _entries(index: StepIndex) -> Iterator[tuple[Key, Any]]:
     for name, stored in index.parameters.items():
         yield ("model", name), restoring.whole(index, stored, repr(name))
     if index.optimizer is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from csc.checkpoints.step_index import OLDER, Part
+from csc.checkpoints.step_index import OLDER, StoredPart
 from csc.errors import InputError
 from csc.runtime.boxes import sizes
 from csc.runtime.reading import checked_file, within
@@ -73,7 +73,7 @@ def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[in
     return {key: (place, digests[key]) for key, place in places.items()}
 
 
-def read(folder: Path, part: Part, dtype: str, what: str) -> torch.Tensor:
+def read(folder: Path, part: StoredPart, dtype: str, what: str) -> torch.Tensor:
     """what: the tensor's name in sentences."""
 
     def fail(why: str) -> InputError:

@@ -73,7 +73,7 @@ def boxes_written(trainer: Trainer) -> Written:
     return found
 
 
-class Place(NamedTuple):
+class HeldPiece(NamedTuple):
     """What of a parameter a rank holds: which of the tensor-parallel boxes, which shard of that; None: all of it."""
 
     box: int | None
@@ -86,16 +86,18 @@ class Holders:
     def __init__(self, mesh: Mesh, position: int) -> None:
         groups = [group for group in mesh.groups(Group.DATA) if mesh.coordinates(group[0]).pp == position]
         self._data = len(groups[0])
-        self._ranks = sorted((rank, Place(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
-        self._known: dict[tuple[bool, bool], dict[Place, list[int]]] = {}
+        self._ranks = sorted((rank, HeldPiece(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
+        self._known: dict[tuple[bool, bool], dict[HeldPiece, list[int]]] = {}
 
-    def of(self, spec: ParameterSpec, divided: bool) -> Mapping[Place, list[int]]:
+    def of(self, spec: ParameterSpec, divided: bool) -> Mapping[HeldPiece, list[int]]:
         """divided: by data-parallel ranks."""
         boxes, shards = bool(spec.boxes), divided and bool(spec.shape) and self._data > 1
         if (boxes, shards) not in self._known:
-            found: dict[Place, list[int]] = {}
+            found: dict[HeldPiece, list[int]] = {}
             for rank, place in self._ranks:
-                found.setdefault(Place(place.box if boxes else None, place.shard if shards else None), []).append(rank)
+                found.setdefault(HeldPiece(place.box if boxes else None, place.shard if shards else None), []).append(
+                    rank
+                )
             self._known[boxes, shards] = found
         return self._known[boxes, shards]
 
@@ -109,7 +111,7 @@ class Holders:
             found[place] = rest * (stop - start)
         return found
 
-    def box(self, spec: ParameterSpec, place: Place) -> Box:
+    def box(self, spec: ParameterSpec, place: HeldPiece) -> Box:
         """Which they are."""
         box = whole_box(spec.shape) if place.box is None else spec.boxes[place.box]
         return box if place.shard is None else part(box, *shard_of(spec.local.shape, self._data, place.shard))

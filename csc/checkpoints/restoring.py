@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csc.checkpoints import files
-from csc.checkpoints.step_index import FILE, OLDER, Index, Stored
+from csc.checkpoints.step_index import FILE, OLDER, StepIndex, Stored
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.boxes import overlap, sizes, whole_box
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
     dtype: torch.dtype
 
 
-def check_model(index: Index, expected: Mapping[str, Expected]) -> None:
+def check_model(index: StepIndex, expected: Mapping[str, Expected]) -> None:
     """All names, shapes and dtypes are those of the model."""
     where = str(index.folder / FILE)
     for name, one in expected.items():
@@ -60,11 +60,11 @@ def check_model(index: Index, expected: Mapping[str, Expected]) -> None:
         raise InputError(f"it has {more[0]!r}, which the model does not have", where, _of_another(index))
 
 
-def _of_another(index: Index) -> str:
+def _of_another(index: StepIndex) -> str:
     return f"It is the checkpoint of a {index.about['model']}: make the model as it was made then"
 
 
-def verify(index: Index, needed: Iterable[tuple[str, Box]]) -> None:
+def verify(index: StepIndex, needed: Iterable[tuple[str, Box]]) -> None:
     """InputError, with the file and the parameter, if a byte of what will be read is not what was saved."""
     for name, box in needed:
         stored = index.parameters[name]
@@ -73,7 +73,7 @@ def verify(index: Index, needed: Iterable[tuple[str, Box]]) -> None:
                 files.read(index.folder, part, stored.dtype, repr(name))
 
 
-def damaged(index: Index) -> Iterator[InputError]:
+def damaged(index: StepIndex) -> Iterator[InputError]:
     """Of everything that was saved, what is not there any more as it was."""
     for what, stored in index.tensors():
         for part in stored.parts:
@@ -88,19 +88,19 @@ def damaged(index: Index) -> Iterator[InputError]:
             yield error
 
 
-def fill(index: Index, name: str, box: Box, target: torch.Tensor) -> None:
+def fill(index: StepIndex, name: str, box: Box, target: torch.Tensor) -> None:
     """target: of the sizes of the box."""
     _fill(index, index.parameters[name], box, target, repr(name))
 
 
-def whole(index: Index, stored: Stored, what: str) -> torch.Tensor:
+def whole(index: StepIndex, stored: Stored, what: str) -> torch.Tensor:
     """A tensor with all its entries. what: its name in sentences."""
     target = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     _fill(index, stored, whole_box(stored.shape), target, what)
     return target
 
 
-def _fill(index: Index, stored: Stored, box: Box, target: torch.Tensor, what: str) -> None:
+def _fill(index: StepIndex, stored: Stored, box: Box, target: torch.Tensor, what: str) -> None:
     filled = 0
     for part in stored.parts:
         blocks = list(overlap(box, part.box))
@@ -114,14 +114,16 @@ def _fill(index: Index, stored: Stored, box: Box, target: torch.Tensor, what: st
         raise InputError(f"{what} is not all there", str(index.folder / FILE), OLDER)
 
 
-def optimizer(index: Index, made: torch.optim.Optimizer, own: Sequence[optimizer_state.Own]) -> dict[str, Any]:
+def optimizer(
+    index: StepIndex, made: torch.optim.Optimizer, own: Sequence[optimizer_state.SteppedParameter]
+) -> dict[str, Any]:
     """With the tensors of this process' entries."""
 
     def unfit(what: str) -> InputError:
         remedy = "Make the optimizer as it was made for that save, or begin a new one: load(only=['weights'])"
         return InputError(what, str(index.folder / FILE), remedy)
 
-    def assemble(one: optimizer_state.Own, key: str, stored: Stored) -> torch.Tensor:
+    def assemble(one: optimizer_state.SteppedParameter, key: str, stored: Stored) -> torch.Tensor:
         if stored.shape != one.spec.shape:
             optimizer_state.check_whole(one, key, stored.shape, unfit)
             return whole(index, stored, f"{key!r} of {one.name!r}").to(one.parameter.device)
@@ -136,7 +138,7 @@ def optimizer(index: Index, made: torch.optim.Optimizer, own: Sequence[optimizer
     return optimizer_state.restored(table, made, own, assemble, unfit)
 
 
-def state(index: Index, process: int) -> dict[str, Any]:
+def state(index: StepIndex, process: int) -> dict[str, Any]:
     """What a process, counted around if there were fewer, has written of what is no tensor of the model."""
     found = index.states[process % len(index.states)]
 

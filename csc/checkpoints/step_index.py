@@ -37,7 +37,7 @@ OLDER = "Take another copy of it, or an older checkpoint (`csc checkpoint list` 
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """Where some entries of a tensor are. offset: of their first byte in the file."""
 
     file: str
@@ -54,7 +54,7 @@ class Part:
         return [numbers[self.file], self.offset, self.box, self.sha256]
 
     @classmethod
-    def of(cls, row: Sequence[Any], files: Sequence[str]) -> Part:
+    def of(cls, row: Sequence[Any], files: Sequence[str]) -> StoredPart:
         """KeyError, TypeError, IndexError or ValueError for what is none."""
         number, offset, box, sha256 = row
         found = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box)
@@ -67,7 +67,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     def to_row(self, numbers: Mapping[str, int]) -> dict[str, Any]:
         """The form of the index."""
@@ -76,7 +76,7 @@ class Stored:
     @classmethod
     def of(cls, row: Mapping[str, Any], files: Sequence[str]) -> Stored:
         """Errors are those of Part.of."""
-        parts = tuple(Part.of(one, files) for one in row["parts"])
+        parts = tuple(StoredPart.of(one, files) for one in row["parts"])
         return cls(tuple(map(int, row["shape"])), str(row["dtype"]), parts)
 
     def entries(self) -> int:
@@ -93,7 +93,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Index:
+class StepIndex:
     """about: step, model, mesh, zero, processes, time, versions; has: which of weights, optimizer, scheduler, loader,
     random, extra. parameters: with buffers; none if weights are elsewhere. optimizer: as csc.runtime.optimizer_state
     joins it, with a Stored for each tensor; None: not saved. states: a file of each process.
@@ -166,7 +166,7 @@ def digest_of(folder: Path) -> str:
     return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
 
 
-def read(folder: Path) -> Index:
+def read(folder: Path) -> StepIndex:
     """The index of a step's folder."""
     where = folder / FILE
 
@@ -185,11 +185,11 @@ def read(folder: Path) -> Index:
         raise fail(f"it was not written by csc: {type(error).__name__}: {error}") from None
 
 
-def _of(folder: Path, content: Mapping[str, Any]) -> Index:
+def _of(folder: Path, content: Mapping[str, Any]) -> StepIndex:
     listed, optimizer = content["files"], content["optimizer"]
     for one in optimizer["parameters"].values() if optimizer is not None else ():
         one["tensors"] = {key: Stored.of(row, listed) for key, row in one["tensors"].items()}
-    found = Index(
+    found = StepIndex(
         folder, content["about"], {name: Stored.of(row, listed) for name, row in content["parameters"].items()},
         frozenset(name for name, row in content["parameters"].items() if row["trained"]),
         optimizer, tuple(content["states"]),
@@ -200,7 +200,7 @@ def _of(folder: Path, content: Mapping[str, Any]) -> Index:
     return found
 
 
-def _numbers(found: Index) -> Iterator[Mapping[str, Any]]:
+def _numbers(found: StepIndex) -> Iterator[Mapping[str, Any]]:
     for one in (found.optimizer or {"parameters": {}})["parameters"].values():
         _ = one["shape"]
         yield from one["numbers"].values()

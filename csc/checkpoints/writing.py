@@ -26,7 +26,7 @@ import torch
 
 from csc.checkpoints import files
 from csc.checkpoints.pieces import Piece
-from csc.checkpoints.step_index import FILE, Index, Part, Stored, cut_off, saved
+from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, cut_off, saved
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.meeting import Meeting
@@ -41,7 +41,7 @@ _UNFINISHED = re.compile(r"\.(part|state|rows|frozen|checkpoint)[-.].*\.tmp")
 
 
 @dataclass(frozen=True)
-class Own:
+class ProcessState:
     """Of one process. told: of the optimizer, without tensors; None: there is none. state: other state, as JSON."""
 
     pieces: Sequence[Piece]
@@ -67,7 +67,7 @@ class Save:
         return f"{kind}-{self.place[0] + 1:05d}-of-{self.place[1]:05d}-{self.number}.{end}"
 
 
-def write(own: Own, save: Save, meeting: Meeting) -> Path:
+def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
     """All ranks call it. If one of them cannot write, all raise, and what was saved before is what is read. Returns the
     folder.
     """
@@ -91,7 +91,7 @@ def write(own: Own, save: Save, meeting: Meeting) -> Path:
     return save.folder
 
 
-def _written(own: Own, save: Save) -> dict[str, Any]:
+def _written(own: ProcessState, save: Save) -> dict[str, Any]:
     """The files that this process has written for others to read: of its other state, and of what is where, which is
     too long to be told in a meeting of many ranks.
     """
@@ -173,7 +173,7 @@ def _publish(save: Save, written: Sequence[Mapping[str, Any]]) -> None:
     for (name, key), stored in states.items():
         assert optimizer is not None
         optimizer["parameters"][name]["tensors"][key] = stored
-    index = Index(save.folder, save.about, parameters, trained, optimizer, tuple(one["state"] for one in written))
+    index = StepIndex(save.folder, save.about, parameters, trained, optimizer, tuple(one["state"] for one in written))
     _check(save, index)
     text = index.to_text()
     if len(text) > LONGEST:
@@ -204,18 +204,18 @@ def _joined(
     told: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Stored], dict[tuple[str, str], Stored], frozenset[str]]:
     """Parameters, and tensors of the optimizer's state, with the parts of all processes; which of them train."""
-    found: dict[tuple[str, str], tuple[Mapping[str, Any], list[Part]]] = {}
+    found: dict[tuple[str, str], tuple[Mapping[str, Any], list[StoredPart]]] = {}
     for one in (one for process in told for one in process["parts"]):
         file, offset, box, sha256 = one["row"]
         read = tuple(tuple((start, stop) for start, stop in dim) for dim in box)
-        found.setdefault((one["name"], one["key"]), (one, []))[1].append(Part(file, offset, read, sha256))
+        found.setdefault((one["name"], one["key"]), (one, []))[1].append(StoredPart(file, offset, read, sha256))
     made = {name: Stored(tuple(one["shape"]), one["dtype"], tuple(parts)) for name, (one, parts) in found.items()}
     parameters = {name: stored for (name, key), stored in made.items() if not key}
     trained = frozenset(name for (name, key), (one, _) in found.items() if not key and one["trained"])
     return parameters, {both: stored for both, stored in made.items() if both[1]}, trained
 
 
-def _check(save: Save, index: Index) -> None:
+def _check(save: Save, index: StepIndex) -> None:
     """InputError if something of the model is in no part: such an index is not written."""
     lost = [name for name in save.expected if name not in index.parameters]
     lost += [what for what, one in index.tensors() if one.missing()]

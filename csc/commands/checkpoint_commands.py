@@ -16,7 +16,7 @@ from rich.markup import escape
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
-    from csc.checkpoints.step_index import Index
+    from csc.checkpoints.step_index import StepIndex
 
 app = typer.Typer(no_args_is_help=True, help="What a training run has saved: list it, show it, check it, convert it.")
 
@@ -24,7 +24,7 @@ PathArgument = Annotated[Path, typer.Argument(help="directory of a run, or a ste
 StepOption = Annotated[int | None, typer.Option("--step", help="of a run; the last one that was saved without it")]
 
 
-class Format(StrEnum):
+class ConversionFormat(StrEnum):
     """What a checkpoint is converted to."""
 
     CSC = "csc"
@@ -45,7 +45,7 @@ def list_command(
 
     if not run.is_dir():
         raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
-    found: list[Index] = []
+    found: list[StepIndex] = []
     damaged: dict[str, str] = {}
     for folder in step_index.saved(run).values():
         try:
@@ -113,7 +113,7 @@ def show(
         console.print(every)
 
 
-def _summary(found: Index) -> list[dict[str, Any]]:
+def _summary(found: StepIndex) -> list[dict[str, Any]]:
     """Counts of what trains, what does not, and each kind of the optimizer's tensors."""
     kinds: dict[str, list[Any]] = {}
     for name, stored in found.parameters.items():
@@ -129,7 +129,7 @@ def _summary(found: Index) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _tensors(found: Index) -> list[dict[str, Any]]:
+def _tensors(found: StepIndex) -> list[dict[str, Any]]:
     named = [(name, name in found.trained, one) for name, one in found.parameters.items()]
     named += [(f"{name} ({key})", True, one) for name, key, one in found.of_optimizer()]
     return [
@@ -164,7 +164,8 @@ def convert(
     source: Annotated[Path, typer.Argument(help="a checkpoint of csc, or a directory of HF or of DCP")],
     out: Annotated[Path, typer.Argument(help="directory to make")],
     to: Annotated[
-        Format | None, typer.Option("--to", help="hf: weights for from_pretrained; dcp: torch.distributed.checkpoint")
+        ConversionFormat | None,
+        typer.Option("--to", help="hf: weights for from_pretrained; dcp: torch.distributed.checkpoint"),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="which of a run; or the number of the new one")] = None,
     optimizer: Annotated[

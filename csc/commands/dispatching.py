@@ -28,7 +28,7 @@ class Dispatcher(StrEnum):
 
 
 @dataclass(frozen=True)
-class Layer:
+class TypicalLayer:
     """What is planned for: a layer of a usual size on one GPU of each rank."""
 
     heads: int = 32
@@ -37,12 +37,12 @@ class Layer:
     flops: float = 400e12  # a second, in attention
 
 
-LAYER = Layer()
+LAYER = TypicalLayer()
 UNEVEN = 1.05  # tiles of the heaviest rank over the mean that call for a reason
 
 
 @dataclass(frozen=True)
-class Compared:
+class DispatchTimes:
     """seconds: forward and backward. attention, keys: of the forward alone, on the heaviest rank and the busiest link.
     tiles_over_mean: load of the heaviest rank over the mean.
     """
@@ -78,7 +78,7 @@ def owners(mask: Any, pairs: Any, block: int, ranks: int, way: Dispatcher, bandw
     return torch.as_tensor(plan(_workload(mask, pairs, block, ranks, bandwidth)).ranks_of_blocks)
 
 
-def compared(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) -> list[Compared]:
+def compared(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) -> list[DispatchTimes]:
     """All ways, fastest first; none for cross-attention, whose keys no dispatch of queries places."""
     from csc.planning.dispatch import evaluate
 
@@ -91,11 +91,11 @@ def compared(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) ->
         (measured,) = one.measured
         rates = workload.rates
         attention, keys = measured.load * rates.tile_seconds, measured.volume * rates.block_seconds
-        found.append(Compared(way.value, one.seconds, attention, keys, one.imbalance))
+        found.append(DispatchTimes(way.value, one.seconds, attention, keys, one.imbalance))
     return sorted(found, key=lambda one: one.seconds)
 
 
-def why(ways: Sequence[Compared]) -> str:
+def why(ways: Sequence[DispatchTimes]) -> str:
     """Empty where the fastest way is as even as any."""
     best = ways[0]
     even = min(ways, key=lambda one: one.tiles_over_mean)

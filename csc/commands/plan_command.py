@@ -95,9 +95,9 @@ def plan(
 def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:
     """The plan for the lengths in a file."""
     from csc.balance.lengths import of_file
-    from csc.reports.lengths_plan import Asked, plan_for_lengths
+    from csc.reports.lengths_plan import LengthsRequest, plan_for_lengths
 
-    return plan_for_lengths(compiled, of_file(file), Asked(*asked), compiled.inspected.progress)
+    return plan_for_lengths(compiled, of_file(file), LengthsRequest(*asked), compiled.inspected.progress)
 
 
 def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:

@@ -127,7 +127,7 @@ def _for_modality(what: str, given: Any, name: str, kinds: Mapping[str, Any]) ->
     return given.get(name)
 
 
-def _check_reduction(name: str, kind: known.Kind, spec: ProjectorSpec | None, keep_prefix: bool) -> None:
+def _check_reduction(name: str, kind: known.EncoderFamily, spec: ProjectorSpec | None, keep_prefix: bool) -> None:
     where = f"compose, projector {name!r}"
     if spec is None or spec.kind not in REDUCING:
         return

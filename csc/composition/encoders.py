@@ -33,7 +33,7 @@ def _vit_arguments(encoder: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class EncoderFamily:
     """A family of encoders. name: the HF class; module: where transformers has it; input: the keyword it is fed under;
     item_dims: dimensions of one item; width, layers: config fields; prefix: tokens before the patches; arguments: what
     its constructor takes besides the config, read off an instance.
@@ -50,19 +50,21 @@ class Kind:
 
 
 _MODELS = "transformers.models"
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, EncoderFamily] = {
     kind.name: kind
     for kind in (
-        Kind("CLIPVisionModel", f"{_MODELS}.clip.modeling_clip", "pixel_values", 3, prefix=1),
-        Kind("SiglipVisionModel", f"{_MODELS}.siglip.modeling_siglip", "pixel_values", 3),
-        Kind("Dinov2Model", f"{_MODELS}.dinov2.modeling_dinov2", "pixel_values", 3, prefix=1),
-        Kind("ViTModel", f"{_MODELS}.vit.modeling_vit", "pixel_values", 3, prefix=1, arguments=_vit_arguments),
-        Kind("WhisperEncoder", f"{_MODELS}.whisper.modeling_whisper", "input_features", 2, "d_model", "encoder_layers"),
+        EncoderFamily("CLIPVisionModel", f"{_MODELS}.clip.modeling_clip", "pixel_values", 3, prefix=1),
+        EncoderFamily("SiglipVisionModel", f"{_MODELS}.siglip.modeling_siglip", "pixel_values", 3),
+        EncoderFamily("Dinov2Model", f"{_MODELS}.dinov2.modeling_dinov2", "pixel_values", 3, prefix=1),
+        EncoderFamily("ViTModel", f"{_MODELS}.vit.modeling_vit", "pixel_values", 3, prefix=1, arguments=_vit_arguments),
+        EncoderFamily(
+            "WhisperEncoder", f"{_MODELS}.whisper.modeling_whisper", "input_features", 2, "d_model", "encoder_layers"
+        ),
     )
 }
 
 
-def kind_of(modality: str, encoder: nn.Module) -> Kind:
+def kind_of(modality: str, encoder: nn.Module) -> EncoderFamily:
     """The kind of an encoder, by its class or a class it derives from. InputError if none is listed."""
     for base in type(encoder).__mro__:
         if base.__name__ in KINDS:
@@ -74,12 +76,12 @@ def kind_of(modality: str, encoder: nn.Module) -> Kind:
     )
 
 
-def width(encoder: Any, kind: Kind) -> int:
+def width(encoder: Any, kind: EncoderFamily) -> int:
     """Size of one feature."""
     return getattr(encoder.config, kind.width)
 
 
-def check_layer(modality: str, encoder: Any, kind: Kind, layer: int | None) -> None:
+def check_layer(modality: str, encoder: Any, kind: EncoderFamily, layer: int | None) -> None:
     """InputError unless the encoder has the hidden state `layer`; there are as many as layers, and the embeddings."""
     count = getattr(encoder.config, kind.layers)
     if layer is not None and (
@@ -92,7 +94,9 @@ def check_layer(modality: str, encoder: Any, kind: Kind, layer: int | None) -> N
         )
 
 
-def features(encoder: nn.Module, kind: Kind, items: torch.Tensor, layer: int | None, keep_prefix: bool) -> torch.Tensor:
+def features(
+    encoder: nn.Module, kind: EncoderFamily, items: torch.Tensor, layer: int | None, keep_prefix: bool
+) -> torch.Tensor:
     """(items, tokens, width) of items (items, *item shape), in the encoder's dtype."""
     items = items.to(next(encoder.parameters()).dtype)
     if layer is None:
@@ -102,7 +106,7 @@ def features(encoder: nn.Module, kind: Kind, items: torch.Tensor, layer: int | N
     return states if keep_prefix else states[:, kind.prefix :]
 
 
-def grid(encoder: Any, kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
+def grid(encoder: Any, kind: EncoderFamily, shape: Sequence[int]) -> tuple[int, ...]:
     """(rows, columns) of patches of a picture of this shape (3, height, width), or (frames,) of (mel bins, frames)."""
     if kind.input == "input_features":
         return ((shape[-1] - 1) // 2 + 1,)  # the second convolution has stride 2
@@ -111,7 +115,7 @@ def grid(encoder: Any, kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[-2] // height, shape[-1] // across)
 
 
-def item_shape(encoder: Any, kind: Kind) -> tuple[int, ...] | None:
+def item_shape(encoder: Any, kind: EncoderFamily) -> tuple[int, ...] | None:
     """The shape of items that the encoder takes; None if it takes several sizes (DINOv2 stretches its positions)."""
     config = encoder.config
     if kind.input == "input_features":

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from csc.composition.encoders import Kind
+from csc.composition.encoders import EncoderFamily
 from csc.composition.projectors import ProjectorSpec
 
 
@@ -23,7 +23,7 @@ class Modality:
     """What a modality is, besides its modules. projector: None for a module of the user's own."""
 
     name: str
-    kind: Kind
+    kind: EncoderFamily
     keyword: str
     placeholder: int
     projector: ProjectorSpec | None
@@ -40,7 +40,7 @@ class Composed(Protocol):
         """How many placeholders one item of this shape needs."""
 
 
-def keywords(kinds: Mapping[str, Kind]) -> dict[str, str]:
+def keywords(kinds: Mapping[str, EncoderFamily]) -> dict[str, str]:
     """The batch entry of each modality; no two share one."""
     count = Counter(kind.input for kind in kinds.values())
     return {name: kind.input if count[kind.input] == 1 else f"{name}_{kind.input}" for name, kind in kinds.items()}

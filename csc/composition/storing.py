@@ -132,7 +132,7 @@ def _built(table: Any, modules: Mapping[str, nn.Module], where: str) -> Parts:
     language_model.tie_weights()
     made: dict[str, nn.Module] = {}
     projectors: dict[str, nn.Module] = {}
-    kinds: dict[str, encoders.Kind] = {}
+    kinds: dict[str, encoders.EncoderFamily] = {}
     given = dict(modules)
     hidden = language_model.get_input_embeddings().weight.shape[1]
     specs: dict[str, ProjectorSpec | None] = {}
@@ -171,7 +171,7 @@ def _hf_config(table: dict[str, Any]) -> Any:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _encoder(kind: encoders.Kind, part: dict[str, Any]) -> nn.Module:
+def _encoder(kind: encoders.EncoderFamily, part: dict[str, Any]) -> nn.Module:
     """By the class that the kind names, never by a name out of the file."""
     make = getattr(importlib.import_module(kind.module), kind.name)
     return make(_hf_config(part["config"]), **part["arguments"])

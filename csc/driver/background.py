@@ -15,7 +15,7 @@ from pathlib import Path
 log = logging.getLogger("csc")
 
 
-class Saving:
+class BackgroundSave:
     """Of one checkpoint.
 
     Attributes:

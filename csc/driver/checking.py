@@ -26,7 +26,7 @@ from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
-from csc.check.eager import Step, undisturbed
+from csc.check.eager import EagerStep, undisturbed
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
 from csc.check.one_step import ComparedStep, compared_step, step_of
@@ -62,7 +62,7 @@ class NewProgram:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """A comparison. trainer: this process'; names: of the programs of these microbatches; ready: as the user gives
     them, made of this batch; again: also if it was done; progress: told when it begins; complete: a microbatch as
     programs take it of which all ranks run here.
@@ -120,7 +120,7 @@ class Checking:
         finally:
             self._kept = None
 
-    def compare(self, asked: Asked, meeting: Meeting, group: dist.ProcessGroup | None) -> None:
+    def compare(self, asked: Comparison, meeting: Meeting, group: dist.ProcessGroup | None) -> None:
         """Compare what programs train on a batch with eager PyTorch. All ranks call it. group: over which rank 0 tells
         the others what it found; None: it is alone. DifferenceError, on every rank.
         """
@@ -139,7 +139,7 @@ class Checking:
             raise
         self.due(asked.options.microbatches).difference_update(asked.names)
 
-    def _alone(self, asked: Asked) -> None:
+    def _alone(self, asked: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
         how = self._how(asked)
         if not how:
@@ -152,7 +152,7 @@ class Checking:
         keeps = keeps and not random
         own: list[ComparedStep] = []
 
-        def own_step() -> Step:
+        def own_step() -> EagerStep:
             own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
             return own[0].step
 
@@ -165,7 +165,7 @@ class Checking:
         assert self._kept is not None
         self._kept.extend(own)
 
-    def _drawn(self, asked: Asked, how: str) -> int:
+    def _drawn(self, asked: Comparison, how: str) -> int:
         """The seed of the training step that comes, where eager PyTorch can be given its masks: the same program for
         all of a batch, dropout alone, and a batch that the model takes at once. NO_CHANCE elsewhere.
         """
@@ -177,19 +177,19 @@ class Checking:
         with devices.forked(asked.trainer.device):
             return seeds.draw()
 
-    def _masks(self, asked: Asked, drawn: int) -> Callable[[], SameMasks] | None:
+    def _masks(self, asked: Comparison, drawn: int) -> Callable[[], SameMasks] | None:
         """Of a step with this seed."""
         draws, count = asked.trainer.program.manifest.draws, len(asked.ready)
         return (lambda: SameMasks(draws, drawn, count)) if drawn != seeds.NO_CHANCE else None
 
-    def _with_masks(self, asked: Asked, masks: Callable[[], SameMasks]) -> bool:
+    def _with_masks(self, asked: Comparison, masks: Callable[[], SameMasks]) -> bool:
         """Compare the training step with an eager one that has its dropout. False: nothing came of it, nothing is left
         of it.
         """
         own: list[ComparedStep] = []
         drawing = torch.get_rng_state()
 
-        def own_step() -> Step:
+        def own_step() -> EagerStep:
             own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), None))
             return own[0].step
 
@@ -200,7 +200,7 @@ class Checking:
         torch.set_rng_state(drawing)
         return False
 
-    def _of_several(self, asked: Asked, group: dist.ProcessGroup) -> None:
+    def _of_several(self, asked: Comparison, group: dist.ProcessGroup) -> None:
         """On all ranks: the training step that comes; where nothing came of that, with nothing left to chance."""
 
         def planned() -> dict[str, bytes]:
@@ -211,7 +211,7 @@ class Checking:
             if not self._between(asked, group, how, int(drawn)):
                 self._between(asked, group, how, seeds.NO_CHANCE)
 
-    def _between(self, asked: Asked, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
+    def _between(self, asked: Comparison, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
         """Rank 0 compares; rank 1 runs the program meanwhile, if it has the same model and batch; the others wait.
         False: nothing came of it.
         """
@@ -234,22 +234,22 @@ class Checking:
         """Whether the model has modules that draw nobody knows what."""
         return any(map(is_opaque, self._compiler.model.modules()))
 
-    def _how(self, asked: Asked) -> str:
+    def _how(self, asked: Comparison) -> str:
         """WHOLE, BY_LAYER, or "" if there is nothing to compare."""
         made = self._made[asked.options.microbatches]
         if not asked.again and all(self._known(made[name]) for name in self._new(asked)):
             return ""
         return BY_LAYER if too_much(self._compiler.model) else WHOLE
 
-    def _new(self, asked: Asked) -> list[Name]:
+    def _new(self, asked: Comparison) -> list[Name]:
         due = self.due(asked.options.microbatches)
         return [name for name in dict.fromkeys(asked.names) if name in due]
 
     def _found(
         self,
         how: str,
-        asked: Asked,
-        own_step: Callable[[], Step],
+        asked: Comparison,
+        own_step: Callable[[], EagerStep],
         keeps: bool = False,
         masks: Callable[[], SameMasks] | None = None,
     ) -> Checked:
@@ -279,13 +279,13 @@ class Checking:
                 self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)
         return found
 
-    def _shared(self, asked: Asked) -> list[torch.Tensor]:
+    def _shared(self, asked: Comparison) -> list[torch.Tensor]:
         """What ranks 0 and 1 must have alike to share a comparison."""
         model = self._compiler.model
         entries = [value for microbatch in asked.ready for value in microbatch.values()]
         return [*model.parameters(), *model.buffers(), *(one for one in entries if isinstance(one, torch.Tensor))]
 
-    def _own_step(self, asked: Asked, drawn: int) -> Step:
+    def _own_step(self, asked: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
         weights = dict(self._compiler.model.named_parameters())
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:

@@ -28,7 +28,7 @@ from torch import nn
 from csc.runtime import weights
 from csc.runtime.saving import published
 from csc.runtime.specs import ParameterSpec
-from csc.runtime.weights import FileTensors, Format
+from csc.runtime.weights import FileTensors, WeightLayout
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -37,14 +37,14 @@ def is_pretrained(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def format_of(model: nn.Module, names: Collection[str]) -> Format:
+def format_of(model: nn.Module, names: Collection[str]) -> WeightLayout:
     """How files hold this model: as transformers writes it if it is one of its models, else by its own names."""
     kept = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in kept)]
     rest = {name: tensor.detach() for name, tensor in tensors if name not in names}
     if not is_pretrained(model):
-        return Format(weights.own_groups, dict, rest)
-    return Format(lambda keys: _groups(model, keys), lambda tensors: _stored(model, tensors), rest)
+        return WeightLayout(weights.own_groups, dict, rest)
+    return WeightLayout(lambda keys: _groups(model, keys), lambda tensors: _stored(model, tensors), rest)
 
 
 def _stored(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -97,19 +97,19 @@ def _converted(model: Any, converter: Any, name: str, sources: list[tuple[str, s
     return FileTensors(tuple(key for key, _ in sources), names, make)
 
 
-def read_rest(path: str | Path, format: Format) -> dict[str, torch.Tensor]:
+def read_rest(path: str | Path, format: WeightLayout) -> dict[str, torch.Tensor]:
     """The rest of the model, as far as the files have it."""
     specs = [ParameterSpec(n, tuple(t.shape), t.dtype, False, (), ()) for n, t in format.rest.items()]
     return weights.read(path, specs, "cpu", format, optional=True)
 
 
-def on_meta(format: Format) -> bool:
+def on_meta(format: WeightLayout) -> bool:
     """Whether something of the rest is on the meta device."""
     return any(tensor.is_meta for tensor in format.rest.values())
 
 
 @torch.no_grad()
-def put_rest(model: nn.Module, format: Format, found: Mapping[str, torch.Tensor]) -> None:
+def put_rest(model: nn.Module, format: WeightLayout, found: Mapping[str, torch.Tensor]) -> None:
     """Give the rest of the model these values. What is on the meta device is replaced by a tensor that has them."""
     for name, tensor in found.items():
         if not format.rest[name].is_meta:

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 import csc
 from csc.checkpoints import dcp, restoring
 from csc.checkpoints.pieces import Piece, divided
-from csc.checkpoints.step_index import FILE, Index, folder_of, saved
-from csc.checkpoints.writing import CONFIGS, Own, Save, write
+from csc.checkpoints.step_index import FILE, StepIndex, folder_of, saved
+from csc.checkpoints.writing import CONFIGS, ProcessState, Save, write
 from csc.driver.checkpoint import format_of
 from csc.errors import InputError
 from csc.runtime import weights
@@ -34,7 +34,7 @@ from csc.runtime.boxes import whole_box
 from csc.runtime.meeting import Meeting
 from csc.runtime.saving import digest, make_directory, published
 from csc.runtime.specs import ParameterSpec
-from csc.runtime.weights import DIGESTS, INDEX, OWN, SINGLE, Format
+from csc.runtime.weights import DIGESTS, INDEX, OWN, SINGLE, WeightLayout
 
 CSC, HF, DCP = "csc", "hf", "dcp"
 SHARD = 4 * 2**30  # bytes of a file
@@ -61,12 +61,12 @@ def fresh(out: Path) -> Path:
     return out
 
 
-def to_dcp(index: Index, out: Path) -> None:
+def to_dcp(index: StepIndex, out: Path) -> None:
     """With the state of the optimizer, if it was saved."""
     dcp.write(fresh(out), index)
 
 
-def to_hf(index: Index, out: Path) -> None:
+def to_hf(index: StepIndex, out: Path) -> None:
     """Weights, in files of at most 4 GiB, which is what is held of those that transformers stores as they are."""
     make_directory(fresh(out))
     form = _format(index.folder, list(index.parameters))
@@ -93,7 +93,7 @@ def to_hf(index: Index, out: Path) -> None:
             published(out / name, partial(shutil.copyfile, index.folder / name))
 
 
-def _whole(index: Index, name: str) -> torch.Tensor:
+def _whole(index: StepIndex, name: str) -> torch.Tensor:
     return restoring.whole(index, index.parameters[name], repr(name))
 
 
@@ -109,7 +109,7 @@ def _shards(stored: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     yield keys
 
 
-def _format(folder: Path, names: list[str]) -> Format:
+def _format(folder: Path, names: list[str]) -> WeightLayout:
     """How transformers stores the model that config.json is of; without one, as it is."""
     model = _model(folder)
     return OWN if model is None else format_of(model, names)
@@ -180,7 +180,7 @@ def _written(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "csc": csc.__version__, "torch": torch.__version__,
     }  # fmt: skip
     save = Save(folder_of(run, step), secrets.token_hex(4), (0, 1), about, list(tensors), None)
-    return write(Own(pieces, optimizer, {}), save, Meeting())
+    return write(ProcessState(pieces, optimizer, {}), save, Meeting())
 
 
 def _piece(name: str, key: str, tensor: torch.Tensor, trained: bool) -> Piece:

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from csc.checkpoints import step_index, writing
-from csc.checkpoints.writing import Own, Save
-from csc.driver.background import Saving
+from csc.checkpoints.writing import ProcessState, Save
+from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint import write_config
 from csc.driver.training_state import WEIGHTS, State, about, expected, taken
 from csc.errors import CscError, InputError, RankLost
@@ -26,7 +26,9 @@ from csc.runtime.words import NOTHING, Said
 log = logging.getLogger("csc")
 
 
-def save_state(state: State, folder: Path, step: int, keep: int | None = None, beside: Meeting | None = None) -> Saving:
+def save_state(
+    state: State, folder: Path, step: int, keep: int | None = None, beside: Meeting | None = None
+) -> BackgroundSave:
     """Write it, or begin to. All ranks call it. keep: see csc.checkpoints.writing. beside: where threads of all ranks
     meet; then copies are taken, and it returns before they are written. InputError, on every rank, if one cannot.
     """
@@ -34,7 +36,7 @@ def save_state(state: State, folder: Path, step: int, keep: int | None = None, b
     trainer = state.saved.trainer
     meeting, first = trainer.transport.meeting, 0 in trainer.transport.ranks
 
-    def take() -> tuple[Said, Own]:
+    def take() -> tuple[Said, ProcessState]:
         own = taken(state, beside is not None)
         if first and WEIGHTS in state.has:
             write_config(state.saved.model, folder)
@@ -45,16 +47,16 @@ def save_state(state: State, folder: Path, step: int, keep: int | None = None, b
     names = expected(state) if WEIGHTS in state.has else {}
     save = Save(folder, number, state.process, about(state, step), names, keep)
     if beside is None:
-        saving = Saving(folder, lambda: writing.write(own, save, meeting))
+        saving = BackgroundSave(folder, lambda: writing.write(own, save, meeting))
     else:
         copied, seconds = sum(one.tensor.nbytes for one in own.pieces), time.perf_counter() - start
-        saving = Saving(folder, lambda: _written(own, save, beside), copied, seconds)
+        saving = BackgroundSave(folder, lambda: _written(own, save, beside), copied, seconds)
         log.info("checkpoint of step %d: %.1f MB copied in %.2f s", step, copied / 1e6, seconds)
     saving.begin(beside is not None)
     return saving
 
 
-def _written(own: Own, save: Save, beside: Meeting) -> None:
+def _written(own: ProcessState, save: Save, beside: Meeting) -> None:
     """In a thread, which does not see what else the process does with its groups."""
     several = beside.group is not None
     try:
@@ -70,10 +72,10 @@ def _written(own: Own, save: Save, beside: Meeting) -> None:
         raise
 
 
-def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> step_index.Index | None:
+def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> step_index.StepIndex | None:
     """What is in the folder that `choose` gives. InputError if ranks see other ones."""
 
-    def read() -> tuple[Said, tuple[step_index.Index | None, str]]:
+    def read() -> tuple[Said, tuple[step_index.StepIndex | None, str]]:
         folder = choose()
         if folder is None:
             return NOTHING, (None, "no checkpoint")

@@ -15,7 +15,7 @@ import torch
 
 from csc.checkpoints import step_index
 from csc.driver import loader_state
-from csc.driver.background import Saving
+from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.notices import NAMED, notice
@@ -69,7 +69,7 @@ class CheckpointManager:
         self.directory = Path(directory)
         self._compiled, self._optimizer, self._scheduler, self._loader = compiled, optimizer, scheduler, loader
         self._keep, self._asynchronous = keep, asynchronous
-        self._saving: Saving | None = None
+        self._saving: BackgroundSave | None = None
         self._beside: Meeting | None = None  # of the threads that write
 
     @property
@@ -82,7 +82,7 @@ class CheckpointManager:
         """The last of these."""
         return max(self.steps, default=None)
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Saving:
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> BackgroundSave:
         """Save the run as it is now, after the optimizer's step.
 
         Args:

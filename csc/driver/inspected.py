@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from csc.check.eager import Step
+from csc.check.eager import EagerStep
 from csc.check.one_step import step_of
 from csc.codegen.write import checked_ranks
 from csc.driver.compiler import Progress
@@ -91,7 +91,7 @@ class Inspected:
         """The Program of a microbatch after pass `split`: F, B and W of every region, which is what is costed."""
         return self._programs.current().compiled.divided(microbatch, self._options, self._programs.progress)[1]
 
-    def step_without_chance(self, batch: Any) -> Step:
+    def step_without_chance(self, batch: Any) -> EagerStep:
         """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
         comparisons, in one process.
         """

@@ -25,7 +25,7 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.runtime import optimizer_state
 from csc.runtime.trainer import Trainer
-from csc.runtime.weights import Format
+from csc.runtime.weights import WeightLayout
 from csc.runtime.words import NOTHING, Said
 
 
@@ -35,7 +35,7 @@ class Saved:
 
     model: nn.Module
     trainer: Trainer
-    form: Format
+    form: WeightLayout
     mesh: Mesh
     loader: Any
     optimizer: torch.optim.Optimizer | None

@@ -33,7 +33,7 @@ from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.directory import contents
-from csc.driver.checking import CHECK, Asked, Checking, NewProgram
+from csc.driver.checking import CHECK, Checking, Comparison, NewProgram
 from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
@@ -151,7 +151,7 @@ class ProgramSet:
             trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
-            asked = Asked(trainer, keys, given, batch, options, again, progress, self._complete_here)
+            asked = Comparison(trainer, keys, given, batch, options, again, progress, self._complete_here)
             self.checking.compare(asked, self.meeting(options), self._broadcast.group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:

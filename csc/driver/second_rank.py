@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from csc.check.eager import Step
+from csc.check.eager import EagerStep
 from csc.errors import CscError
 from csc.runtime.broadcast import answering, heard, told
 from csc.runtime.consistency import checksum
@@ -46,7 +46,7 @@ def _checksums(tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int] | Non
         return None
 
 
-def send_step(make: Callable[[], Step], group: dist.ProcessGroup) -> None:
+def send_step(make: Callable[[], EagerStep], group: dist.ProcessGroup) -> None:
     """Send the step that `make` returns to rank 0, or what it raises, which rank 0 then raises on all ranks."""
     try:
         step = make()
@@ -62,11 +62,11 @@ def send_step(make: Callable[[], Step], group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def received_step(group: dist.ProcessGroup, device: torch.device) -> Iterator[Callable[[], Step]]:
+def received_step(group: dist.ProcessGroup, device: torch.device) -> Iterator[Callable[[], EagerStep]]:
     """A step that nobody has asked for is received at the end, so that rank 1 does not wait."""
     waiting = True
 
-    def step() -> Step:
+    def step() -> EagerStep:
         nonlocal waiting
         waiting = False
         header = _received_json(SECOND, group)
@@ -77,7 +77,7 @@ def received_step(group: dist.ProcessGroup, device: torch.device) -> Iterator[Ca
             gradients[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             _receive(gradients[name], SECOND, group)
         found = {name: gradient.to(device) for name, gradient in gradients.items()}
-        return Step(float(header["loss"]), found, frozenset(header["unknown"]))
+        return EagerStep(float(header["loss"]), found, frozenset(header["unknown"]))
 
     try:
         yield step

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 UNSERVED, FLAGS = 4, 8
 
 
-class Divided(list[dict[str, Any]]):
+class ReplicaShare(list[dict[str, Any]]):
     """The microbatches of one replica. said: what the step was divided into, for all replicas: ranks compare it."""
 
     def __init__(self, microbatches: Iterable[dict[str, Any]] = (), said: tuple[str, ...] = ()) -> None:

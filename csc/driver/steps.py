@@ -34,7 +34,7 @@ from csc.driver.notices import NewSizes, notice, unlogged, what_trains
 from csc.driver.options import changed
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
-from csc.driver.share import Divided, Share
+from csc.driver.share import ReplicaShare, Share
 from csc.errors import InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
@@ -149,7 +149,7 @@ class Steps:
         """
         given, programs, options = self.given, self.programs.set, self.options(microbatches)
         meeting = programs.meeting(options)
-        divided = batch if isinstance(batch, Divided) else Divided()
+        divided = batch if isinstance(batch, ReplicaShare) else ReplicaShare()
         share = Share(options.mesh, options.microbatches, meeting, local or batch is divided, divided.said)
         changes: list[str] = []
 

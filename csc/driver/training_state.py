@@ -27,8 +27,8 @@ from csc import devices
 from csc.checkpoints import pieces, restoring
 from csc.checkpoints.as_json import packed, unpacked
 from csc.checkpoints.restoring import Expected
-from csc.checkpoints.step_index import FILE, OLDER, Index
-from csc.checkpoints.writing import Own
+from csc.checkpoints.step_index import FILE, OLDER, StepIndex
+from csc.checkpoints.writing import ProcessState
 from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest
 from csc.driver.persistence import Saved
@@ -37,7 +37,7 @@ from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.boxes import whole_box
 from csc.runtime.saving import check_rest
-from csc.runtime.weights import Format
+from csc.runtime.weights import WeightLayout
 from csc.runtime.words import NOTHING, Said
 
 WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
@@ -55,7 +55,7 @@ class State:
     has: Collection[str]
 
     @property
-    def form(self) -> Format:
+    def form(self) -> WeightLayout:
         """What of the model no program reads."""
         manifest = self.saved.trainer.program.manifest
         return format_of(self.saved.model, {spec.name for spec in manifest.parameters})
@@ -84,7 +84,7 @@ class Restored:
     begun: tuple[str, ...] = ()
 
 
-def taken(state: State, copy: bool) -> Own:
+def taken(state: State, copy: bool) -> ProcessState:
     """InputError for what has no values, or cannot be saved."""
     saved, trainer = state.saved, state.saved.trainer
     trainer.own.check_step("save")
@@ -110,7 +110,7 @@ def taken(state: State, copy: bool) -> Own:
         other[RANDOM] = packed(_drawn(trainer.device), "random numbers")
     if EXTRA in state.has and 0 in trainer.transport.ranks:
         other[EXTRA] = packed(dict(state.extra), "extra")
-    return Own(pieces.copies(found) if copy else found, told, other)
+    return ProcessState(pieces.copies(found) if copy else found, told, other)
 
 
 def about(state: State, step: int) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _draw_again(drawn: Mapping[str, Any], device: torch.device) -> None:
         devices.set_generator(device, drawn["device"])
 
 
-def take_up(state: State, index: Index) -> Restored:
+def take_up(state: State, index: StepIndex) -> Restored:
     """InputError, with nothing changed, for what is missing or damaged; StepFailed if that is so on another rank."""
     saved, meeting = state.saved, state.saved.trainer.transport.meeting
     changes: list[Callable[[], Any]] = []
@@ -198,7 +198,7 @@ def take_up(state: State, index: Index) -> Restored:
     return Restored(index.step, index.folder, found["extra"], _begun(state, index))
 
 
-def _rest(state: State, index: Index) -> dict[str, torch.Tensor]:
+def _rest(state: State, index: StepIndex) -> dict[str, torch.Tensor]:
     """What no program reads, of the processes that keep it."""
     form = state.form
     if 0 not in state.saved.trainer.transport.ranks and on_meta(form):
@@ -209,7 +209,7 @@ def _rest(state: State, index: Index) -> dict[str, torch.Tensor]:
     return found
 
 
-def _position(state: State, index: Index) -> Any:
+def _position(state: State, index: StepIndex) -> Any:
     """Of this process' share of the samples."""
     own = list(place(state.saved.mesh))
     loader_state.check(state.saved.loader)
@@ -228,7 +228,7 @@ def _position(state: State, index: Index) -> Any:
     )  # fmt: skip
 
 
-def _begun(state: State, index: Index) -> tuple[str, ...]:
+def _begun(state: State, index: StepIndex) -> tuple[str, ...]:
     """What trains now and did not then."""
     if OPTIMIZER not in state.has or index.optimizer is None:
         return ()

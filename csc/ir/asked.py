@@ -32,7 +32,7 @@ OBJECTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.
 
 
 @dataclass(frozen=True)
-class Step:
+class QueryStep:
     """function: its name, from `torch` on. writes: whether it changes its first argument."""
 
     function: str
@@ -49,7 +49,7 @@ class Step:
 class Expression:
     """At least one step."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[QueryStep, ...]
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def to_tree(expression: Expression) -> Tree:
 
 def from_tree(tree: Tree) -> Expression:
     """The inverse, of what JSON has made of it. TypeError or ValueError for a tree that is none."""
-    return Expression(tuple(Step(*step) for step in as_tuples(tree)))
+    return Expression(tuple(QueryStep(*step) for step in as_tuples(tree)))
 
 
 def as_tuples(tree: Tree) -> Tree:

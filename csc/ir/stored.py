@@ -79,7 +79,7 @@ def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
     if tree["format"] != FORMAT:
         raise ValueError(f"a Program of format {tree['format']}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    reader = _Reader([graph_from_tree(one, mode) for one in tree["graphs"]])
+    reader = _TreeReader([graph_from_tree(one, mode) for one in tree["graphs"]])
     constants = {name: _laid(tensors[name], stride) for name, stride in tree["strides"].items()}
     fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
     assumed = capture_guards.from_tree(tree["guards"]) if tree["guards"] is not None else None
@@ -139,7 +139,7 @@ class _Writer:
         raise Unstorable(f"a {type(value).__name__}")
 
 
-class _Reader:
+class _TreeReader:
     """Trees as values."""
 
     def __init__(
@@ -227,7 +227,7 @@ def graph_from_tree(tree: Tree, mode: FakeTensorMode) -> fx.Graph:
     """The inverse; what the nodes make are fake tensors of `mode`. ValueError if it would not be the same graph."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    reader = _Reader([], nodes, mode)
+    reader = _TreeReader([], nodes, mode)
     for op, name, target, args, kwargs, meta in tree:
         function = _function(target) if op == "call_function" else target
         arguments = tuple(reader.value(one) for one in args)

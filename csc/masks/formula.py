@@ -90,14 +90,14 @@ class _Range:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _KeyQuestion:
     """A question to the kind of a key: an atom whose keys do not lie together, or the negation of one."""
 
     atom: KeyTest | Compare
     holds: bool
 
 
-_Literal = Queries | _Range | _Asked
+_Literal = Queries | _Range | _KeyQuestion
 _Clause = tuple[_Literal, ...]
 
 
@@ -116,7 +116,7 @@ def rules(formula: Formula, queries: int, keys: int) -> Mask:
                 hi = torch.where(literal.table, hi, lo)
         lows.append(lo)
         highs.append(hi)
-        admits.append(kinds.admits([literal for literal in clause if isinstance(literal, _Asked)], queries))
+        admits.append(kinds.admits([literal for literal in clause if isinstance(literal, _KeyQuestion)], queries))
     if not clauses:
         empty = torch.zeros(1, 1, queries, 2, dtype=torch.int32)
         return Mask(empty, None, None, keys)
@@ -134,7 +134,7 @@ class _Kinds:
         self._table = torch.zeros(1, keys, dtype=torch.int64)
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, int]] = {}
 
-    def admits(self, asked: list[_Asked], queries: int) -> torch.Tensor:
+    def admits(self, asked: list[_KeyQuestion], queries: int) -> torch.Tensor:
         """int64 [B, Tq] or [1, Tq]: the kinds that a clause admits."""
         if not asked:
             self._all = True
@@ -155,7 +155,7 @@ class _Kinds:
             let = let | (torch.where(reduce(torch.logical_and, holds), bit, 0) if holds else bit)
         return let
 
-    def _allot(self, plain: list[_Asked], numbers: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    def _allot(self, plain: list[_KeyQuestion], numbers: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         fits = torch.ones(1, self._keys, dtype=torch.bool)
         for one in plain:
             assert isinstance(one.atom, KeyTest)
@@ -212,7 +212,7 @@ def _distinct(clauses: list[_Clause]) -> list[_Clause]:
     """Without clauses that another one covers, and without those that contradict themselves."""
     found: list[_Clause] = []
     for clause in sorted(clauses, key=len):
-        asked = {(one.atom, one.holds) for one in clause if isinstance(one, _Asked)}
+        asked = {(one.atom, one.holds) for one in clause if isinstance(one, _KeyQuestion)}
         if any((atom, not holds) in asked for atom, holds in asked):
             continue
         if not any(all(literal in clause for literal in other) for other in found):
@@ -233,7 +233,7 @@ def _literals(atom: Queries | KeyTest | Compare, holds: bool, keys: int) -> Iter
         return
     found = _range_of_keys(atom) if isinstance(atom, KeyTest) else _range_of_compare(atom, keys)
     if found is None:
-        yield (_Asked(atom, holds),)
+        yield (_KeyQuestion(atom, holds),)
     elif holds:
         yield (found,)
     else:
@@ -302,7 +302,7 @@ def _with_ranges(clause: _Clause, keys: int) -> _Clause:
     found: list[_Literal] = []
     for one in clause:
         better = None
-        if isinstance(one, _Asked) and one.holds and isinstance(one.atom, Compare):
+        if isinstance(one, _KeyQuestion) and one.holds and isinstance(one.atom, Compare):
             better = _range_of_compare(one.atom, keys, allowed)
         found.append(better or one)
     return tuple(found)

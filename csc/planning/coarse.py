@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from csc.planning.branches import Branches, Stages, branches
-from csc.planning.problem import Kind, Problem, Unit, Value
+from csc.planning.problem import Problem, RankKind, Unit, Value
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def lumped(problem: Problem, most: int) -> Lumped:
     return Lumped(replace(problem, units=units, values=values, kinds=kinds), tuple(map(tuple, members)))
 
 
-def _taken(kind: Kind, members: Sequence[Sequence[int]]) -> tuple[tuple[float, float, float], ...]:
+def _taken(kind: RankKind, members: Sequence[Sequence[int]]) -> tuple[tuple[float, float, float], ...]:
     """What lumps take on a rank of this kind."""
     return tuple(tuple(sum(kind.seconds[u][i] for u in lump) for i in range(3)) for lump in members)  # type: ignore[misc]
 

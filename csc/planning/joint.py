@@ -47,7 +47,7 @@ SWAPPED = 0.2  # the same where ranks differ
 
 
 @dataclass(frozen=True)
-class Found:
+class JointPlan:
     """The best plan. bound: of plans with one stage on a rank, None if there are fewer units than ranks."""
 
     seconds: float
@@ -69,7 +69,7 @@ def searched(
     budget: Budget,
     effort: float = 1.0,
     swaps: bool = False,
-) -> Found:
+) -> JointPlan:
     """The best plan found. fixed: the stages, if they are given. swaps: ranks may change places. InputError if the
     memory is too small for any.
     """
@@ -95,7 +95,9 @@ def searched(
     fits = fitting(problem, best.work)
     if fits is not None and not fits(orders, start_times(best.work, orders) or []):
         orders = best.orders
-    return Found(best.seconds, best.stages, best.placement, finish("auto", best.work, orders, problem.limits), bound)
+    return JointPlan(
+        best.seconds, best.stages, best.placement, finish("auto", best.work, orders, problem.limits), bound
+    )
 
 
 def _screened(

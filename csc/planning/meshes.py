@@ -19,7 +19,7 @@ CONTEXT = 8  # ranks that share a sequence, at most
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """samples: of a microbatch. microbatches: of a replica."""
 
     mesh: Mesh
@@ -30,14 +30,14 @@ class Layout:
         return f"{self.mesh}, {self.microbatches} microbatches of {self.samples}"
 
 
-def layouts(devices: int, step: int, sizes: Collection[int], node: int, regions: int) -> list[Layout]:
+def layouts(devices: int, step: int, sizes: Collection[int], node: int, regions: int) -> list[MeshLayout]:
     """All that use every device and every sample of a step alike, those of least cp and then tp first.
 
     step: samples of a step; sizes: samples that a microbatch may have; node: devices of a node; regions: of the model,
     of which each pipeline rank has one at least.
     """
     return [
-        Layout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, step // (dp * samples))
+        MeshLayout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, step // (dp * samples))
         for cp in _divisors(devices, CONTEXT)
         for tp in _divisors(devices // cp, node)
         for samples in sorted(sizes)

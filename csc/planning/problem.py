@@ -70,7 +70,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RankKind:
     """Ranks that are alike, by their numbers. seconds[u]: of F, B and W of unit u on one of them. memory: bytes of one,
     for state and activations; None: no limit.
     """
@@ -101,7 +101,7 @@ class Problem:
     network: Network = field(default_factory=Network)
     scale: tuple[float, ...] | None = None
     gathering: Link = field(default_factory=Link)
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[RankKind, ...] = ()
     waiting: bool = False
     action: float = 0.0
     handling: float = 0.0
@@ -153,7 +153,7 @@ class Problem:
         return replace(self, units=self.units_on[kind], memory=self.limit_of(kind), kinds=())
 
 
-def unequal(problem: Problem, kinds: Sequence[Kind]) -> Problem:
+def unequal(problem: Problem, kinds: Sequence[RankKind]) -> Problem:
     """The problem on ranks of these kinds, all of which have a limit or none; with one kind it is of that alone."""
     listed = tuple(kinds)
     units = []

@@ -37,7 +37,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Saving:
+class StashChoice:
     """kept_steps: what F keeps. price: the highest at which this is best."""
 
     kept_steps: frozenset[int]
@@ -46,7 +46,7 @@ class Saving:
     price: float
 
 
-def least(steps: Sequence[Candidate], needed: Iterable[int], price: float) -> Saving:
+def least(steps: Sequence[Candidate], needed: Iterable[int], price: float) -> StashChoice:
     """The least kept + price * again, with price finite and at least 0. Inputs of a step come before it.
 
     ValueError if something needed can neither be kept nor made again.
@@ -95,11 +95,11 @@ def _above(steps: Sequence[Candidate], wanted: Sequence[int]) -> list[int]:
     return sorted(found)
 
 
-def _saving(steps: Sequence[Candidate], kept: frozenset[int], again: Sequence[int], price: float) -> Saving:
-    return Saving(kept, sum(steps[i].size or 0 for i in kept), sum(steps[i].seconds or 0.0 for i in again), price)
+def _saving(steps: Sequence[Candidate], kept: frozenset[int], again: Sequence[int], price: float) -> StashChoice:
+    return StashChoice(kept, sum(steps[i].size or 0 for i in kept), sum(steps[i].seconds or 0.0 for i in again), price)
 
 
-def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[Saving]:
+def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[StashChoice]:
     """The savings that are best at some price, prices falling: the corners of the lower hull of (again, kept).
 
     The first makes nothing again that takes time, as far as that can be, and is best up to any price. Between two
@@ -112,17 +112,19 @@ def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[Saving]:
     if last.kept < corners[-1].kept:
         corners.append(last)
     return [
-        Saving(s.kept_steps, s.kept, s.again, math.inf if i == 0 else _even(corners[i - 1], s))
+        StashChoice(s.kept_steps, s.kept, s.again, math.inf if i == 0 else _even(corners[i - 1], s))
         for i, s in enumerate(corners)
     ]
 
 
-def _even(first: Saving, second: Saving) -> float:
+def _even(first: StashChoice, second: StashChoice) -> float:
     """The price at which both cost the same."""
     return (first.kept - second.kept) / max(second.again - first.again, 1e-30)
 
 
-def _between(steps: Sequence[Candidate], wanted: Sequence[int], first: Saving, last: Saving) -> list[Saving]:
+def _between(
+    steps: Sequence[Candidate], wanted: Sequence[int], first: StashChoice, last: StashChoice
+) -> list[StashChoice]:
     if last.kept >= first.kept or last.again <= first.again:
         return []
     price = _even(first, last)

@@ -38,7 +38,7 @@ Rules = tuple[tuple[int, int, int], float | None, float, bool]
 
 
 @dataclass(frozen=True)
-class Following:
+class NamedScheduleGreedy:
     """Greedy in the order of a named schedule: a rank that would wait goes ahead with what is next and ready, and one
     whose memory is full holds back what would not fit.
     """
@@ -48,7 +48,7 @@ class Following:
     patience: float = 0.0
 
 
-Style = str | Rules | Following
+Style = str | Rules | NamedScheduleGreedy
 NAMED: tuple[Style, ...] = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b", "interleaved-1f1b", "interleaved-zb", "zb-v")
 FEW: tuple[Style, ...] = (
     *NAMED,
@@ -67,8 +67,8 @@ TURNS: tuple[Style, ...] = (
     "interleaved-1f1b",
     "interleaved-zb",
     "zb-v",
-    Following("interleaved-1f1b", fused=True),
-    Following("interleaved-zb", fused=False),
+    NamedScheduleGreedy("interleaved-1f1b", fused=True),
+    NamedScheduleGreedy("interleaved-zb", fused=False),
 )
 # For steps so large that few orders can be looked at, the most useful first.
 QUICK: tuple[Style, ...] = ("1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "eager-1f1b")
@@ -152,7 +152,7 @@ def _ordered(
     """The orders of a style and their makespan; None if they do not fit."""
     if isinstance(style, str):
         return _named(work, style, allowed)
-    if isinstance(style, Following):
+    if isinstance(style, NamedScheduleGreedy):
         return _following(work, style, allowed, best)
     return _greedy(work, style, allowed, best)
 
@@ -179,7 +179,7 @@ def _greedy(
 
 
 def _following(
-    work: WorkTables, style: Following, allowed: Sequence[float] | None, best: float
+    work: WorkTables, style: NamedScheduleGreedy, allowed: Sequence[float] | None, best: float
 ) -> tuple[list[list[int]], float] | None:
     """As `_greedy`, by the places that actions have in the named schedule; None if it wants its stages elsewhere."""
     try:

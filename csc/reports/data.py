@@ -27,7 +27,7 @@ from csc.errors import InputError
 from csc.ir.program import Program
 from csc.passes.pipeline_problem import problem
 from csc.planning.assign.layout import Floats, Size
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.reports.varied_sizes import Length, Sampler, lengths, sampler
 
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -112,7 +112,7 @@ def _shares(column: Floats) -> dict[str, float]:
     return {**{f"{share:.0%}": float(np.quantile(column, share)) for share in SHARES}, "mean": float(column.mean())}
 
 
-def _dealt(step: Step, order: Sequence[int]) -> float:
+def _dealt(step: SampleCosts, order: Sequence[int]) -> float:
     """Seconds of the slowest replica if samples go to microbatches in this order, equally many to each."""
     replicas = [list(order[r :: step.replicas]) for r in range(step.replicas)]
     parts = [[part.tolist() for part in np.array_split(own, step.microbatches)] for own in replicas]

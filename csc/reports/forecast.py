@@ -178,7 +178,7 @@ def read(path: Path) -> Timeline:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TimelineRatio:
     """One timeline beside the first: seconds of the whole and, on average, of one F, B, W and BW."""
 
     name: str
@@ -188,7 +188,7 @@ class Compared:
     seconds: dict[str, float]
 
 
-def comparison(timelines: Sequence[Timeline]) -> list[Compared]:
+def comparison(timelines: Sequence[Timeline]) -> list[TimelineRatio]:
     """Each timeline with its makespan over that of the first."""
     rows = []
     for timeline in timelines:
@@ -201,7 +201,7 @@ def comparison(timelines: Sequence[Timeline]) -> list[Compared]:
         shares = timeline.bubble_share
         first = timelines[0].makespan
         rows.append(
-            Compared(
+            TimelineRatio(
                 timeline.name,
                 timeline.makespan,
                 timeline.makespan / first if first else 1.0,

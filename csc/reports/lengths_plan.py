@@ -46,7 +46,7 @@ SHARES = (0.3, 0.1)  # of the time for one plan: of a way, of a batch
 
 
 @dataclass(frozen=True)
-class Asked:
+class LengthsRequest:
     """batch_size: samples of a step, of all replicas; batches: how many are drawn; multiple, packed: as for balance;
     seconds: for plans.
     """
@@ -110,18 +110,20 @@ class _Planned:
     costs: Costs
     end: float
 
-    def decider(self, table: Lengths, asked: Asked) -> Decider:
+    def decider(self, table: Lengths, asked: LengthsRequest) -> Decider:
         return Decider(
             table, self.costs, asked.packed, self.options.mesh.dp, self.options.microbatches, asked.multiple, moves=0
         )
 
-    def steps(self, table: Lengths, asked: Asked, batches: Sequence[Sequence[int]]) -> Floats:
+    def steps(self, table: Lengths, asked: LengthsRequest, batches: Sequence[Sequence[int]]) -> Floats:
         """Of each batch. InputError for a sample that fits nowhere."""
         own = self.decider(table, asked)
         return np.array([own.decide(batch).seconds + self.end for batch in batches])
 
 
-def plan_for_lengths(compiled: CompiledModel, table: Lengths, asked: Asked, tell: Callable[[str], None]) -> LengthsPlan:
+def plan_for_lengths(
+    compiled: CompiledModel, table: Lengths, asked: LengthsRequest, tell: Callable[[str], None]
+) -> LengthsPlan:
     """The way and the plan with the least mean step. The size of the mesh is kept.
 
     InputError for fewer samples than a step has, for an example whose sizes cannot vary, and where no way has a plan.
@@ -177,7 +179,7 @@ class _Making:
     program: Program
     probes: Probes
     table: Lengths
-    asked: Asked
+    asked: LengthsRequest
     end: float
 
     def ways(self, options: Options, tell: Callable[[str], None]) -> tuple[dict[tuple[str, int], _Planned], list[Way]]:

@@ -34,7 +34,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
 from csc.passes.step_end import seconds_behind
-from csc.planning.meshes import Layout, layouts
+from csc.planning.meshes import MeshLayout, layouts
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
 from csc.reports.rank_orders import priced_orders
@@ -86,10 +86,10 @@ def choose(
     Takes about `seconds` once the model is captured. InputError if the samples cannot be divided, or there is no mesh
     at all.
     """
-    return _Choosing(compiled, devices, step, seconds, tell).choice()
+    return _MeshSearch(compiled, devices, step, seconds, tell).choice()
 
 
-class _Choosing:
+class _MeshSearch:
     def __init__(
         self, compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None]
     ) -> None:
@@ -147,7 +147,7 @@ class _Choosing:
             found[division if alike else f"{division} with microbatches of {samples}"] = why
         return found
 
-    def _priced(self, layout: Layout) -> MeshRow | None:
+    def _priced(self, layout: MeshLayout) -> MeshRow | None:
         """By the fastest way that fits, else by the last one; None if the layout cannot be the best."""
         several = len(layout.mesh.group(Group.DATA, 0)) > 1
         self.tell(str(layout))
@@ -166,7 +166,9 @@ class _Choosing:
         fitting = [row for row in rows if row.fits]
         return min(fitting, key=lambda row: row.seconds) if fitting else rows[-1] if rows else None
 
-    def _ordered(self, layout: Layout, options: Options, program: Program, numbers: Problem, recompute: str) -> MeshRow:
+    def _ordered(
+        self, layout: MeshLayout, options: Options, program: Program, numbers: Problem, recompute: str
+    ) -> MeshRow:
         """By the order of ranks in which this plan is the fastest."""
         planned, fits = _planned(numbers)
         best = self._row(layout, options, program, recompute, planned, fits)
@@ -183,7 +185,7 @@ class _Choosing:
 
     @staticmethod
     def _row(
-        layout: Layout, options: Options, program: Program, recompute: str, planned: PipelinePlan, fits: bool
+        layout: MeshLayout, options: Options, program: Program, recompute: str, planned: PipelinePlan, fits: bool
     ) -> MeshRow:
         return MeshRow(
             mesh=str(options.mesh),
@@ -219,6 +221,6 @@ def _planned(numbers: Problem) -> tuple[PipelinePlan, bool]:
         return plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT), False
 
 
-def _division(layout: Layout) -> str:
+def _division(layout: MeshLayout) -> str:
     """Of layers and tokens."""
     return f"tp={layout.mesh.tp}, cp={layout.mesh.cp}"

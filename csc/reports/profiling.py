@@ -116,7 +116,7 @@ def profile(
     return Profile(found, rows)
 
 
-def _with_wires(fitted: Hardware, host: wire_profile.Host) -> Hardware:
+def _with_wires(fitted: Hardware, host: wire_profile.WireTimes) -> Hardware:
     if host.message is not None:
         fitted = replace(fitted, within=host.message, collective=host.collective)
     return replace(fitted, action=host.host.action, handling=host.host.handling) if host.host is not None else fitted

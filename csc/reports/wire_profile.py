@@ -40,7 +40,7 @@ LIMIT = 120.0  # seconds after which a process that says nothing is given up
 
 
 @dataclass(frozen=True)
-class Host:
+class WireTimes:
     """message, collective: between two neighbours; None where there is one GPU alone. host: None where kernels are
     queued ahead, so that what the host does takes no time of the device.
     """
@@ -50,10 +50,10 @@ class Host:
     host: host_time.HostTime | None = None
 
 
-def measure(device: torch.device) -> Host:
+def measure(device: torch.device) -> WireTimes:
     """A few seconds. CscError if the processes fail."""
     if device.type != "cpu" and devices.count(device) < 2:
-        return Host(None, None)
+        return WireTimes(None, None)
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "csc.reports.wire_profile"]
         running = [
@@ -75,7 +75,7 @@ def measure(device: torch.device) -> Host:
                 raise _failed(text.strip().splitlines()[-1] if text.strip() else "they end without a word")
         found = json.loads(Path(name, "wires.json").read_text())
     host = host_time.HostTime(*found["host"]) if found["host"] is not None else None
-    return Host(Wire(*found["message"]), Wire(*found["collective"]), host)
+    return WireTimes(Wire(*found["message"]), Wire(*found["collective"]), host)
 
 
 def _failed(why: str) -> CscError:

@@ -30,7 +30,7 @@ from csc.runtime.ranges import Ranges
 from csc.runtime.rank import Rank
 from csc.runtime.scatter import Scattered
 from csc.runtime.specs import MessageSpec
-from csc.runtime.step_counts import Counts
+from csc.runtime.step_counts import StepCounts
 from csc.runtime.transport import laid_out
 
 Batch = Mapping[str, Any]
@@ -221,7 +221,7 @@ def step(
     trace: bool = False,
     drawn: int = 0,
     uneven: bool = False,
-    counts: Counts | None = None,
+    counts: StepCounts | None = None,
     profiled: bool = False,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
@@ -255,7 +255,7 @@ def step(
         raise
     rank.endpoint.at("the end of a step")
     rank.endpoint.drain()
-    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or Counts())
+    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or StepCounts())
     return StepResult(state.gradients, combined, timed)
 
 

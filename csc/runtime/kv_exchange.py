@@ -35,7 +35,7 @@ from csc.runtime.exchange import (
     room,
     taken,
 )
-from csc.runtime.spread import Part, Spread, backward, forward, part, parts
+from csc.runtime.spread import AttentionPart, Spread, backward, forward, part, parts
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 SPLITTING = 1e-4  # seconds that must be hidden to run a part as two: launches and one more sum; assumed, not measured
@@ -52,7 +52,7 @@ class KVExchange:
         self._group, self._block = group, where.block
         self._own, self._foreign = parts(mask, where, number, me, shard, blocks, device, everything)
         self._early = [] if self._own is None else [(slice(0, shard), self._own)]
-        self._late: list[tuple[slice, Part]] = []
+        self._late: list[tuple[slice, AttentionPart]] = []
         held = {(to, of): where.held(None if everything else number, to, of)
                 for r in group.others for to, of in ((r, me), (me, r))}  # fmt: skip
         lent = {r: torch.searchsorted(where.blocks(me), held[r, me]) for r in group.others if len(held[r, me])}
@@ -91,7 +91,7 @@ class KVExchange:
         coming = self._ask(k, v)
         dqs, own = list[torch.Tensor](), list[Tensors]()
 
-        def attend(arrived: list[tuple[slice, Part]]) -> None:
+        def attend(arrived: list[tuple[slice, AttentionPart]]) -> None:
             for slots, one in arrived:
                 dq, *shards = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
                 dqs.append(dq)
@@ -152,7 +152,7 @@ class KVExchange:
         return dict(zip(chosen, zip(*cut)))
 
 
-def _worth_splitting(own: Part, where: Spread, lent: int) -> bool:
+def _worth_splitting(own: AttentionPart, where: Spread, lent: int) -> bool:
     """Whether half of the own part, run while gradients of lent keys come back, hides more than it costs."""
     rates = where.dispatch.prepared.workload.rates
     _, tiles = packing.unpack(own.packed, own.form)

@@ -24,7 +24,7 @@ from csc.ir.groups import Group
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest
-from csc.runtime.step_counts import Counts
+from csc.runtime.step_counts import StepCounts
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -37,7 +37,7 @@ class Losses:
 
     parts: tuple[float, ...]
     dtype: torch.dtype
-    counts: Counts = field(default_factory=Counts)
+    counts: StepCounts = field(default_factory=StepCounts)
 
     def total(self, microbatches: int) -> torch.Tensor:
         """The loss of the whole batch, a 0-d CPU tensor in the model's dtype. CscError if a part is not
@@ -106,7 +106,7 @@ def _labels(ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Ten
 
 
 def combine(
-    rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: Counts
+    rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: StepCounts
 ) -> Generator[str, None, Losses]:
     """Give every rank every microbatch's weighted loss. A microbatch of weight 0 counts 0, though its own
     mean is NaN. counts: of the rank's own replica.
@@ -125,4 +125,4 @@ def combine(
     row = row.to(rank.device)
     yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "loss over all ranks")
     parts, dtype, found = row[:dtype_at].tolist(), int(row[dtype_at]), row[dtype_at + 1 :].tolist()
-    return Losses(tuple(parts), _DTYPES[dtype], Counts(*found))
+    return Losses(tuple(parts), _DTYPES[dtype], StepCounts(*found))

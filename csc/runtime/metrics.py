@@ -22,12 +22,12 @@ from csc import devices
 from csc.ir.groups import Group
 from csc.runtime.batches import Microbatch
 from csc.runtime.specs import Manifest
-from csc.runtime.step_counts import Counts
+from csc.runtime.step_counts import StepCounts
 
 TOKENS = ("input_ids", "decoder_input_ids", "labels")
 
 
-def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -> Counts:
+def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -> StepCounts:
     """What one replica's microbatches are."""
     tokens, samples, flops = 0, 0, 0.0
     for one in microbatches:
@@ -40,7 +40,7 @@ def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -
             samples += len(text)
         of_stages = manifest.plan.get("flops") or ()
         flops += len(manifest.mesh.group(Group.LAYER, 0)) * sum(map(sum, of_stages))
-    return Counts(float(tokens), float(samples), float(flops))
+    return StepCounts(float(tokens), float(samples), float(flops))
 
 
 def _text(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -51,7 +51,7 @@ def _text(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def metrics(
-    loss: torch.Tensor, counts: Counts, seconds: float, manifest: Manifest, device: torch.device
+    loss: torch.Tensor, counts: StepCounts, seconds: float, manifest: Manifest, device: torch.device
 ) -> dict[str, float]:
     """counts: of all replicas. Seconds, rates and memory are this process'; the others the same on every rank."""
     found = {

@@ -40,7 +40,7 @@ _PART = re.compile(r"optimizer-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Own:
+class SteppedParameter:
     """A parameter that this process steps: what of its entries, and whether no process before this one has them."""
 
     name: str
@@ -59,18 +59,18 @@ class Own:
         return self.box == whole_box(self.spec.shape)
 
 
-Assemble = Callable[[Own, str, Any], torch.Tensor]
+Assemble = Callable[[SteppedParameter, str, Any], torch.Tensor]
 Unfit = Callable[[str], InputError]
 
 
-def owned(trainer: Trainer) -> list[Own]:
+def owned(trainer: Trainer) -> list[SteppedParameter]:
     """What this process steps."""
     found = []
     for spec in trainer.own.trained:
         box = trainer.own.box(spec) or whole_box(spec.shape)
         if trainer.own.data is not None and not trainer.own.data.apart and trainer.own.data.of(spec.name) is not None:
             box = part(box, *trainer.own.data.shard(spec.name))
-        found.append(Own(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
+        found.append(SteppedParameter(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
     return found
 
 
@@ -110,7 +110,7 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
 
 def _placed(
-    told: dict[str, Any], own: Mapping[str, Own], file: str, rank: int
+    told: dict[str, Any], own: Mapping[str, SteppedParameter], file: str, rank: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of what `listed` tells, and the same with their parts in their place."""
     tensors: dict[str, torch.Tensor] = {}
@@ -138,7 +138,7 @@ def _clear(path: Path, listed: set[str]) -> None:
                 file.unlink(missing_ok=True)
 
 
-def listed(optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, Any]:
+def listed(optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> dict[str, Any]:
     """Its kind, the options and names of its groups, and of each parameter that this process writes the numbers and
     tensors of its state, by key.
     """
@@ -162,7 +162,7 @@ def listed(optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, An
     return {"kind": type(optimizer).__name__, "groups": groups, "parameters": parameters}
 
 
-def _state_of(one: Own, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _state_of(one: SteppedParameter, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Numbers, as the index has them, and tensors."""
     numbers: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -249,21 +249,25 @@ def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     optimizer.load_state_dict(trainer.transport.meeting.hold("load the optimizer", read))
 
 
-def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[Own]) -> dict[str, Any]:
+def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> dict[str, Any]:
     """What `load_state_dict` takes."""
     table = _table(path)
     fits(table, optimizer, lambda what: _unfit(path, what))
     if table["weights"] != weights.identity(path):
         raise _unfit(path, "the weights beside it are of another save: a save was cut off, or had no optimizer")
 
-    def assemble(one: Own, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    def assemble(one: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         return _assembled(path, one, key, parts)
 
     return restored(table, optimizer, own, assemble, lambda what: _unfit(path, what))
 
 
 def restored(
-    table: Mapping[str, Any], optimizer: torch.optim.Optimizer, own: Sequence[Own], assemble: Assemble, unfit: Unfit
+    table: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    own: Sequence[SteppedParameter],
+    assemble: Assemble,
+    unfit: Unfit,
 ) -> dict[str, Any]:
     """What `load_state_dict` takes, of what was `joined`. assemble: makes this process' entries of a tensor out of what
     stands for it there.
@@ -316,7 +320,7 @@ def _unfit(path: Path, what: str) -> InputError:
     return InputError(what, str(path / INDEX), "Make the optimizer as it was made for that save, or begin a new one")
 
 
-def _of_one(one: Own, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit) -> dict[str, Any]:
+def _of_one(one: SteppedParameter, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit) -> dict[str, Any]:
     """The state of what this process steps of a parameter."""
     if found["shape"] != list(one.spec.shape):
         raise unfit(f"{one.name!r} is {found['shape']} there, and {list(one.spec.shape)} in the model")
@@ -330,7 +334,7 @@ def _of_one(one: Own, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit
     return state
 
 
-def check_whole(one: Own, key: str, shape: Sequence[int], unfit: Unfit) -> None:
+def check_whole(one: SteppedParameter, key: str, shape: Sequence[int], unfit: Unfit) -> None:
     """Raise what `unfit` makes if state that is not of a parameter's entries would go to a shard of it."""
     if not one.is_whole:
         raise unfit(
@@ -338,7 +342,7 @@ def check_whole(one: Own, key: str, shape: Sequence[int], unfit: Unfit) -> None:
         )
 
 
-def _assembled(path: Path, one: Own, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def _assembled(path: Path, one: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """This process' entries, out of all parts that have some of them."""
     files = {row["key"]: within(path, row["file"], lambda what: _unfit(path, what)) for row in parts}
     made: torch.Tensor | None = None

@@ -247,7 +247,7 @@ class OwnParameters:
             )
 
     @torch.no_grad()
-    def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
+    def load(self, path: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
         """Read this process' parameters from a safetensors file or a directory of them. All ranks call it.
 
         InputError if one is missing or of another shape or dtype, then nothing was changed; or if ranks that hold the
@@ -320,7 +320,7 @@ class OwnParameters:
             into[spec.name].copy_(self.parts.whole(spec, self.values.get(spec.name)))
             self.parts.put_back(spec)
 
-    def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
+    def save(self, directory: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one
         of them cannot write, all raise, and what was saved there before is what is read there.
         """

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from csc.errors import InputError
 from csc.runtime.specs import Manifest, ParameterSpec
-from csc.runtime.weights import DIGESTS, INDEX, OWN, SINGLE, Format, bytes_of
+from csc.runtime.weights import DIGESTS, INDEX, OWN, SINGLE, WeightLayout, bytes_of
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}(-[0-9a-f]{8})?\.safetensors")
 _UNFINISHED = re.compile(r"\.model[-.].*\.tmp")
@@ -52,7 +52,7 @@ def write(
     manifest: Manifest,
     position: int | None,
     tensors: Mapping[str, torch.Tensor],
-    format: Format = OWN,
+    format: WeightLayout = OWN,
     save: str = "00000000",
 ) -> None:
     """Write what `position` owns into its shard; None: everything into model.safetensors. InputError if that cannot be
@@ -74,7 +74,7 @@ def write(
         _clear(path, set())
 
 
-def check_rest(format: Format) -> None:
+def check_rest(format: WeightLayout) -> None:
     """InputError if something of the rest has no values."""
     without = [name for name, tensor in format.rest.items() if tensor.is_meta]
     if without:
@@ -82,7 +82,7 @@ def check_rest(format: Format) -> None:
         raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
 
 
-def write_index(directory: str | Path, manifest: Manifest, format: Format = OWN, save: str = "00000000") -> None:
+def write_index(directory: str | Path, manifest: Manifest, format: WeightLayout = OWN, save: str = "00000000") -> None:
     """Write the index over all shards, and remove those of older saves; one process does this, after all have written.
     Nothing to do for one stage.
     """

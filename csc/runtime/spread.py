@@ -151,7 +151,7 @@ def _copy(mask: Mask) -> Mask:
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """One part of a rank's attention. keys: the tokens of its first slots of keys; packed, form: its mask."""
 
     keys: torch.Tensor
@@ -167,7 +167,7 @@ class Part:
 def parts(
     mask: Mask, where: Spread, number: int, rank: int, shard: int, blocks: tuple[int, int], device: torch.device,
     everything: bool = False,
-) -> tuple[Part | None, Part | None]:  # fmt: skip
+) -> tuple[AttentionPart | None, AttentionPart | None]:  # fmt: skip
     """A rank's attention under the mask of this number, to its own keys as they are and to whole foreign blocks in
     ascending order; None for a part that none of its queries sees, unless `everything` is brought to all.
 
@@ -189,7 +189,7 @@ def parts(
 def part(
     mask: Mask, keys: torch.Tensor, width: int, own: torch.Tensor, shard: int, blocks: tuple[int, int],
     device: torch.device,
-) -> Part:  # fmt: skip
+) -> AttentionPart:  # fmt: skip
     """The mask between tokens `own`, then padding up to `shard`, and tokens `keys`, then padding up to `width`."""
     rows = mask.ranges[:, :, own].long()
     ranges = torch.zeros(mask.batch, mask.rules, shard, 2, dtype=torch.int32)
@@ -202,11 +202,11 @@ def part(
         kinds[:, : len(keys)] = mask.kinds[:, keys]
     local = Mask(ranges, admits, kinds, width)
     form = Form(mask.rules, kinds is not None, shard, width, *blocks)
-    return Part(keys, packing.pack(local, *blocks).to(device), form)
+    return AttentionPart(keys, packing.pack(local, *blocks).to(device), form)
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Part, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: AttentionPart, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """csc::attention of a part."""
     return torch.ops.csc.attention(q, k, v, one.packed, *one.numbers, scale, softcap)
@@ -214,7 +214,7 @@ def forward(
 
 def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    one: Part, scale: float, softcap: float,
+    one: AttentionPart, scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """csc::attention_backward of a part; out and lse may be those of all parts together."""
     return torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, one.packed, *one.numbers, scale, softcap)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """flops: what the ranks spend on them, in all."""
 
     tokens: float = 0.0

@@ -323,11 +323,11 @@ class Trainer:
         """
         return self.own.state_dict()
 
-    def load(self, path: str | Path, format: weights.Format = weights.OWN) -> None:
+    def load(self, path: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
         """Read this process' parameters from a safetensors file or a directory of them. All ranks call it."""
         self.own.load(path, format)
 
-    def save(self, directory: str | Path, format: weights.Format = weights.OWN) -> None:
+    def save(self, directory: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call it."""
         self.own.save(directory, format)
 

@@ -177,7 +177,7 @@ def summed(tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass
-class _Sum:
+class _JoinedSum:
     """A sum that some ranks have joined."""
 
     ranks: tuple[int, ...]
@@ -191,7 +191,7 @@ class _Hub:
     def __init__(self) -> None:
         self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (pipeline's first rank, channel, mb)
         self.parcels: dict[tuple[int, int], list[Sequence[torch.Tensor]]] = {}  # of exchanges, by (from, to)
-        self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}  # (ranks, how many before it)
+        self.sums: dict[tuple[tuple[int, ...], int], _JoinedSum] = {}  # (ranks, how many before it)
         self.gathers: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = {}  # the same
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
         self.gathered: dict[tuple[int, tuple[int, ...]], int] = {}  # and gathers
@@ -295,11 +295,11 @@ class _Local:
 
     def start_sum(
         self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False
-    ) -> tuple[_Sum, torch.Tensor]:
+    ) -> tuple[_JoinedSum, torch.Tensor]:
         members = tuple(ranks)
         number = self._hub.counts.get((self.rank, members), 0)
         self._hub.counts[self.rank, members] = number + 1
-        open_sum = self._hub.sums.setdefault((members, number), _Sum(members))
+        open_sum = self._hub.sums.setdefault((members, number), _JoinedSum(members))
         open_sum.joined[self.rank] = tensor
         if len(open_sum.joined) == len(members):
             del self._hub.sums[members, number]
@@ -307,7 +307,7 @@ class _Local:
             self._hub.changed()
         return open_sum, tensor
 
-    def finish_sum(self, ticket: tuple[_Sum, torch.Tensor]) -> bool:
+    def finish_sum(self, ticket: tuple[_JoinedSum, torch.Tensor]) -> bool:
         open_sum, tensor = ticket
         if open_sum.total is None:
             return False
@@ -316,10 +316,10 @@ class _Local:
 
     def start_scatter(
         self, rows: torch.Tensor, ranks: tuple[int, ...], why: str
-    ) -> tuple[tuple[_Sum, torch.Tensor], int]:
+    ) -> tuple[tuple[_JoinedSum, torch.Tensor], int]:
         return self.start_sum(rows, ranks, why), ranks.index(self.rank)
 
-    def finish_scatter(self, ticket: tuple[tuple[_Sum, torch.Tensor], int]) -> torch.Tensor | None:
+    def finish_scatter(self, ticket: tuple[tuple[_JoinedSum, torch.Tensor], int]) -> torch.Tensor | None:
         (open_sum, _), row = ticket
         return None if open_sum.total is None else open_sum.total[row]
 

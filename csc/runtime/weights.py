@@ -54,7 +54,7 @@ class FileTensors:
 
 
 @dataclass(frozen=True)
-class Format:
+class WeightLayout:
     """groups: of the tensors that the files have. stored: parameters as files have them (meta tensors: their names and
     shapes). rest: tensors of the model that no program reads, by the model's names; the first shard takes them.
     """
@@ -69,14 +69,14 @@ def own_groups(keys: Iterable[str]) -> list[FileTensors]:
     return [FileTensors((key,), (key,), dict) for key in keys]
 
 
-OWN = Format(own_groups, dict, {})
+OWN = WeightLayout(own_groups, dict, {})
 
 
 def read(
     path: str | Path,
     parameters: Iterable[ParameterSpec],
     device: torch.device | str = "cpu",
-    format: Format = OWN,
+    format: WeightLayout = OWN,
     optional: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Read these parameters, nothing else. InputError for a file, name, shape or dtype that does not fit.
@@ -90,7 +90,7 @@ def each(
     path: str | Path,
     parameters: Iterable[ParameterSpec],
     device: torch.device | str = "cpu",
-    format: Format = OWN,
+    format: WeightLayout = OWN,
     optional: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:

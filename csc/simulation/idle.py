@@ -60,7 +60,7 @@ def idle(
             causes["ramp"] = events[0].start - timeline.start
             after = timeline.end - events[-1].end
             limit = None if limits is None else limits[rank]
-            own = _Own(pipeline, schedule, rank, state[rank], limit, arrivals, coming)
+            own = _RankIdle(pipeline, schedule, rank, state[rank], limit, arrivals, coming)
             for number, wait in enumerate(doing[rank]):
                 if wait.gathers and wait.start >= events[0].end:
                     causes["gather"] += wait.end - wait.start
@@ -94,7 +94,7 @@ def _with_imbalance(causes: Causes, after: float, less: float) -> Causes:
     return found
 
 
-class _Own:
+class _RankIdle:
     """The list of one rank: what is at hand where it waits, and whether that fits."""
 
     def __init__(

@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankNodes:
     """Of one rank. nodes: those that its devices stand on, one device for each index on the other axes of the mesh; two
     ranks reach each other within nodes if all of their devices do, since the slowest pair holds up the others.
     """
@@ -98,7 +98,7 @@ class Network:
     within: Link = Link()
     between: Link = Link()
     ranks_per_node: int | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[RankNodes, ...] = ()
     answered: bool = False
 
     def link(self, source: int, destination: int) -> Link:

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, Place, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, RankNodes, StageWork
 
 _REMEDY = "Compile the program again"
 OPTIONAL = ("gathered", "gather", "working")
@@ -97,7 +97,7 @@ def _stage(row: dict[str, Any], number: Callable[[Any], float] | None = None) ->
 
 def _read_network(row: dict[str, Any]) -> Network:
     places = tuple(
-        Place(tuple(map(int, one["nodes"])), _read(one["within"]), _read(one["between"]))
+        RankNodes(tuple(map(int, one["nodes"])), _read(one["within"]), _read(one["between"]))
         for one in row.get("places", ())
     )
     return Network(

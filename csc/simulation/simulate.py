@@ -38,7 +38,7 @@ class _Channel(NamedTuple):
     target: int
 
 
-class _Run(NamedTuple):
+class _SimulatedRun(NamedTuple):
     """Start and length of every compute by rank; (rank, SEND, departure, arrival) of every message; for each rank
     (seconds, bytes) of what GATHER and FREE change.
     """
@@ -91,7 +91,7 @@ def makespan(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
     )
 
 
-def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
+def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _SimulatedRun:
     _check_size(pipeline, schedule)
     seconds = _seconds(pipeline, schedule)
     if jitter is not None:
@@ -150,7 +150,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _Run:
     blocked = {rank: token for rank, token in enumerate(waiting) if token is not None}
     if blocked:
         raise _deadlock(schedule, blocked)
-    return _Run(starts, seconds, moves, whole.held)
+    return _SimulatedRun(starts, seconds, moves, whole.held)
 
 
 class _Whole:

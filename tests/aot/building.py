@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 from csc.kernels.triton_backward import dkv_kernel, dq_kernel
-from csc.kernels.triton_configs import Choice, Config, choose, padded
+from csc.kernels.triton_configs import Config, HeadDimConfigs, choose, padded
 from csc.kernels.triton_forward import forward_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -62,7 +62,7 @@ class Case:
     group: int = 8
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> HeadDimConfigs:
         return choose(self.architecture, self.head_dim, self.dtype)
 
     @property
@@ -86,7 +86,7 @@ class Resources:
     tma: int  # instructions that load through a tensor descriptor
 
 
-def kernels(choice: Choice, softcap: bool = False) -> list[str]:
+def kernels(choice: HeadDimConfigs, softcap: bool = False) -> list[str]:
     """The names of a choice's kernels."""
     return ["forward", "dq", *(f"d{which}" for which, _ in (choice.dkv_capped if softcap else choice.dkv))]
 

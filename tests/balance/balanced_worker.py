@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import csc
 from csc.balance.loader import BalancedLoader
-from csc.balance.order import Order
+from csc.balance.order import EpochOrder
 from csc.errors import CscError
 from tests.balance.captions import Captions, Sample, collate
 from tests.models import captions
@@ -36,7 +36,7 @@ def loader_for(compiled: csc.CompiledModel, dataset: Captions, seed: int = SEED)
 
 def sampled(count: int) -> list[list[int]]:
     """The samples of each step, as the seed orders them."""
-    order = Order(count, None, True, SEED).of(0)
+    order = EpochOrder(count, None, True, SEED).of(0)
     return [order[start : start + STEP] for start in range(0, count - STEP + 1, STEP)]
 
 

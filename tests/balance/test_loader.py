@@ -20,7 +20,7 @@ from csc.balance.decision import Decider
 from csc.balance.delivery import Delivery
 from csc.balance.lengths import read
 from csc.balance.loader import BalancedLoader
-from csc.balance.order import Order
+from csc.balance.order import EpochOrder
 from csc.errors import InputError
 from tests.balance.captions import Captions, Sample, collate
 from tests.balance.costs import costs
@@ -29,13 +29,13 @@ REPLICAS, MICROBATCHES, STEP = 2, 4, 16
 
 
 def loader(
-    dataset: Any, lengths: Any = None, order: Order | None = None, replicas: Iterable[int] = (0, 1),
+    dataset: Any, lengths: Any = None, order: EpochOrder | None = None, replicas: Iterable[int] = (0, 1),
     make: Any = collate, room: float | None = None, drop_last: bool = True, **options: Any,
 ) -> BalancedLoader:  # fmt: skip
     table = read(dataset.lengths if lengths is None else lengths, dataset)
     decider = Decider(table, costs(3, MICROBATCHES, room), False, REPLICAS, MICROBATCHES, 8)
     delivery = Delivery(Collation(dataset, make), decider, list(replicas), [Counted("pixel_values", 0, 4)])
-    return BalancedLoader(delivery, order or Order(len(dataset), None, True, 5), STEP, drop_last, options)
+    return BalancedLoader(delivery, order or EpochOrder(len(dataset), None, True, 5), STEP, drop_last, options)
 
 
 def rows(steps: Iterable[list[Sample]]) -> list[list[tuple[int, ...]]]:
@@ -52,7 +52,7 @@ def texts(dataset: Any, indices: Iterable[int]) -> list[tuple[int, ...]]:
 def test_the_sampler_says_which_samples_a_step_has() -> None:
     dataset = Captions(40, lacking=True)
     found = loader(dataset)
-    order = Order(40, None, True, 5)
+    order = EpochOrder(40, None, True, 5)
     for epoch in range(2):
         steps = list(found)
         assert len(steps) == len(found) == 2
@@ -68,7 +68,7 @@ def test_ranks_have_their_replicas_samples_and_agree() -> None:
         assert step.said == first.said == second.said and "step" in step.said[0]
         for one, other in zip(step, [*first, *second], strict=True):
             assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    other = list(loader(dataset, order=Order(48, None, True, 6)))
+    other = list(loader(dataset, order=EpochOrder(48, None, True, 6)))
     assert other[0].said != whole[0].said
 
 
@@ -84,9 +84,9 @@ def test_workers_decide_and_collate_the_same() -> None:
 def test_a_position_is_taken_up_in_the_middle(sampled: bool, workers: int) -> None:
     dataset = Captions(80)
 
-    def order() -> Order:
+    def order() -> EpochOrder:
         random = torch.randperm(80, generator=torch.Generator().manual_seed(7)).tolist()
-        return Order(80, random, False, 0) if sampled else Order(80, None, True, 5)
+        return EpochOrder(80, random, False, 0) if sampled else EpochOrder(80, None, True, 5)
 
     whole = loader(dataset, order=order())
     steps, state = [], {}
@@ -108,7 +108,7 @@ def test_a_position_of_another_loader() -> None:
     with pytest.raises(InputError, match="the position is of a loader with samples 80, and this one has 64"):
         loader(Captions(64)).load_state_dict(state)
     with pytest.raises(InputError, match="with seed 5, and this one has 6"):
-        loader(Captions(80), order=Order(80, None, True, 6)).load_state_dict(state)
+        loader(Captions(80), order=EpochOrder(80, None, True, 6)).load_state_dict(state)
     with pytest.raises(InputError, match="no position of a balanced loader"):
         loader(Captions(80)).load_state_dict({"given": 3})
     fresh = loader(Captions(80))
@@ -151,7 +151,7 @@ def taking(steps: Iterable[Any], file: Path) -> Iterator[Any]:
 
 @pytest.mark.slow  # each death is found within five seconds
 def test_a_worker_that_dies_loses_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    order = Order(48, None, False, 0)
+    order = EpochOrder(48, None, False, 0)
     right = rows(loader(Captions(48), order=order))
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert rows(taking(loader(Dying(48, once, 1), order=order, num_workers=1), once)) == right
@@ -173,7 +173,7 @@ class Broken(Captions):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_loaded(workers: int) -> None:
-    own = loader(Broken(48), order=Order(48, None, False, 0), num_workers=workers)
+    own = loader(Broken(48), order=EpochOrder(48, None, False, 0), num_workers=workers)
     with pytest.raises(InputError, match=r"OSError while samples .*20.* were loaded for step 1 of epoch 0.*truncated"):
         list(own)
     assert own.state_dict()["step"] == 1
@@ -248,11 +248,11 @@ def test_what_cannot_be_a_loader() -> None:
     with pytest.raises(InputError, match="an epoch has 10 samples, and a step 16"):
         _check_last(10, 16, True, 2, 4)
     with pytest.raises(InputError, match="a sampler and shuffle=True are given"):
-        Order(8, SequentialSampler(range(8)), True, 0)
+        EpochOrder(8, SequentialSampler(range(8)), True, 0)
     with pytest.raises(InputError, match="a DistributedSampler gives each process samples of its own"):
-        Order(8, DistributedSampler(range(8), num_replicas=2, rank=0), False, 0)  # type: ignore[arg-type]
+        EpochOrder(8, DistributedSampler(range(8), num_replicas=2, rank=0), False, 0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the sampler gives 9 at place 1, and the dataset has 8 samples"):
-        Order(8, [3, 9], False, 0).of(0)
+        EpochOrder(8, [3, 9], False, 0).of(0)
 
 
 def test_a_smaller_last_step() -> None:

@@ -18,14 +18,14 @@ from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import of_problems
 from csc.commands.main import app
 from csc.reports.data import probes
-from csc.reports.lengths_plan import Asked, LengthsPlan, plan_for_lengths
+from csc.reports.lengths_plan import LengthsPlan, LengthsRequest, plan_for_lengths
 from tests.compiler import small
 
 pytestmark = pytest.mark.usefixtures("traces")
 
 BATCH, BATCHES = 16, 4
 FITTED = 1e-4  # costs are fitted at the sizes of the example's microbatch, which depends on the mesh
-ASKED = Asked(BATCH, BATCHES, 8, True, 60.0)
+ASKED = LengthsRequest(BATCH, BATCHES, 8, True, 60.0)
 
 
 def table(count: int = 300) -> Lengths:
@@ -38,7 +38,7 @@ def compiled_for(layers: int = 4, **options: Any) -> csc.CompiledModel:
     return csc.compile(small.text(layers), example=small.text_batch(16, 16), check=False, **chosen)
 
 
-def planned(compiled: csc.CompiledModel, asked: Asked = ASKED) -> LengthsPlan:
+def planned(compiled: csc.CompiledModel, asked: LengthsRequest = ASKED) -> LengthsPlan:
     return plan_for_lengths(compiled, table(), asked, lambda _: None)
 
 
@@ -102,13 +102,13 @@ def test_memory_decides_the_mesh() -> None:
 @pytest.mark.parametrize(
     ("options", "asked", "said"),
     [
-        ({}, Asked(301, 4, 8, True, 60.0), "there are 300 samples, and a step has 301"),
+        ({}, LengthsRequest(301, 4, 8, True, 60.0), "there are 300 samples, and a step has 301"),
         ({"cuts": ["layers.2"]}, ASKED, "cuts is given, and it is what --lengths looks for"),
         ({"memory": 1000}, ASKED, "nothing fits"),
         ({"mesh": "tp=2,pp=2"}, ASKED, "cp=1 and tp=1"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], asked: Asked, said: str) -> None:
+def test_what_is_refused(options: dict[str, Any], asked: LengthsRequest, said: str) -> None:
     with pytest.raises(csc.InputError, match=said):
         planned(compiled_for(**options), asked)
 

@@ -12,7 +12,7 @@ from benchmarks.balance.simulated import Cell, Row, cells
 from benchmarks.balance.summary import document, summary
 from csc.planning.assign.bound import bound
 from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Loads, Pipeline, StageWork
@@ -22,7 +22,7 @@ NOTHING = StageWork(0.0)
 RANKS, MICROBATCHES, SAMPLES = 3, 8, 48
 
 
-def step(lengths: str, replicas: int) -> Step:
+def step(lengths: str, replicas: int) -> SampleCosts:
     """An encoder that pays for tiles in front of two stages that pay for text and what they see of tiles."""
     messages = {channel: 0.0 for s in range(RANKS - 1) for channel in (("F", s, s + 1), ("B", s + 1, s))}
     del messages["B", 1, 0]
@@ -34,7 +34,7 @@ def step(lengths: str, replicas: int) -> Step:
     samples = drawn(SETS[lengths](), SAMPLES, 3)
     orders = tuple(map(tuple, orders_of(schedule)))
     whole = Pipeline(stages, messages, loads=loads)
-    return Step(samples, whole, tuple(range(RANKS)), orders, replicas, MICROBATCHES, (1.0,) * 4)
+    return SampleCosts(samples, whole, tuple(range(RANKS)), orders, replicas, MICROBATCHES, (1.0,) * 4)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

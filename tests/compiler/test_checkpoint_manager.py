@@ -20,7 +20,7 @@ import csc
 from csc.checkpoints import files, step_index, writing
 from csc.checkpoints.as_json import packed, unpacked
 from csc.errors import InputError
-from csc.runtime.optimizer_state import Own, check_whole
+from csc.runtime.optimizer_state import SteppedParameter, check_whole
 from csc.runtime.specs import ParameterSpec
 from tests import damage
 from tests.compiler import small
@@ -293,7 +293,7 @@ def test_state_that_is_not_of_entries(run: Make, tmp_path: Path) -> None:
         load()
         assert packed(factored.state_dict(), "") == saved
     spec = ParameterSpec("w", (4,), torch.float32, True, (), ())
-    shard = Own("w", spec, nn.Parameter(torch.ones(2)), (((0, 2),),), True)
+    shard = SteppedParameter("w", spec, nn.Parameter(torch.ones(2)), (((0, 2),),), True)
     with pytest.raises(InputError, match=r"'row' of 'w' is \[2, 1\], for the whole parameter"):
         check_whole(shard, "row", (2, 1), InputError)
 

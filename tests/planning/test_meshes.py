@@ -18,7 +18,7 @@ from csc.driver.inspected import Inspected
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
-from csc.planning.meshes import CONTEXT, Layout, layouts
+from csc.planning.meshes import CONTEXT, MeshLayout, layouts
 from csc.reports.forecast import forecast
 from csc.reports.mesh_choice import choose
 from tests.compiler.tensor_models import BATCHES, MODELS
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("traces")
 def test_layouts_are_all_there_are(devices: int, step: int, sizes: set[int], node: int, regions: int) -> None:
     axes = range(1, devices + 1)
     expected = {
-        Layout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, count)
+        MeshLayout(Mesh(dp=dp, pp=pp, cp=cp, tp=tp), samples, count)
         for tp in axes if tp <= node
         for cp in axes if cp <= CONTEXT
         for pp in axes if pp <= regions

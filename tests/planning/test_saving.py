@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.rematerialise import Candidate, Saving, least, savings
+from csc.planning.rematerialise import Candidate, StashChoice, least, savings
 
 
 @st.composite
@@ -43,7 +43,7 @@ def every(steps: list[Candidate], needed: list[int]) -> list[tuple[int, float]]:
     return found
 
 
-def total(saving: Saving, price: float) -> float:
+def total(saving: StashChoice, price: float) -> float:
     return saving.kept + price * saving.again
 
 

@@ -13,9 +13,9 @@ from csc.errors import InputError
 from csc.planning.kind_bound import spread
 from csc.planning.partition_bound import lower_bound, round_trip, shared_lower_bound
 from csc.planning.plan import plan
-from csc.planning.problem import Kind, Problem, pipeline, placed, unequal
+from csc.planning.problem import Problem, RankKind, pipeline, placed, unequal
 from csc.planning.unequal import orders, partitions
-from csc.simulation.pipeline import Link, Network, Place
+from csc.simulation.pipeline import Link, Network, RankNodes
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import assignments, best_makespan, bound_of, chain, members, mllm, problem_of, problems
 
@@ -25,7 +25,7 @@ def slower(problem: Problem, ranks: tuple[int, ...], factors: tuple[float, float
     fast = tuple((u.forward, u.backward_input, u.backward_weight) for u in problem.units)
     slow = tuple(tuple(t * f for t, f in zip(seconds, factors)) for seconds in fast)
     others = tuple(rank for rank in range(problem.ranks) if rank not in ranks)
-    kinds = [Kind("fast", others, fast, memory.get("fast")), Kind("slow", ranks, slow, memory.get("slow"))]  # type: ignore[arg-type]
+    kinds = [RankKind("fast", others, fast, memory.get("fast")), RankKind("slow", ranks, slow, memory.get("slow"))]  # type: ignore[arg-type]
     return unequal(problem, [kind for kind in kinds if kind.ranks])
 
 
@@ -111,7 +111,7 @@ def test_what_fits_nowhere_names_the_rank_and_its_limit() -> None:
 
 def test_a_link_is_as_slow_as_its_slower_end() -> None:
     near, far, slow = Link(1e-6, 100.0), Link(2e-6, 10.0), Link(5e-6, 4.0)
-    network = Network(places=(Place((0,), near, far), Place((0,), near, far), Place((1,), near, slow)))
+    network = Network(places=(RankNodes((0,), near, far), RankNodes((0,), near, far), RankNodes((1,), near, slow)))
     assert network.link(0, 1) == near
     assert network.link(1, 2) == network.link(2, 1) == Link(5e-6, 4.0)
 

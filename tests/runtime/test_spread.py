@@ -10,13 +10,13 @@ from csc.kernels.mask import Mask
 from hypothesis import given, settings
 
 from csc.runtime.specs import ContextSpec
-from csc.runtime.spread import Part, Recent, parts, spread
+from csc.runtime.spread import AttentionPart, Recent, parts, spread
 
 BLOCKS = (8, 4)
 CPU = torch.device("cpu")
 
 
-def pairs(one: Part, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
+def pairs(one: AttentionPart, spec: ContextSpec, own: torch.Tensor) -> torch.Tensor:
     """int [B, tokens, tokens]: 1 where the part computes a pair; slots without a token see nothing."""
     local, _ = packing.unpack(one.packed, one.form)
     assert local.queries == spec.shard

@@ -55,7 +55,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
 def test_what_the_program_does_not_use_is_saved_too(sharded: bool, tmp_path: Path) -> None:
     manifest = load(handmade.write(tmp_path / "p")).manifest
     tensors, others = handmade.weights(), {"pooler.weight": torch.arange(6.0)}
-    form = weights.Format(weights.own_groups, dict, others)
+    form = weights.WeightLayout(weights.own_groups, dict, others)
     for stage in range(3) if sharded else [None]:
         saving.write(tmp_path / "out", manifest, stage, tensors, form)
     if sharded:

@@ -12,7 +12,7 @@ from torch import nn
 
 from csc.capture.guards import Guards
 from csc.ir import capture_guards as g
-from csc.ir.asked import Decision, Expression, Step
+from csc.ir.asked import Decision, Expression, QueryStep
 from csc.ir.capture_guards import CaptureGuards, capture_guards
 from csc.ir.miss import Miss
 from csc.ir.sizes import SizeGuards
@@ -22,9 +22,9 @@ INTEGERS = "torch.int64"
 ASKED = Decision(
     Expression(
         (
-            Step("torch.Tensor.eq", ("tuple", ("entry", "ids"), 9), ("dict",)),
-            Step("torch.any", ("tuple", ("step", 0, 0)), ("dict",)),
-            Step("torch.Tensor.item", ("tuple", ("step", 1, 0)), ("dict",)),
+            QueryStep("torch.Tensor.eq", ("tuple", ("entry", "ids"), 9), ("dict",)),
+            QueryStep("torch.any", ("tuple", ("step", 0, 0)), ("dict",)),
+            QueryStep("torch.Tensor.item", ("tuple", ("step", 1, 0)), ("dict",)),
         )
     ),
     True,

@@ -258,3 +258,12 @@ def test_one_file_name_is_one_thing() -> None:
     own = {"csc.capture": "csc.capture.capture"}  # the one function of the room
     doubled = [found for found in others.values() if len(found) > 1 and found != {*own, *own.values()}]
     assert doubled == [] and len(shared) > 3
+
+
+def test_one_class_name_is_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {} and len(places) > 100

@@ -19,12 +19,12 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     UNKNOWN,
-    Following,
     Lost,
     NewTensor,
     PartsOfSum,
     Powers,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -33,13 +33,13 @@ from csc.analysis.samples.propagation import (
 from csc.analysis.sized import given
 from csc.ir import graph as g
 
-Rule = Callable[[Following, fx.Node], State]
+Rule = Callable[[SamplePropagation, fx.Node], State]
 
 
 def product_rule(sign: int) -> Rule:
     """Entry by entry: `mul` with sign 1, `div` with -1."""
 
-    def rule(following: Following, node: fx.Node) -> State:
+    def rule(following: SamplePropagation, node: fx.Node) -> State:
         bound = given(node)
         one, other = bound["self"], bound["other"]
         if bound.get("rounding_mode") is not None:
@@ -65,7 +65,7 @@ def product_rule(sign: int) -> Rule:
     return rule
 
 
-def _as_count(following: Following, value: Any, state: State) -> State:
+def _as_count(following: SamplePropagation, value: Any, state: State) -> State:
     """A sum made of the batch alone as the number that it is."""
     count = following.counting(value) if isinstance(value, fx.Node) else None
     return Whole(frozenset({(count, 1)})) if count is not None and state == PartsOfSum() else state
@@ -77,7 +77,7 @@ def _check_made(value: fx.Node, other: State) -> None:
         raise Lost("scales by a number that was made for the microbatch")
 
 
-def _check_literal(following: Following, value: Any) -> None:
+def _check_literal(following: SamplePropagation, value: Any) -> None:
     """In a trace for one number of samples, a literal that is a multiple of it may be that number, and so may be what
     is computed from literals alone.
     """
@@ -103,7 +103,7 @@ def _of_literals(node: fx.Node) -> bool:
     return g.op_name(node) in FILLED or all(map(_of_literals, node.all_input_nodes))
 
 
-def _scaled_numbers(following: Following, node: fx.Node, one: Any, other: Any, sign: int) -> State:
+def _scaled_numbers(following: SamplePropagation, node: fx.Node, one: Any, other: Any, sign: int) -> State:
     """Row numbers times a whole number."""
     numbers, factor = (one, other) if isinstance(of(following, one), RowNumbers) else (other, one)
     state = of(following, numbers)
@@ -113,7 +113,7 @@ def _scaled_numbers(following: Following, node: fx.Node, one: Any, other: Any, s
     return replace(state, step=state.step * factor)
 
 
-def _pointwise(following: Following, node: fx.Node, states: dict[Any, State], powers: Powers) -> State:
+def _pointwise(following: SamplePropagation, node: fx.Node, states: dict[Any, State], powers: Powers) -> State:
     """The result of a product, its operands taken for these states."""
     found = [states.get(one, following.states[one]) for one in following.operands(node)]
     if any(isinstance(one, PartsOfSum) for one in found):
@@ -128,7 +128,7 @@ def _pointwise(following: Following, node: fx.Node, states: dict[Any, State], po
     return NewTensor() if any(isinstance(one, NewTensor) for one in found) else Whole(powers)
 
 
-def sum_rule(following: Following, node: fx.Node) -> State:
+def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`add` and `sub`: terms of one kind."""
     bound = given(node)
     terms = [bound["self"], bound["other"]]
@@ -148,7 +148,7 @@ def sum_rule(following: Following, node: fx.Node) -> State:
     return added(following, node, states)
 
 
-def added(following: Following, node: fx.Node, states: list[State]) -> State:
+def added(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
     """The sum of terms. One that is the same for every batch is a mean of itself, whatever it is a mean over."""
     parts = {state.powers for state in states if isinstance(state, PartsOfSum)}
     if not parts:
@@ -166,7 +166,7 @@ def added(following: Following, node: fx.Node, states: list[State]) -> State:
     return PartsOfSum(powers)
 
 
-def _offset_numbers(following: Following, node: fx.Node, states: list[State]) -> State:
+def _offset_numbers(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
     """Row numbers, and places within each sample."""
     numbers, *others = [state for state in states if isinstance(state, RowNumbers)]
     if others:
@@ -183,7 +183,7 @@ def _offset_numbers(following: Following, node: fx.Node, states: list[State]) ->
     return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step)
 
 
-def power_rule(following: Following, node: fx.Node) -> State:
+def power_rule(following: SamplePropagation, node: fx.Node) -> State:
     bound = given(node)
     base, exponent = bound["self"], bound.get("exponent", -1)
     state = _as_count(following, base, of(following, base))
@@ -192,7 +192,7 @@ def power_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node)
 
 
-def clamp_rule(following: Following, node: fx.Node) -> State:
+def clamp_rule(following: SamplePropagation, node: fx.Node) -> State:
     """A count that is not let become zero."""
     bound = given(node)
     value, least = bound["self"], bound.get("min")
@@ -204,16 +204,16 @@ def clamp_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node)
 
 
-def linear_rule(following: Following, node: fx.Node) -> State:
+def linear_rule(following: SamplePropagation, node: fx.Node) -> State:
     return following.by_links(node, linear=True)
 
 
-def cast_rule(following: Following, node: fx.Node) -> State:
+def cast_rule(following: SamplePropagation, node: fx.Node) -> State:
     exact = node.meta["val"].dtype.is_floating_point or not node.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
     return following.by_links(node, linear=exact and node.meta["val"].dtype is not torch.bool)
 
 
-def choice_rule(following: Following, node: fx.Node) -> State:
+def choice_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`where`, `masked_fill`: zero has any power."""
     bound = given(node)
     condition = bound.get("condition", bound.get("mask"))

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.samples.propagation import Count, Following, Mixed, NewTensor, PartsOfSum, SampleRows, State, Whole
+from csc.analysis.samples.propagation import (
+    Count,
+    Mixed,
+    NewTensor,
+    PartsOfSum,
+    SamplePropagation,
+    SampleRows,
+    State,
+    Whole,
+)
 from csc.analysis.samples.rules import RULES
 from csc.analysis.sized import sized
 from csc.ir import graph as g
@@ -56,7 +65,7 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
             continue
         entries = _entries(program, primary, shapes, whole)
         apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
-        following = Following(entries, RULES, not scaled or _fixed(program, whole), apart)
+        following = SamplePropagation(entries, RULES, not scaled or _fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
         found = _verdict(loss, states[loss], primary.name)

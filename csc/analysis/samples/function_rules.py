@@ -19,12 +19,12 @@ from csc.analysis.samples.arithmetic_rules import is_zero
 from csc.analysis.samples.operands import of
 from csc.analysis.samples.propagation import (
     NONE,
-    Following,
     Lost,
     Mixed,
     NewTensor,
     PartsOfSum,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -32,12 +32,12 @@ from csc.analysis.samples.propagation import (
 )
 
 
-def incoming_rule(following: Following, node: fx.Node) -> State:
+def incoming_rule(following: SamplePropagation, node: fx.Node) -> State:
     """The gradient of the value that a function gave."""
     return _of_gradient(of(following, node.args[0]))
 
 
-def own_gradient_rule(following: Following, node: fx.Node) -> State:
+def own_gradient_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Its results are the outputs (csc.analysis.samples.layer_rules.item_rule): here it is seen to what the backward
     does.
     """
@@ -50,7 +50,7 @@ def own_gradient_rule(following: Following, node: fx.Node) -> State:
     return NewTensor()
 
 
-def hooked_rule(following: Following, node: fx.Node) -> State:
+def hooked_rule(following: SamplePropagation, node: fx.Node) -> State:
     return of(following, node.args[0])
 
 

@@ -13,10 +13,10 @@ from csc.analysis.samples.operands import of
 from csc.analysis.samples.propagation import (
     EVERY_OTHER,
     UNKNOWN,
-    Following,
     Lost,
     NewTensor,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -24,7 +24,7 @@ from csc.analysis.samples.propagation import (
 from csc.ir import graph as g
 
 
-def attention_rule(following: Following, node: fx.Node) -> State:
+def attention_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Samples apart; those packed in one sequence are kept apart by a mask that the model's own code made of them."""
     bound = g.bind(node)
     query, mask = of(following, bound["query"]), of(following, bound.get("attn_mask"))
@@ -36,7 +36,7 @@ def attention_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node)
 
 
-def batch_norm_rule(following: Following, node: fx.Node) -> State:
+def batch_norm_rule(following: SamplePropagation, node: fx.Node) -> State:
     """By running statistics samples stay apart."""
     bound = g.bind(node)
     state = of(following, bound["input"])
@@ -49,7 +49,7 @@ def batch_norm_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def recurrent_rule(following: Following, node: fx.Node) -> State:
+def recurrent_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Each sample has a state of its own, which starts as zeros or as rows of samples."""
     bound = g.bind(node)
     if "batch_sizes" in bound or "input" not in bound:
@@ -67,7 +67,7 @@ def recurrent_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def item_rule(following: Following, node: fx.Node) -> State:
+def item_rule(following: SamplePropagation, node: fx.Node) -> State:
     """One of several results; of tensors that were broadcast together each is its own operand, and so are the outputs
     of a function with a backward of its own.
     """
@@ -86,6 +86,6 @@ def item_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def broadcast_rule(following: Following, node: fx.Node) -> State:
+def broadcast_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Looked at one by one, as its results are taken."""
     return NewTensor()

@@ -19,10 +19,10 @@ from csc.analysis.samples.propagation import (
     NOT_LINEAR,
     UNKNOWN,
     Count,
-    Following,
     Lost,
     NewTensor,
     PartsOfSum,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -32,7 +32,7 @@ from csc.ir import graph as g
 NONE, MEAN, SUM = 0, 1, 2  # values of ATen's `reduction` argument
 
 
-def _labels(following: Following, node: fx.Node) -> State:
+def _labels(following: SamplePropagation, node: fx.Node) -> State:
     """Cross entropy: a mean over the labels that are not ignored, or over their weights."""
     bound = g.bind(node)
     logits, target, weight = bound["self"], bound["target"], bound.get("weight")
@@ -49,7 +49,7 @@ def _labels(following: Following, node: fx.Node) -> State:
     return PartsOfSum(frozenset({(Count("labels", node.name), -1)}))
 
 
-def _walked(following: Following, node: fx.Node) -> SampleRows:
+def _walked(following: SamplePropagation, node: fx.Node) -> SampleRows:
     """The samples of all operands, which the loss must walk along together; the axis is that of its terms."""
     found: Any = None
     uses = uses_of(node)
@@ -74,7 +74,7 @@ def _walked(following: Following, node: fx.Node) -> SampleRows:
     return found
 
 
-def _terms(following: Following, node: fx.Node) -> State:
+def _terms(following: SamplePropagation, node: fx.Node) -> State:
     """A term for each pair of entries, each sample, or each sequence."""
     return _reduced(g.bind(node)["reduction"], _walked(following, node))
 
@@ -85,7 +85,7 @@ def _reduced(reduction: int, rows: SampleRows) -> State:
     return rows if reduction == NONE else PartsOfSum()
 
 
-LOSS_RULES: dict[str, Callable[[Following, fx.Node], State]] = {
+LOSS_RULES: dict[str, Callable[[SamplePropagation, fx.Node], State]] = {
     **dict.fromkeys(LABELS, _labels),
     **dict.fromkeys((*ELEMENTS, *SAMPLES, *SEQUENCES), _terms),
 }

@@ -19,13 +19,13 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     UNKNOWN,
-    Following,
     Lost,
     Mixed,
     NewTensor,
     PartsOfSum,
     Powers,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -34,7 +34,7 @@ from csc.analysis.sized import given
 from csc.ir import graph as g
 
 
-def slice_rule(following: Following, node: fx.Node) -> State:
+def slice_rule(following: SamplePropagation, node: fx.Node) -> State:
     state, bound, (use,) = of(following, node.args[0]), g.bind(node), uses_of(node)
     if not isinstance(state, SampleRows | RowNumbers) or state.axis[0] not in use.ends:
         return following.by_links(node, linear=True)
@@ -47,7 +47,7 @@ def slice_rule(following: Following, node: fx.Node) -> State:
     raise Lost("takes some of the samples")
 
 
-def split_rule(following: Following, node: fx.Node) -> State:
+def split_rule(following: SamplePropagation, node: fx.Node) -> State:
     state, (use,) = of(following, node.args[0]), uses_of(node)
     if isinstance(state, SampleRows) and state.axis[0] in use.ends:
         dim = state.axis[0]
@@ -60,7 +60,7 @@ def split_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node, linear=True)
 
 
-def join_rule(following: Following, node: fx.Node) -> State:
+def join_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`cat`: behind each other along another dimension, or whole batches one behind the other."""
     bound = g.bind(node)
     states = [of(following, one) for one in bound["tensors"] if shape_of(one) != (0,)]
@@ -79,12 +79,12 @@ def join_rule(following: Following, node: fx.Node) -> State:
     return first
 
 
-def look_up_rule(following: Following, node: fx.Node) -> State:
+def look_up_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`x[i, j]`, `index_select`, `embedding`: row numbers pick each sample's own."""
     return _looked_up(following, uses_of(node), shape_of(node), powers_of(of(following, uses_of(node)[0].node)))
 
 
-def _looked_up(following: Following, uses: Sequence[Use], out: tuple[int, ...], powers: Powers) -> State:
+def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int, ...], powers: Powers) -> State:
     """The state of what indices pick from a table; of rows picked by the numbers of their samples, each its own.
 
     uses: of the table, and of the indices by the places that they index.
@@ -141,7 +141,7 @@ def _inner(size: int, count: int) -> int:
     return size // count if size % count == 0 else 1
 
 
-def index_put_rule(following: Following, node: fx.Node) -> State:
+def index_put_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Written to each sample's own places."""
     table, values = node.args[0], node.args[2]
     indices: Any = node.args[1]
@@ -178,7 +178,7 @@ def index_put_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def scatter_in_order_rule(following: Following, node: fx.Node) -> State:
+def scatter_in_order_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`masked_scatter`: rows go to places in the order of samples. How many each sample has is checked before the
     step (csc.analysis.token_counts).
     """
@@ -206,7 +206,7 @@ def scatter_in_order_rule(following: Following, node: fx.Node) -> State:
     return result
 
 
-def repeat_each_rule(following: Following, node: fx.Node) -> State:
+def repeat_each_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`repeat_interleave`: each row of a sample stays in it."""
     bound = given(node)
     state, repeats, dim = of(following, bound["self"]), bound.get("repeats"), bound.get("dim")
@@ -225,7 +225,7 @@ def repeat_each_rule(following: Following, node: fx.Node) -> State:
     return state
 
 
-def order_rule(following: Following, node: fx.Node) -> State:
+def order_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`argsort`: of a mask, those that it has first, each as they were."""
     mask: Any = node.args[0]
     state = of(following, mask)
@@ -236,7 +236,7 @@ def order_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node)
 
 
-def overwritten_rule(following: Following, node: fx.Node) -> State:
+def overwritten_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`slice_scatter` over all samples: those of the other operand."""
     table, other = node.args[:2]
     states, dim = (of(following, table), of(following, other)), g.bind(node).get("dim", 0) % len(shape_of(node))
@@ -247,7 +247,7 @@ def overwritten_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node)
 
 
-def typed_rule(following: Following, node: fx.Node) -> State:
+def typed_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`type_as`: the second operand is looked at for its type alone."""
     state = of(following, node.args[0])
     if powers_of(state) or isinstance(state, PartsOfSum):

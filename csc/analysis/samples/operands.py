@@ -11,17 +11,17 @@ from csc.analysis.operators.table import relation
 from csc.analysis.samples.propagation import (
     NONE,
     UNKNOWN,
-    Following,
     Lost,
     PartsOfSum,
     Powers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
 )
 
 
-def of(following: Following, value: Any) -> State:
+def of(following: SamplePropagation, value: Any) -> State:
     return following.states[value] if isinstance(value, fx.Node) else Whole()
 
 

@@ -15,9 +15,9 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     Count,
-    Following,
     Lost,
     PartsOfSum,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -27,7 +27,7 @@ from csc.analysis.sized import given
 from csc.ir import graph as g
 
 
-def reduction_rule(following: Following, node: fx.Node) -> State:
+def reduction_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`sum`, `mean`, and `sum_to_size`: what broadcasting made of a value, summed again."""
     (use,) = uses_of(node)
     state = of(following, use.node)
@@ -40,7 +40,7 @@ def reduction_rule(following: Following, node: fx.Node) -> State:
     return PartsOfSum(times(state.powers, rows, -1) if g.op_name(node) == "aten::mean" else state.powers)
 
 
-def contraction_rule(following: Following, node: fx.Node) -> State:
+def contraction_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Products of matrices and `einsum`: linear in every factor."""
     uses = uses_of(node)
     bound = given(node)
@@ -62,7 +62,7 @@ def contraction_rule(following: Following, node: fx.Node) -> State:
     return following.by_links(node, powers=powers)
 
 
-def _summed(following: Following, factors: list[Use], states: list[State]) -> bool:
+def _summed(following: SamplePropagation, factors: list[Use], states: list[State]) -> bool:
     """Whether the samples of all factors that have some are multiplied with each other, and summed."""
     rows = [(use.ends.get(one.axis[0]), one) for use, one in zip(factors, states) if isinstance(one, SampleRows)]
     walks = {None if end is None else end.walk for end, _ in rows}

@@ -123,7 +123,7 @@ def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
     return frozenset((count, power) for count, power in total.items() if power)
 
 
-class Following:
+class SamplePropagation:
     """The states of a graph's values, as far as they are known; what the rules of csc.analysis.samples.rules ask."""
 
     def __init__(

@@ -21,9 +21,9 @@ from csc.analysis.samples import move_rules as moves
 from csc.analysis.samples import product_rules as products
 from csc.analysis.samples import size_rules as sizes
 from csc.analysis.samples.loss_rules import LOSS_RULES
-from csc.analysis.samples.propagation import Following, State
+from csc.analysis.samples.propagation import SamplePropagation, State
 
-Rule = Callable[[Following, fx.Node], State]
+Rule = Callable[[SamplePropagation, fx.Node], State]
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:

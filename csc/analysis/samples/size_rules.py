@@ -13,11 +13,11 @@ from csc.analysis.samples.propagation import (
     FIXED,
     UNKNOWN,
     Count,
-    Following,
     Lost,
     Mixed,
     NewTensor,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     Whole,
@@ -26,10 +26,10 @@ from csc.analysis.samples.propagation import (
 from csc.analysis.sized import given
 from csc.ir import graph as g
 
-Rule = Callable[[Following, fx.Node], State]
+Rule = Callable[[SamplePropagation, fx.Node], State]
 
 
-def size_rule(following: Following, node: fx.Node) -> State:
+def size_rule(following: SamplePropagation, node: fx.Node) -> State:
     operand, dim = node.args[0], node.args[1]
     state = of(following, operand)
     if isinstance(state, Mixed):
@@ -42,7 +42,7 @@ def size_rule(following: Following, node: fx.Node) -> State:
 def number_rule(sign: int) -> Rule:
     """A product or quotient of whole numbers."""
 
-    def rule(following: Following, node: fx.Node) -> State:
+    def rule(following: SamplePropagation, node: fx.Node) -> State:
         one, other = (of(following, value) for value in node.meta["given"][0][:2])
         if isinstance(one, NewTensor) or isinstance(other, NewTensor):
             return NewTensor()
@@ -56,7 +56,7 @@ def number_rule(sign: int) -> Rule:
     return rule
 
 
-def number_sum_rule(following: Following, node: fx.Node) -> State:
+def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     states = [of(following, value) for value in node.meta["given"][0]]
     if any(isinstance(one, NewTensor) for one in states):
         return NewTensor()
@@ -67,11 +67,11 @@ def number_sum_rule(following: Following, node: fx.Node) -> State:
     return states[0]
 
 
-def same_number_rule(following: Following, node: fx.Node) -> State:
+def same_number_rule(following: SamplePropagation, node: fx.Node) -> State:
     return of(following, node.meta["given"][0][0])
 
 
-def _axis_of_sizes(following: Following, sizes: Any) -> tuple[int, int, int, str] | None:
+def _axis_of_sizes(following: SamplePropagation, sizes: Any) -> tuple[int, int, int, str] | None:
     """(dim, inner, count, entry) of the dimension that a number of samples gives a size."""
     for dim, size in enumerate(sizes if isinstance(sizes, (list, tuple)) else [sizes]):
         state = of(following, size)
@@ -90,7 +90,7 @@ def _axis_of_sizes(following: Following, sizes: Any) -> tuple[int, int, int, str
     return None
 
 
-def filled_rule(following: Following, node: fx.Node) -> State:
+def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`zeros`, `full` and the like: rows where a number of samples is a size."""
     bound = given(node)
     sizes = bound.get("size")
@@ -105,7 +105,7 @@ def filled_rule(following: Following, node: fx.Node) -> State:
     return SampleRows((dim, inner), count, entry, value.powers)
 
 
-def range_rule(following: Following, node: fx.Node) -> State:
+def range_rule(following: SamplePropagation, node: fx.Node) -> State:
     bound = given(node)
     ends = [of(following, bound.get(which)) for which in ("start", "step")]
     if any(isinstance(one, NewTensor) for one in (*ends, of(following, bound["end"]))):
@@ -119,7 +119,7 @@ def range_rule(following: Following, node: fx.Node) -> State:
     return RowNumbers((0, inner), count, entry, inner)
 
 
-def expand_rule(following: Following, node: fx.Node) -> State:
+def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`expand` and `repeat`: of what is the same for every batch, a copy for each sample."""
     bound = given(node)
     state, sizes = of(following, bound["self"]), bound.get("size", bound.get("repeats"))

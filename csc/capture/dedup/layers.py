@@ -119,7 +119,7 @@ def _uses(module: nn.Module) -> Counter[int]:
     return Counter(id(tensor) for several in named for _, tensor in several)
 
 
-class _Asked(dict[str, Any]):
+class _HiddenParameter(dict[str, Any]):
     """Stands for the parameters of a hidden layer while the model runs: whoever looks at them ends the trace."""
 
     def __init__(self, paths: frozenset[str]) -> None:
@@ -193,7 +193,7 @@ class Repeats:
         try:
             for path, layer in layers.items():
                 layer.__dict__["forward"] = self._forward(path, layer, layer.forward)
-            with self._layers.kept_out(lambda path: _Asked(self._layers.hidden)):
+            with self._layers.kept_out(lambda path: _HiddenParameter(self._layers.hidden)):
                 yield
         finally:
             for layer, own in before.items():

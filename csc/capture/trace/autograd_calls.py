@@ -46,7 +46,7 @@ FLAGS = (NEEDS, LEAF, GRAD_FN)
 MODES = ("__torch_function__", "_run")  # functions of modes between the model's line and this one
 
 
-class Asked(TorchFunctionMode):
+class AutogradQueries(TorchFunctionMode):
     """gradients: the line that last asked for a gradient; flags: the first of the model's own that asked whether a
     tensor needs one. "": none did.
     """
@@ -165,7 +165,7 @@ def _is_asked_by_the_model() -> bool:
 
 
 @contextmanager
-def autograd_calls(asked: Asked) -> Iterator[None]:
+def autograd_calls(asked: AutogradQueries) -> Iterator[None]:
     """A context around the model's forward, in a trace."""
     with (
         patch.object(torch.autograd, "backward", _no_backward),
@@ -180,7 +180,7 @@ def autograd_calls(asked: Asked) -> Iterator[None]:
         yield
 
 
-def _noting(asked: Asked, own: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(asked: AutogradQueries, own: Callable[..., Any]) -> Callable[..., Any]:
     def __enter__(self: torch.autocast) -> Any:
         asked.autocasts.append(torch.is_grad_enabled())
         return own(self)
@@ -188,7 +188,7 @@ def _noting(asked: Asked, own: Callable[..., Any]) -> Callable[..., Any]:
     return __enter__
 
 
-def _leaving(asked: Asked, own: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving(asked: AutogradQueries, own: Callable[..., Any]) -> Callable[..., Any]:
     def __exit__(self: torch.autocast, *error: Any) -> Any:
         asked.autocasts.pop()
         return own(self, *error)

@@ -24,7 +24,7 @@ from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.trace.mutations import Changes, Slot
-from csc.capture.trace.traced_model import Host, HostFunctionFound, LossOnly
+from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
 from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
 from csc.ir.asked import Decision
@@ -43,7 +43,7 @@ class Exported:
 
     program: torch.export.ExportedProgram
     deciding: frozenset[str]
-    host: Host
+    host: HoistedCalls
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
     gradients: str
@@ -76,7 +76,7 @@ def export(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     extra: Mapping[str, Any],
-    host: Host,
+    host: HoistedCalls,
     layers: Layers | None = None,
     rows: bool = False,
     decides: bool = False,

@@ -24,7 +24,7 @@ from torch import nn
 from csc.capture.batch import device_of
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.module_tree import describe
-from csc.capture.trace.traced_model import Host, LossOnly, metadata
+from csc.capture.trace.traced_model import HoistedCalls, LossOnly, metadata
 from csc.capture.trace.training_mode import as_traced
 from csc.capture.values.row_index import PREFIX
 from csc.ir.asked import Decision
@@ -55,7 +55,7 @@ def replay(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     extra: Mapping[str, Any],
-    host: Host,
+    host: HoistedCalls,
     layers: Layers,
     rows: bool,
     decides: bool = False,
@@ -79,7 +79,7 @@ def replay(
     return Replay(wrapped.recording.needed(loss), wrapped.made, tuple(wrapped.watching.alone.decisions))
 
 
-class Runs:
+class LatestReplays:
     """The latest replays of one model."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Runs:
         model: nn.Module,
         tensors: Mapping[str, torch.Tensor],
         extra: Mapping[str, Any],
-        host: Host,
+        host: HoistedCalls,
         rows: bool,
         decides: bool = False,
     ) -> Replay | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from csc.capture.batch import is_metadata
 from csc.capture.dedup.layers import Layers, Repeats
-from csc.capture.trace.autograd_calls import Asked, autograd_calls
+from csc.capture.trace.autograd_calls import AutogradQueries, autograd_calls
 from csc.capture.trace.autograd_functions import own_gradients
 from csc.capture.trace.held_parameters import Held
 from csc.capture.trace.mutations import Changes, Slot, Slots
@@ -52,7 +52,7 @@ class LossOnly(nn.Module):
         self,
         model: nn.Module,
         extra: Mapping[str, Any],
-        host: Host,
+        host: HoistedCalls,
         values: Mapping[str, torch.Tensor],
         layers: Layers,
         rows: bool = False,
@@ -68,7 +68,7 @@ class LossOnly(nn.Module):
         self._batch: Mapping[str, torch.Tensor] = {}
         self._repeats = Repeats(layers, self.watching.knows, self.watching.real)
         self._with_rows, self._replayed = rows, replayed
-        self.autograd = Asked()
+        self.autograd = AutogradQueries()
         self._held = Held(model)
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -187,7 +187,7 @@ class LossOnly(nn.Module):
 
 
 @dataclass(frozen=True)
-class Host:
+class HoistedCalls:
     """What runs on the host: calls; asking: functions of which the next trace shows how they are called, as one that is
     being run may have changed its arguments; tried: those that cannot. Each start of a trace has more of one of them
     than the one before.
@@ -220,7 +220,7 @@ class Host:
 class HostFunctionFound(Exception):
     """Ends a trace: it has to start again with `host`."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HoistedCalls) -> None:
         super().__init__(str(host))
         self.host = host
 
@@ -255,7 +255,7 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss
 
 
-def metadata(values: Mapping[str, torch.Tensor], host: Host) -> dict[str, torch.Tensor]:
+def metadata(values: Mapping[str, torch.Tensor], host: HoistedCalls) -> dict[str, torch.Tensor]:
     """The entries whose values are known in a trace; what was made of tokens is as unknown as they are."""
     known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
     for one in host.calls:

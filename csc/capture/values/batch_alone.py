@@ -20,7 +20,7 @@ import torch
 from torch.overrides import resolve_name
 
 from csc.capture.values.call_log import writes
-from csc.ir.asked import OBJECTS, Decision, Expression, Step, function
+from csc.ir.asked import OBJECTS, Decision, Expression, QueryStep, function
 from csc.ir.sizes import expression_to_tree
 from csc.ir.unstorable import Unstorable
 from csc.torch_private.traces import outside_tracing, pytree, random_state, unwatched
@@ -46,8 +46,8 @@ class _NotAlone(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
-    step: Step
+class _RecordedCall:
+    step: QueryStep
     uses: frozenset[Origin]  # origins of what it reads
     written: Origin | None
 
@@ -66,7 +66,7 @@ class Alone:
         self._origin: dict[int, Origin] = {id(tensor): ("entry", name) for name, tensor in entries.items()}
         self._constants = constants
         self._alive: list[Any] = list(entries.values())
-        self._calls: list[_Call] = []
+        self._calls: list[_RecordedCall] = []
         self._family: dict[Origin, Origin] = {}
         self._spoilt: set[Origin] = set()  # families that something else was written to
         self._sizes = _symbols(entries)
@@ -94,7 +94,7 @@ class Alone:
         if written is not None and (target is None or "out" in kwargs):
             self._spoil(written)
             return
-        self._calls.append(_Call(step, uses, target[:2] if target is not None else None))
+        self._calls.append(_RecordedCall(step, uses, target[:2] if target is not None else None))
         if name not in COPIES:
             for one in uses:
                 self._join(number, one)
@@ -154,7 +154,7 @@ class Alone:
             needed |= found
             origins = origins.union(*(self._calls[number].uses for number in needed))
 
-    def _step(self, func: Any, args: Any, kwargs: Any) -> tuple[Step, frozenset[Origin]]:
+    def _step(self, func: Any, args: Any, kwargs: Any) -> tuple[QueryStep, frozenset[Origin]]:
         name = resolve_name(func) or ""
         own = _own_name(func)
         try:
@@ -166,7 +166,7 @@ class Alone:
         tree = tuple(self._tree(list(args), uses)), self._tree(dict(kwargs), uses)
         if not uses and own not in FACTORIES:
             raise _NotAlone
-        return Step(name, *tree, writes(own) or "out" in kwargs), frozenset(uses)
+        return QueryStep(name, *tree, writes(own) or "out" in kwargs), frozenset(uses)
 
     def _tree(self, value: Any, uses: set[Origin]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -281,7 +281,7 @@ def _as_tuples(tree: Any) -> Any:
     return tuple(map(_as_tuples, tree)) if isinstance(tree, list) else tree
 
 
-def _numbered(step: Step, place: Mapping[int, int]) -> Step:
+def _numbered(step: QueryStep, place: Mapping[int, int]) -> QueryStep:
     def new(tree: Any) -> Any:
         if not isinstance(tree, tuple):
             return tree
@@ -289,4 +289,4 @@ def _numbered(step: Step, place: Mapping[int, int]) -> Step:
             return ("step", place[tree[1]], tree[2])
         return tree if tree[:1] == ("constant",) else tuple(map(new, tree))
 
-    return Step(step.function, new(step.args), new(step.kwargs), step.writes)
+    return QueryStep(step.function, new(step.args), new(step.kwargs), step.writes)

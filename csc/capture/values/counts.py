@@ -24,7 +24,7 @@ SIMPLE: dict[str, Callable[[Any, Any], Any]] = {
 NUMBERS = (int, torch.SymInt)
 
 
-class Counts:
+class TensorCounts:
     """Of one run."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class TooFine(Exception):
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedUnits:
     """numbers: of the first element of each unit, among the elements of all tables; units: its dimensions that belong
     to them, in a table's order, of size 1 in numbers; like: of the shape that it has, without data.
     """
@@ -44,7 +44,7 @@ class Moved:
         """The sizes of a unit."""
         return [self.like.shape[place] for place in self.units]
 
-    def finer(self) -> Moved:
+    def finer(self) -> MovedUnits:
         """With the first dimension of its units numbered. Raises TooFine."""
         place, *units = self.units
         if self.numbers.numel() * self.like.shape[place] > LARGEST:
@@ -63,7 +63,7 @@ class Moved:
 
     # --- one stand-in --------------------------------------------------------------------------------------------
 
-    def reshaped(self, like: torch.Tensor) -> Moved:
+    def reshaped(self, like: torch.Tensor) -> MovedUnits:
         """Of another shape, elements in order."""
         before, after = list(self.like.shape), list(like.shape)
         units: list[int] = []
@@ -76,15 +76,15 @@ class Moved:
             if not fit:
                 raise LooksInside
             units.append(fit[0])
-        return Moved(self.tables, self.numbers.reshape(self._with_ones(after, units)), tuple(units), like)
+        return MovedUnits(self.tables, self.numbers.reshape(self._with_ones(after, units)), tuple(units), like)
 
-    def turned(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> Moved:
+    def turned(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> MovedUnits:
         """With its dimensions in another order."""
         order = turn(torch.empty(tuple(range(2, 2 + self.like.dim())), device="meta")).shape
         units = tuple(list(order).index(2 + place) for place in self.units)
-        return Moved(self.tables, turn(self.numbers), units, turn(self.like))
+        return MovedUnits(self.tables, turn(self.numbers), units, turn(self.like))
 
-    def indexed(self, key: Sequence[Any]) -> Moved:
+    def indexed(self, key: Sequence[Any]) -> MovedUnits:
         """By whole numbers, slices and None, one for each dimension."""
         units: dict[int, int] = {}
         dim = place = 0
@@ -99,18 +99,18 @@ class Moved:
             place += isinstance(one, slice)
             dim += 1
         moved = tuple(units[dim] for dim in self.units)
-        return Moved(self.tables, self.numbers[tuple(key)], moved, self.like[tuple(key)])
+        return MovedUnits(self.tables, self.numbers[tuple(key)], moved, self.like[tuple(key)])
 
-    def expanded(self, like: torch.Tensor) -> Moved:
+    def expanded(self, like: torch.Tensor) -> MovedUnits:
         """With dimensions of 1 repeated, and others in front."""
         more = like.dim() - self.like.dim()
         units = tuple(place + more for place in self.units)
         if [like.shape[place] for place in units] != self.unit:
             raise LooksInside
-        return Moved(self.tables, self.numbers.expand(self._with_ones(like.shape, units)), units, like)
+        return MovedUnits(self.tables, self.numbers.expand(self._with_ones(like.shape, units)), units, like)
 
 
-def finest(move: Callable[[Moved], Moved], moved: Moved) -> Moved:
+def finest(move: Callable[[MovedUnits], MovedUnits], moved: MovedUnits) -> MovedUnits:
     """What a move makes of a stand-in, with as few of its dimensions numbered as it can."""
     while True:
         try:
@@ -119,7 +119,7 @@ def finest(move: Callable[[Moved], Moved], moved: Moved) -> Moved:
             moved = moved.finer()
 
 
-def joined(several: Sequence[Moved], dim: int) -> Moved:
+def joined(several: Sequence[MovedUnits], dim: int) -> MovedUnits:
     """Concatenated along a dimension."""
     parts = list(several)
     while len({(part.units, *part.unit) for part in parts}) > 1 or dim in parts[0].units:
@@ -127,7 +127,7 @@ def joined(several: Sequence[Moved], dim: int) -> Moved:
         parts = [part.finer() if len(part.units) == most else part for part in parts]
     tables = frozenset[int]().union(*(part.tables for part in parts))
     numbers = torch.cat([part.numbers for part in parts], dim)
-    return Moved(tables, numbers, parts[0].units, torch.cat([part.like for part in parts], dim))
+    return MovedUnits(tables, numbers, parts[0].units, torch.cat([part.like for part in parts], dim))
 
 
 def key_of(name: str, like: torch.Tensor, given: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:

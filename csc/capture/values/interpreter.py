@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.values.batch_alone import MISSING, Alone
 from csc.capture.values.call_log import Recording, writes
-from csc.capture.values.counts import Counts
+from csc.capture.values.counts import TensorCounts
 from csc.capture.values.hit_loop import HitLoops
 from csc.capture.values.lazy_split import LazyChunks, LazyNumbers, length
 from csc.capture.values.row_index import RowIndices
@@ -80,7 +80,7 @@ class Watching(TorchFunctionMode):
         self._facts: dict[int, _Fact] = {}
         self._chunks = LazyChunks(self._run)
         self._rows: RowIndices | None = None
-        self._counts, self._loops = Counts(), HitLoops({})
+        self._counts, self._loops = TensorCounts(), HitLoops({})
         self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
         self.deciding: set[str] = set()
@@ -108,7 +108,7 @@ class Watching(TorchFunctionMode):
         self._rows = rows(self._run) if rows is not None else None
         self._asked = asked
         self._facts.clear()
-        self._chunks, self._counts = LazyChunks(self._run), Counts()
+        self._chunks, self._counts = LazyChunks(self._run), TensorCounts()
         self._loops = HitLoops(parameters or {})
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))

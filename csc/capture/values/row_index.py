@@ -35,7 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from csc.capture.values.call_log import writes
-from csc.capture.values.index_map import Moved, TooFine, finest, joined, key_of, keys_of_parts
+from csc.capture.values.index_map import MovedUnits, TooFine, finest, joined, key_of, keys_of_parts
 from csc.capture.values.lazy_split import JOINS, SPLITS, LazyNumbers
 from csc.torch_private.symbolic_sizes import as_hinted
 from csc.torch_private.traces import outside_tracing, pytree
@@ -53,7 +53,7 @@ STARTS = frozenset({"__getitem__", "unsqueeze", "expand", "view", "reshape"})  #
 class _StandIn:
     """again: the calls that make it of its table; None if it was joined from several."""
 
-    moved: Moved
+    moved: MovedUnits
     again: Callable[[], torch.Tensor] | None
 
 
@@ -153,9 +153,9 @@ class RowIndices:
         numbers = self._begins[place] + torch.arange(count) * steps
         shape = [*like.shape[:numbered], *[1] * (like.dim() - numbered)]
         units = tuple(range(numbered, like.dim()))
-        return self._stand_in(Moved(frozenset({place}), numbers.view(shape), units, like), lambda: table)
+        return self._stand_in(MovedUnits(frozenset({place}), numbers.view(shape), units, like), lambda: table)
 
-    def _stand_in(self, moved: Moved, again: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+    def _stand_in(self, moved: MovedUnits, again: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         stand_in = torch.empty(0)
         self._stand_ins[stand_in] = _StandIn(moved, again)
         return stand_in
@@ -208,7 +208,7 @@ class RowIndices:
             parts = [_indexed(part, key) for part in parts]
         return self._stand_in(joined(parts, dim), None)
 
-    def _same_kind(self, moved: Moved, rest: Any) -> bool:
+    def _same_kind(self, moved: MovedUnits, rest: Any) -> bool:
         """Whether the arguments of `to` change neither dtype nor device."""
         device = self._tables[min(moved.tables)].device
         for leaf in pytree.tree_leaves(rest):
@@ -222,7 +222,7 @@ class RowIndices:
 
     # --- rows by their numbers -----------------------------------------------------------------------------------
 
-    def _by_number(self, moved: Moved) -> torch.Tensor:
+    def _by_number(self, moved: MovedUnits) -> torch.Tensor:
         name = f"{PREFIX}{self._taken}"
         self._taken += 1
         tables = sorted(moved.tables)
@@ -235,7 +235,7 @@ class RowIndices:
         given = ([self._tables[place] for place in tables], moved.units)
         return self._run(_Take(name, numbers), "rows", given, {})
 
-    def _within(self, moved: Moved, tables: Sequence[int]) -> torch.Tensor:
+    def _within(self, moved: MovedUnits, tables: Sequence[int]) -> torch.Tensor:
         """Numbers of units among those of these tables, one table after the other."""
         numbers, size = moved.without_units(), math.prod(moved.unit)
         found = torch.empty_like(numbers)
@@ -278,7 +278,7 @@ def _as_given(args: Any, kwargs: Any) -> Any:
     return handle_torch_function(_as_given, given, args, kwargs) if has_torch_function(given) else (args, kwargs)
 
 
-def _indexed(moved: Moved, key: Sequence[Any]) -> Moved:
+def _indexed(moved: MovedUnits, key: Sequence[Any]) -> MovedUnits:
     return finest(lambda one: one.indexed(key), moved)
 
 
@@ -287,8 +287,8 @@ def _item(several: Callable[[], Any] | None, place: int) -> Callable[[], torch.T
 
 
 def _change(
-    func: Any, name: str, moved: Moved, given: Sequence[Any], named: dict[str, Any]
-) -> Callable[[Moved], Moved] | None:
+    func: Any, name: str, moved: MovedUnits, given: Sequence[Any], named: dict[str, Any]
+) -> Callable[[MovedUnits], MovedUnits] | None:
     """What a move of one stand-in does; None for a call that is none."""
     key = key_of(name, moved.like, given, named)
     if key is not None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules.makespan_bound import heads_and_tails, way_back
 from csc.planning.schedules.work import WorkTables
 
 
-def bound(step: Step) -> float:
+def bound(step: SampleCosts) -> float:
     """Seconds of the step that no assignment to these replicas and microbatches is below."""
     cheapest = np.array([1.0, *step.samples.min(axis=0)])
     work = step.work(np.tile(cheapest, (step.microbatches, 1)))

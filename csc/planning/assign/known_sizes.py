@@ -13,14 +13,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from csc.planning.assign.layout import Floats, Layout
+from csc.planning.assign.layout import BatchLayout, Floats
 
 Lists = list[list[int]]
 DEAR = (0.3, 0.8)  # of a microbatch's load: more is not moved; a program is compiled once, load is paid every step
 MOST = 64  # changes of which it is asked whether they fit
 
 
-def settled(groups: Sequence[Sequence[int]], layout: Layout, shares: Floats, fits: Callable[[Lists], bool]) -> Lists:
+def settled(
+    groups: Sequence[Sequence[int]], layout: BatchLayout, shares: Floats, fits: Callable[[Lists], bool]
+) -> Lists:
     """shares: [sample][rank], what a sample takes of each rank's work; fits: whether the groups' activations do."""
     found = [list(group) for group in groups]
     left = MOST
@@ -49,7 +51,7 @@ def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
 
 
 def _least_change(
-    own: list[int], theirs: list[int], layout: Layout, shares: Floats, dear: float
+    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, dear: float
 ) -> tuple[list[int], list[int]] | None:
     """What both have after the change that moves the least load, where both have known sizes then, or the other one had
     none before either.

@@ -28,7 +28,7 @@ Size = tuple[int, ...]  # and the width
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """lengths: of each sample; units: [sample][kind]. multiple: widths are multiples of it. known: by kind the widths
     that have programs, ascending: a microbatch is made as wide as one of them if that adds at most `slack` of it.
     """

@@ -25,8 +25,8 @@ from csc.planning.assign.filling import filled, fillings
 from csc.planning.assign.known_sizes import settled
 from csc.planning.assign.layout import Floats
 from csc.planning.assign.polish import polished
-from csc.planning.assign.runs import Runs
-from csc.planning.assign.step import Groups, Step
+from csc.planning.assign.runs import SampleRuns
+from csc.planning.assign.step import Groups, SampleCosts
 from csc.planning.schedules.activations import reserve
 from csc.planning.schedules.timing import makespan, peaks
 
@@ -48,7 +48,7 @@ class Assignment:
 
 
 def assign(
-    step: Step, room: Sequence[float] | None = None, moves: int = MOVES, numbers: Sequence[int] | None = None
+    step: SampleCosts, room: Sequence[float] | None = None, moves: int = MOVES, numbers: Sequence[int] | None = None
 ) -> Assignment:
     """The fastest assignment of the portfolio whose activations fit. room: bytes by rank, None: no limit; moves: how
     many local changes are tried afterwards; numbers: what samples are called in errors.
@@ -78,23 +78,23 @@ def assign(
     return _assignment(step, found)
 
 
-def _size(step: Step) -> int:
+def _size(step: SampleCosts) -> int:
     """What a candidate's simulation takes grows with it."""
     return step.microbatches * len(step.placement)
 
 
-def _assignment(step: Step, found: Sequence[Groups]) -> Assignment:
+def _assignment(step: SampleCosts, found: Sequence[Groups]) -> Assignment:
     groups = tuple(tuple(tuple(sorted(group)) for group in own) for own in found)
     return Assignment(groups, max(step.seconds(groups)), tuple(step.peaks(groups)))
 
 
-def even(step: Step) -> list[list[list[int]]]:
+def even(step: SampleCosts) -> list[list[list[int]]]:
     """What equal loads make of a step, where nothing is tried."""
     count = step.microbatches
     return [_members(own, filled(step.shares[own], np.ones(count)), count) for own in _replicas(step)]
 
 
-def _replicas(step: Step) -> list[list[int]]:
+def _replicas(step: SampleCosts) -> list[list[int]]:
     """The samples of each replica, each with at least one for every microbatch."""
     if step.replicas == 1:
         return [list(range(len(step.samples)))]
@@ -107,7 +107,7 @@ def _replicas(step: Step) -> list[list[int]]:
     return found
 
 
-def _best(step: Step, own: Sequence[int], cost: Cost) -> list[list[int]]:
+def _best(step: SampleCosts, own: Sequence[int], cost: Cost) -> list[list[int]]:
     """The fastest filling of a replica's microbatches: with equal targets, then with a ramp, then with a drain too."""
     loads = step.shares[list(own)]
 
@@ -121,7 +121,7 @@ def _best(step: Step, own: Sequence[int], cost: Cost) -> list[list[int]]:
     equal = np.ones(count)
     kinds = [by_load]
     if step.layout is not None and not step.layout.packed:
-        runs = Runs(step, own)
+        runs = SampleRuns(step, own)
         kinds.append(by_length)
     level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: cost(one[0], None))
     best, targets = _first(cost, [(level, equal), (_smallest_outside(level, step), equal)])
@@ -139,7 +139,7 @@ def _members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[i
     return found
 
 
-def with_known_sizes(step: Step, found: Assignment, room: Sequence[float] | None = None) -> Assignment:
+def with_known_sizes(step: SampleCosts, found: Assignment, room: Sequence[float] | None = None) -> Assignment:
     """The assignment, changed as little as it takes for microbatches to have sizes that the step's layout knows, as far
     as they can be had and fit.
     """
@@ -172,7 +172,7 @@ def _ramps(count: int, ranks: int) -> Iterator[Floats]:
             yield rising
 
 
-def _smallest_outside(groups: list[list[int]], step: Step) -> list[list[int]]:
+def _smallest_outside(groups: list[list[int]], step: SampleCosts) -> list[list[int]]:
     """The smallest microbatch first, the next ones last, as many as make the drain: where they are nearly equal that is
     worth more than another filling.
     """
@@ -181,7 +181,7 @@ def _smallest_outside(groups: list[list[int]], step: Step) -> list[list[int]]:
     return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
 
 
-def _cost(step: Step, room: Sequence[float] | None, groups: Groups, least: Figures | None) -> Figures:
+def _cost(step: SampleCosts, room: Sequence[float] | None, groups: Groups, least: Figures | None) -> Figures:
     work = step.work(step.features(groups))
     seconds = makespan(work, step.orders)
     if room is None:
@@ -191,7 +191,7 @@ def _cost(step: Step, room: Sequence[float] | None, groups: Groups, least: Figur
     return max(0.0, *(peak - limit for peak, limit in zip(peaks(work, step.orders), room))), seconds
 
 
-def _check_alone(step: Step, room: Sequence[float], numbers: Sequence[int]) -> None:
+def _check_alone(step: SampleCosts, room: Sequence[float], numbers: Sequence[int]) -> None:
     """InputError for a sample that a rank has no room for even alone."""
     alone = step.samples.max(axis=0)
     if all(peak <= limit for peak, limit in zip(_peaks_of(step, alone), room)):
@@ -206,7 +206,7 @@ def _check_alone(step: Step, room: Sequence[float], numbers: Sequence[int]) -> N
                 )  # fmt: skip
 
 
-def _peaks_of(step: Step, sample: Floats) -> list[float]:
+def _peaks_of(step: SampleCosts, sample: Floats) -> list[float]:
     """What a microbatch of one sample takes, by rank."""
     work = step.work(np.tile([1.0, *sample], (step.microbatches, 1)))
     return [reserve(work, rank).most for rank in range(work.ranks)]

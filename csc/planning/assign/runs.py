@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from csc.planning.assign.layout import Floats
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 
 HALVINGS = 8
 
 
-class Runs:
+class SampleRuns:
     """Of these samples of a step that has a layout."""
 
-    def __init__(self, step: Step, own: Sequence[int]) -> None:
+    def __init__(self, step: SampleCosts, own: Sequence[int]) -> None:
         layout = step.layout
         assert layout is not None
         self._order = sorted(range(len(own)), key=lambda k: (-layout.lengths[own[k]], k))

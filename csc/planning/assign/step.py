@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from csc.planning.assign.layout import Floats, Layout
+from csc.planning.assign.layout import BatchLayout, Floats
 from csc.planning.schedules.timing import makespan, peaks
 from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import FIGURES, Loads, Pipeline
@@ -28,7 +28,7 @@ Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Step:
+class SampleCosts:
     """samples: [sample][feature], without the constant one, which every microbatch has once. pipeline: with the rates
     of (1, *features) in its loads, whose own features are not read. orders: of each rank, over positions.
     multiple: by feature; 1 or 0 rounds nothing. layout: None: features are sums, rounded.
@@ -41,7 +41,7 @@ class Step:
     replicas: int
     microbatches: int
     multiple: tuple[float, ...]
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
 
     def features(self, groups: Groups) -> Floats:
         """[microbatch][feature] of a replica's groups, the constant one first."""

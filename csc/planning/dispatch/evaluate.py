@@ -21,7 +21,7 @@ from csc.planning.dispatch.workload import Workload, shares
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class MaskLoads:
     """One mask, prepared."""
 
     layers: float
@@ -39,7 +39,7 @@ class Prepared:
     """A workload and the facts about its blocks."""
 
     workload: Workload
-    masks: tuple[Layer, ...]
+    masks: tuple[MaskLoads, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def prepare(workload: Workload) -> Prepared:
         needs, closed = bits.pack(seen), bits.pack(reach)
         loads = loads.astype(np.float64)
         reach_float = reach.astype(np.float32)
-        made.append(Layer(mask.layers, loads, needs, reach.view(np.int8), reach_float, closed, sizes, mask.owners))
+        made.append(MaskLoads(mask.layers, loads, needs, reach.view(np.int8), reach_float, closed, sizes, mask.owners))
     return Prepared(workload, tuple(made))
 
 

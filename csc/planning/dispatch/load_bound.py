@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from csc.planning.dispatch import bits
-from csc.planning.dispatch.evaluate import Layer, Prepared
+from csc.planning.dispatch.evaluate import MaskLoads, Prepared
 
 
 def load_bound(loads: np.ndarray, ranks: int) -> float:
@@ -28,7 +28,7 @@ def load_bound(loads: np.ndarray, ranks: int) -> float:
     return float(max(mean, np.max(many * largest + smallest[np.maximum(low - many, 0)])))
 
 
-def volume_bound(prepared: Prepared, mask: Layer) -> float:
+def volume_bound(prepared: Prepared, mask: MaskLoads) -> float:
     """A rank receives what one of its blocks needs and it cannot own: the largest over all blocks."""
     keys = len(mask.shares)
     if mask.owners is None:

@@ -42,7 +42,7 @@ PATIENCE = (1.0, 0.0)
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class BestOrders:
     """Orders and how long they take. The first of equals wins."""
 
     seconds: float
@@ -78,14 +78,14 @@ def searched_orders(
     budget: int | None = None,
     seed: int = 0,
     in_turn: bool = False,
-) -> Found:
+) -> BestOrders:
     """What `auto` makes its schedule of; its arguments."""
     pipeline, placement, microbatches = work.pipeline, work.placement, work.microbatches
     allowed = room(work, memory)
     enough = lower_bound(work, allowed) * (1 + 1e-6)
     size = len(work.lanes) * microbatches
     left = EVALUATIONS * size if budget is None else budget
-    found = [Found(makespan(work, orders), work, orders) for orders in _named(work, allowed)]
+    found = [BestOrders(makespan(work, orders), work, orders) for orders in _named(work, allowed)]
     rules: list[tuple[float, int, Rule]] = []
     made: dict[object, tuple[list[list[int]], float]] = {}  # many rules are the same where little is trained
     for rule in _rules(work, allowed):
@@ -96,7 +96,7 @@ def searched_orders(
             made[kind] = hastened(work, rule, _least(found))
         orders, seconds = made[kind]
         left -= GREEDY_COST * size
-        found.append(Found(seconds, work, orders))
+        found.append(BestOrders(seconds, work, orders))
         rules.append((seconds, len(rules), rule))
     best_rules = [rule for *_, rule in sorted(rules)[:8]]
     for sequence in () if in_turn else _sequences(pipeline, microbatches):
@@ -106,15 +106,15 @@ def searched_orders(
                 break
             orders, seconds = hastened(other, rule, _least(found))
             left -= GREEDY_COST * size
-            found.append(Found(seconds, other, orders))
+            found.append(BestOrders(seconds, other, orders))
     best = min(found)
     if best.seconds > enough and left > 0:
         orders, seconds = improve(best.work, best.orders, allowed, left // size, random.Random(seed), enough)
-        best = Found(seconds, best.work, orders)
+        best = BestOrders(seconds, best.work, orders)
     return best
 
 
-def _least(found: Sequence[Found]) -> float:
+def _least(found: Sequence[BestOrders]) -> float:
     """Seconds of the best so far."""
     return min(found).seconds if found else math.inf
 

@@ -38,7 +38,7 @@ def excess(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RankActions:
     """The actions of all ranks in one row, rank after rank: their begin and end, and by how many bytes the rank grows
     at each. place[lane, position]: where in the row; first[rank]: where the rank begins.
     """
@@ -70,7 +70,7 @@ def peaks(
     return found
 
 
-def _run(work: WorkTables, orders: Sequence[Sequence[int]], starts: Floats) -> _Run:
+def _run(work: WorkTables, orders: Sequence[Sequence[int]], starts: Floats) -> _RankActions:
     entries = np.concatenate([np.array(order, dtype=np.int64) for order in orders])
     lanes = np.array(work.lane_of)[entries]
     fused = entries != lanes
@@ -87,7 +87,7 @@ def _run(work: WorkTables, orders: Sequence[Sequence[int]], starts: Floats) -> _
     grown = np.array(work.growth)[entries, position]
     moment = np.where(fused, np.array(work.moment)[lanes // 3, position], 0.0)
     forward = lanes % 3 == 0
-    return _Run(
+    return _RankActions(
         begin,
         begin + np.array(work.seconds)[entries, position],
         np.where(forward, grown, moment),
@@ -97,7 +97,7 @@ def _run(work: WorkTables, orders: Sequence[Sequence[int]], starts: Floats) -> _
     )
 
 
-def _spans(work: WorkTables, run: _Run) -> list[tuple[Ints, Floats, Floats, Floats]]:
+def _spans(work: WorkTables, run: _RankActions) -> list[tuple[Ints, Floats, Floats, Floats]]:
     """(rank, from, until, bytes) of the messages of all channels, at both their ends."""
     network, home = work.pipeline.network, work.placement
     channels = sorted(work.pipeline.messages)
@@ -142,7 +142,7 @@ def _received(needed: Ints, made: Ints, wires: Sequence[tuple[int, int, int]]) -
     return found
 
 
-def _answers(work: WorkTables, run: _Run, channel: Message) -> Floats:
+def _answers(work: WorkTables, run: _RankActions, channel: Message) -> Floats:
     """When the sender has the answer to its message of each position."""
     kind, source, target = channel
     if kind == "F" and ("B", target, source) in work.pipeline.messages:

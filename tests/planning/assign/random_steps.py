@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Message, Schedule
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
@@ -17,7 +17,7 @@ RATES = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
 
 @st.composite
-def steps(draw: st.DrawFn, most_samples: int = 12, most: int = 4) -> tuple[Step, Schedule]:
+def steps(draw: st.DrawFn, most_samples: int = 12, most: int = 4) -> tuple[SampleCosts, Schedule]:
     """With the schedule that its orders are of."""
     ranks, microbatches, replicas = draw(st.integers(1, 3)), draw(st.integers(1, most)), draw(st.integers(1, 2))
     count = draw(st.integers(replicas * microbatches, max(most_samples, replicas * microbatches)))
@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn, most_samples: int = 12, most: int = 4) -> tuple[Step,
     schedule = SCHEDULES["1f1b"](replace(pipeline, loads=None), range(ranks), microbatches)
     orders = tuple(map(tuple, orders_of(schedule)))
     multiple = draw(st.sampled_from([(1.0, 1.0), (1.0, 4.0)]))
-    return Step(samples, pipeline, tuple(range(ranks)), orders, replicas, microbatches, multiple), schedule
+    return SampleCosts(samples, pipeline, tuple(range(ranks)), orders, replicas, microbatches, multiple), schedule
 
 
 def of_rates(stages: tuple[tuple[StageWork, ...], ...], messages: dict[Message, tuple[float, ...]]) -> Pipeline:

@@ -16,7 +16,7 @@ from csc.ir.schedule import Schedule, parse
 from csc.planning.assign.bound import bound
 from csc.planning.assign.filling import filled
 from csc.planning.assign.portfolio import Assignment, assign
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.named import one_f_one_b
 from csc.planning.schedules.work import WorkTables, actions, orders_of
@@ -27,7 +27,7 @@ from tests.planning.assign.random_steps import of_rates, steps
 from tests.planning.schedule_cases import Case, cases
 
 
-def simulated(step: Step, schedule: Schedule, groups: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
+def simulated(step: SampleCosts, schedule: Schedule, groups: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
     """Seconds and peaks of one replica by the simulator, features added up sample by sample."""
     features = []
     for group in groups:
@@ -40,7 +40,7 @@ def simulated(step: Step, schedule: Schedule, groups: Sequence[Sequence[int]]) -
     return makespan(pipeline, schedule), peak_memory(pipeline, schedule)
 
 
-def check(step: Step, schedule: Schedule, found: Assignment) -> None:
+def check(step: SampleCosts, schedule: Schedule, found: Assignment) -> None:
     everyone = sorted(i for own in found.groups for group in own for i in group)
     assert everyone == list(range(len(step.samples)))
     assert len(found.groups) == step.replicas
@@ -52,7 +52,7 @@ def check(step: Step, schedule: Schedule, found: Assignment) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(steps(), st.sampled_from([0, 10]))
-def test_each_sample_once_in_the_time_that_it_says(case: tuple[Step, Schedule], moves: int) -> None:
+def test_each_sample_once_in_the_time_that_it_says(case: tuple[SampleCosts, Schedule], moves: int) -> None:
     step, schedule = case
     found = assign(step, moves=moves)
     check(step, schedule, found)
@@ -61,7 +61,7 @@ def test_each_sample_once_in_the_time_that_it_says(case: tuple[Step, Schedule], 
     assert moves == 0 or found.seconds <= assign(step, moves=0).seconds * (1 + 1e-12)
 
 
-def assignments(step: Step) -> Iterator[list[list[list[int]]]]:
+def assignments(step: SampleCosts) -> Iterator[list[list[list[int]]]]:
     """All, by brute force."""
     places = list(product(range(step.replicas), range(step.microbatches)))
     for chosen in product(range(len(places)), repeat=len(step.samples)):
@@ -75,7 +75,7 @@ def assignments(step: Step) -> Iterator[list[list[list[int]]]]:
 
 @settings(max_examples=25, deadline=None)
 @given(steps(most_samples=4, most=2))
-def test_no_assignment_beats_the_bound(case: tuple[Step, Schedule]) -> None:
+def test_no_assignment_beats_the_bound(case: tuple[SampleCosts, Schedule]) -> None:
     step, schedule = case
     least = min(max(simulated(step, schedule, own)[0] for own in groups) for groups in assignments(step))
     assert bound(step) <= least * (1 + 1e-9)
@@ -108,13 +108,13 @@ def test_small_microbatches_at_both_ends_beat_equal_ones() -> None:
     assert sizes[0] < 3 and max(sizes) > 3
 
 
-def chain_of_four(samples: int, microbatches: int) -> tuple[Step, Schedule]:
+def chain_of_four(samples: int, microbatches: int) -> tuple[SampleCosts, Schedule]:
     nothing, one = StageWork(0.0), StageWork(1.0, 1.0, 1.0, saved=1.0, kept=0.5)
     messages = {c: (0.0, 0.0) for s in range(3) for c in (("F", s, s + 1), ("B", s + 1, s))}
     pipeline = of_rates(((nothing, one),) * 4, messages)
     schedule = SCHEDULES["1f1b"](replace(pipeline, loads=None), range(4), microbatches)
     orders = tuple(map(tuple, orders_of(schedule)))
-    return Step(np.ones((samples, 1)), pipeline, (0, 1, 2, 3), orders, 1, microbatches, (1.0,)), schedule
+    return SampleCosts(np.ones((samples, 1)), pipeline, (0, 1, 2, 3), orders, 1, microbatches, (1.0,)), schedule
 
 
 def test_memory_is_kept_to() -> None:

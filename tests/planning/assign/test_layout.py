@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.planning.assign.known_sizes import settled
-from csc.planning.assign.layout import Layout, widths_of
+from csc.planning.assign.layout import BatchLayout, widths_of
 from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import Step
+from csc.planning.assign.step import SampleCosts
 from tests.balance.costs import costs
 
 GROUPS = [[0, 3], [1], [2, 4, 5]]
@@ -20,14 +20,16 @@ LENGTHS = np.array([10.0, 33.0, 7.0, 12.0, 20.0, 9.0])
 UNITS = np.array([[1.0], [2.0], [0.0], [1.0], [3.0], [2.0]])
 
 
-def step(layout: Layout, replicas: int, microbatches: int) -> Step:
+def step(layout: BatchLayout, replicas: int, microbatches: int) -> SampleCosts:
     own = costs(3, microbatches)
-    return Step(layout.samples, own.pipeline, own.placement, own.orders, replicas, microbatches, (1.0,) * 4, layout)
+    return SampleCosts(
+        layout.samples, own.pipeline, own.placement, own.orders, replicas, microbatches, (1.0,) * 4, layout
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_features_are_those_of_the_rows(packed: bool) -> None:
-    layout = Layout(LENGTHS, UNITS, packed, multiple=8)
+    layout = BatchLayout(LENGTHS, UNITS, packed, multiple=8)
     for group, row in zip(GROUPS, layout.features(GROUPS).tolist()):
         own, units = LENGTHS[group], UNITS[group, 0]
         width = 8 * np.ceil((own.sum() if packed else own.max()) / 8)
@@ -38,7 +40,7 @@ def test_features_are_those_of_the_rows(packed: bool) -> None:
 
 
 def test_a_known_width_is_taken_if_it_adds_little() -> None:
-    layout = Layout(LENGTHS, UNITS, True, 8, known=widths_of([(2, 1, 28)]))
+    layout = BatchLayout(LENGTHS, UNITS, True, 8, known=widths_of([(2, 1, 28)]))
     assert layout.size([0, 3]) == (2, 1, 28)  # 24 would do
     assert layout.features([[0, 3]])[0, -2] == 28
     assert replace(layout, slack=0.1).size([0, 3]) == (2, 1, 24)
@@ -54,7 +56,7 @@ def test_each_sample_once_however_they_lie(
     samples: list[tuple[int, int]], packed: bool, replicas: int, knows: bool
 ) -> None:
     lengths, units = (np.array(one, dtype=np.float64) for one in zip(*samples))
-    layout = Layout(lengths, units[:, None], packed, 8)
+    layout = BatchLayout(lengths, units[:, None], packed, 8)
     if knows:
         first = assign(step(layout, replicas, 4), moves=0)
         layout = replace(layout, known=widths_of(size for own in first.groups for size in layout.sizes(own)))
@@ -67,14 +69,14 @@ def test_each_sample_once_however_they_lie(
 def test_neighbours_in_length_share_padded_rows() -> None:
     """Long and short samples, half of each: padding a short one to a long one doubles it."""
     lengths = np.array([400.0, 50.0] * 16)
-    found = assign(step(Layout(lengths, np.ones((32, 1)), False, 8), 1, 8), moves=0)
+    found = assign(step(BatchLayout(lengths, np.ones((32, 1)), False, 8), 1, 8), moves=0)
     mixed = [group for group in found.groups[0] if len({lengths[i] for i in group}) > 1]
     assert len(mixed) <= 1
 
 
 def test_samples_change_places_until_sizes_are_known() -> None:
     lengths = np.array([10.0, 20.0, 30.0, 40.0])
-    layout = Layout(lengths, np.zeros((4, 0)), True, 10, known={(1,): (50,)}, slack=0.0)
+    layout = BatchLayout(lengths, np.zeros((4, 0)), True, 10, known={(1,): (50,)}, slack=0.0)
     shares = (lengths / lengths.sum())[:, None]
     found = settled([[0, 1], [2, 3]], layout, shares, lambda groups: True)
     assert sorted(map(sorted, found)) == [[0, 3], [1, 2]] or sorted(map(len, found)) == [1, 3]
