@@ -2,7 +2,7 @@
 
 Terms: a *piece* is what a process writes of a tensor: a box of its entries, at most PART bytes. Of ranks that hold the
 same box the one with the least to write so far writes it; all ranks reckon alike, without a message. The state of an
-optimizer is written where its parameter is. The *rest* is what no program reads (csc.runtime.weights.Format).
+optimizer is written where its parameter is. The *rest* is what no program reads (csc.runtime.weights.WeightLayout).
 
     boxes_written(trainer) -> [(spec, box)]                  by this process
     weights(trainer, written, rest) -> [Piece]               parameters and buffers

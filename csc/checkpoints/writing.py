@@ -51,7 +51,7 @@ class ProcessState:
 
 @dataclass(frozen=True)
 class Save:
-    """number: 8 hexadecimal digits, the same on every rank. about: of csc.checkpoints.step_index.Index. expected: names
+    """number: 8 hexadecimal digits, the same on every rank. about: of its StepIndex. expected: names
     of parameters and buffers that have to be there, all of their entries. keep: how many checkpoints of the run stay.
     """
 

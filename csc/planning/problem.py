@@ -28,7 +28,7 @@ SECONDS = ("forward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class Unit:
-    """One region: seconds of F, B and W and bytes as in csc.simulation.pipeline.Stage.
+    """One region: seconds of F, B and W and bytes as in csc.simulation.pipeline.StageWork.
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
     pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
