@@ -27,6 +27,7 @@ from csc.passes.recompute import recompute
 from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.shapes import shapes
+from csc.passes.simplify import simplify
 from csc.passes.split import split
 from csc.passes.tensor import tensor
 from torch import fx
@@ -38,9 +39,9 @@ from csc.ir.verifier import verify
 Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
-# Up to `differentiate` nothing depends on what is frozen; a new frozen set starts again behind it.
+# Up to `simplify` nothing depends on what is frozen; a new frozen set starts again behind it.
 TRACING: tuple[Pass, ...] = (
-    shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate,
+    shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate, simplify,
 )  # fmt: skip
 DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)

@@ -21,7 +21,7 @@ STEPS = {  # of the way through, and what of it stands in program.json
     "capture": ("capture",),
     "normalise": ("normalise",),
     "passes": ("shapes", "dropout", "precision", "attention", "context", "loss", "head", "regions", "tensor"),
-    "differentiation": ("differentiate", "freeze", "prune", "recompute", "split"),
+    "differentiation": ("differentiate", "simplify", "freeze", "prune", "recompute", "split"),
     "planning": ("partition", "schedule"),
     "emission": ("emission",),
 }

@@ -77,7 +77,7 @@ def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
         "shapes", "dropout", "precision", "attention", "context", "loss", "head", "regions", "tensor", "differentiate",
-        "freeze", "prune", "features", "recompute", "split", "partition", "schedule",
+        "simplify", "freeze", "prune", "features", "recompute", "split", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]

@@ -1,6 +1,7 @@
 """Calls that work element by element, their operands broadcast; and those that make a value as another one is.
 
-AND, OR, NOT, COMPARISONS: logic
+AND, OR, NOT, COMPARISONS: logic; SCALES: of each entry by a number, ARITHMETIC: those and sums
+NEUTRAL: {operation: the number with which it gives its first operand, to the bit}
 RULES: {operation: rule}        see csc.analysis.operators.table
 """
 
@@ -16,6 +17,9 @@ from csc.torch_private.exported import OpOverload
 AND = {"aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul"}  # of what is true or false
 OR = {"aten::__or__", "aten::bitwise_or", "aten::logical_or"}
 NOT = {"aten::bitwise_not", "aten::logical_not"}
+SCALES = ("aten::mul", "aten::div")
+ARITHMETIC = (*SCALES, "aten::add", "aten::sub")
+NEUTRAL = {"aten::pow": 1, "aten::mul": 1, "aten::div": 1}  # no sum: -0.0 + 0.0 is 0.0
 COMPARISONS = {"aten::le": "<=", "aten::lt": "<", "aten::ge": ">=", "aten::gt": ">", "aten::eq": "==", "aten::ne": "!="}
 
 # Those that torch has not tagged as pointwise.

@@ -1,0 +1,96 @@
+"""Pass `simplify`: leave out arithmetic that changes no bit, and do the rest of it once for each entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis.operators.pointwise import ARITHMETIC, NEUTRAL, SCALES
+from csc.ir import graph as g
+from csc.ir.program import Options, Program, Template
+from csc.ir.rewrite import Writer, values_of
+
+
+def simplify(program: Program, options: Options) -> Program:
+    """Shorten the joint graphs by identities of single entries, which keep every bit.
+
+    Requires  pass `differentiate`.
+    Ensures   the same outputs, names and layouts; no power, product or quotient by 1; what scales an expanded value
+              scales it before it is expanded, where only calls on entries read it.
+    Before    %a = expand(%mean, [2, 256, 512]); %b = div(%a, 512); %c = pow(%x, 1.0); %d = mul(%b, %c)
+    After     %b = div(%mean, 512); %a = expand(%b, [2, 256, 512]); %d = mul(%a, %x)
+    """
+    return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
+
+
+def shorter(template: Template) -> Template:
+    """A template with a joint graph that does the same in fewer or smaller calls."""
+    assert template.joint is not None
+    graph, mapping = fx.Graph(), dict[fx.Node, Any]()
+    kept = set(template.joint.output_node().all_input_nodes)  # a result is a tensor of its own
+    for node in template.joint.nodes:
+        if node.op == "placeholder":
+            mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
+        elif (same := None if node in kept else _same(graph, node, mapping)) is not None:
+            mapping[node] = same
+        else:
+            g.copy_node(graph, node, mapping)
+    g.erase_dead(graph)
+    return replace(template, joint=graph)
+
+
+def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """What gives the same as a call of the old graph, for less; None: nothing is known."""
+    operand, number = _by_number(node)
+    if operand is None:
+        return None
+    if number == NEUTRAL[g.op_name(node)]:
+        return mapping[operand] if _alike(operand.meta["val"], node.meta["val"]) else None
+    if g.op_name(node) in SCALES and g.op_name(operand) == "aten::expand":
+        return _scaled_first(graph, node, operand, mapping)
+    return None
+
+
+def _by_number(node: fx.Node) -> tuple[Any, Any]:
+    """The tensor and the number of an operation that NEUTRAL knows; None where it is another call."""
+    if g.op_name(node) not in NEUTRAL or len(node.args) != 2 or node.kwargs:
+        return None, None
+    operand, number = node.args
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return (operand, number) if is_number and isinstance(operand, fx.Node) else (None, None)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _scaled_first(
+    graph: fx.Graph, node: fx.Node, expanded: fx.Node, mapping: Mapping[fx.Node, fx.Node]
+) -> fx.Node | None:
+    """The product of the smaller value, expanded; None if that is no smaller, or a reader would see it."""
+    small, val = expanded.args[0], node.meta["val"]
+    assert isinstance(small, fx.Node)
+    if small.meta["val"].numel() == val.numel() or expanded.meta["val"].dtype != val.dtype:
+        return None
+    if not all(_is_blind(reader, node, expanded) for reader in node.users):
+        return None
+    writer = Writer(graph, val.fake_mode)
+    scaled = writer.named(node.name, node, node.target, mapping[small], *node.args[1:])
+    return writer.named(f"{node.name}_expand", expanded, expanded.target, scaled, *expanded.args[1:])
+
+
+def _is_blind(reader: fx.Node, old: fx.Node, new: fx.Node) -> bool:
+    """Whether a call gives the same for an expanded value in the place of another one, laid out as before."""
+    if g.op_name(reader) not in ARITHMETIC:
+        return False
+    swapped = fx.map_arg(reader.args, lambda one: new if one is old else one)
+    val = reader.meta["val"]
+    with val.fake_mode:
+        found = reader.target(*values_of(swapped), **values_of(reader.kwargs))  # type: ignore[operator]
+    return _alike(found, val)
