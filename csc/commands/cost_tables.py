@@ -6,15 +6,18 @@ Regions of one template variant cost the same; they share a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from csc.analysis.hardware import Wire
 from csc.commands.printing import table as folding
 from csc.commands.rows import Rows
-from csc.reports.cost_report import CostReport, CostRow
-from csc.reports.profiling import Profile
 from csc.simulation.look import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from csc.analysis.hardware import Wire
+    from csc.reports.cost_report import CostReport, CostRow
+    from csc.reports.profiling import Profile
 
 HELD = ("saved", "kept", "again", "parameters", "gradients", "optimizer", "messages", "gradient messages")
 

@@ -5,11 +5,15 @@ show_forecast(forecast)        bound_text(forecast), step_text(forecast) -> str
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.markup import escape
 
 from csc.commands.printing import console, table
-from csc.reports.forecast import Forecast
 from csc.simulation.look import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from csc.reports.forecast import Forecast
 
 
 def show_forecast(found: Forecast) -> None:

@@ -5,10 +5,14 @@ show_limits(limits)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from csc.commands.printing import console, table
-from csc.reports.limits import Limits
 from csc.simulation.idle import CAUSES
 from csc.simulation.look import unit
+
+if TYPE_CHECKING:
+    from csc.reports.limits import Limits
 
 MOST = 3  # ranks of the longest path that are named
 LEAST = 1e-3  # of the step: a shorter idle time of the busiest rank is not named

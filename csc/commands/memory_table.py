@@ -6,11 +6,14 @@ memory_table(rows, limit) -> Rows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from csc.commands.printing import table
 from csc.commands.rows import Rows
-from csc.reports.memory_forecast import RankMemory
 from csc.simulation.look import bytes_text
+
+if TYPE_CHECKING:
+    from csc.reports.memory_forecast import RankMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
 

@@ -5,11 +5,15 @@ show_meshes(choice, seconds)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.markup import escape
 
 from csc.commands.printing import console, table
-from csc.reports.mesh_choice import MeshChoice
 from csc.simulation.look import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from csc.reports.mesh_choice import MeshChoice
 
 MOST = 12  # rows
 

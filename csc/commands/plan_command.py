@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -19,8 +19,10 @@ from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
-from csc.reports.advice import Advice, Row
 from csc.simulation.look import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from csc.reports.advice import Advice, Row
 
 SECONDS = 60.0
 

@@ -267,3 +267,10 @@ def test_one_class_name_is_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {} and len(places) > 100
+
+
+def test_help_comes_without_torch() -> None:
+    """`csc --help` in a fraction of a second: importing torch's tracer takes seconds."""
+    code = "import sys, csc.commands.main; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
