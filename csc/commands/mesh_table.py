@@ -13,7 +13,7 @@ from csc.commands.printing import console, table
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from csc.reports.mesh_choice import MeshChoice
+    from csc.driver.mesh_choice import MeshChoice
 
 MOST = 12  # rows
 

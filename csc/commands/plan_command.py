@@ -62,10 +62,10 @@ def plan(
             for_lengths = _for_lengths(over(ranks, compiled), lengths, *asked)
         print_json(for_lengths.as_dict()) if json_output else show_lengths_plan(for_lengths, batch_size, batches)
         return
+    from csc.driver.mesh_choice import choose
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast
     from csc.reports.memory_forecast import memory_forecast
-    from csc.reports.mesh_choice import choose
 
     if devices is not None:
         with opening as compiled:

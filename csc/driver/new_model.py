@@ -1,4 +1,4 @@
-"""A compiled model of what a user gives: nothing is compiled yet.
+"""A compiled model of what a user gives: nothing is compiled yet, but for a mesh that csc is to choose.
 
 compiled_model(model, options, example) -> CompiledModel
 """
@@ -12,6 +12,7 @@ from torch import nn
 
 from csc.cache.feature_entries import FeatureCache
 from csc.check.when import checks
+from csc.driver.chosen_mesh import with_chosen_mesh
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import Compiler
 from csc.driver.dividing import Divide, Dividing
@@ -37,7 +38,10 @@ def compiled_model(
     """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
     _refuse(model, cache, timeout)
     programs = ModelPrograms(model, Settings(cache, checks(check), timeout, features), directory, compiler)
-    return CompiledModel(programs, GivenBatches(example, Dividing(divide), programs), options)
+    given = GivenBatches(example, Dividing(divide), programs)
+    if options.mesh.is_open:
+        options = with_chosen_mesh(programs, given, options)
+    return CompiledModel(programs, given, options)
 
 
 def _refuse(model: object, cache: object, timeout: object) -> None:

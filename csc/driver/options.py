@@ -62,6 +62,16 @@ def changed(options: Options, **changes: Any) -> Options:
     return found
 
 
+def refuse_open(mesh: Mesh) -> None:
+    """InputError for a mesh that csc has to choose, where a model has one already."""
+    if mesh.is_open:
+        raise InputError(
+            f"{mesh} is a mesh that csc has to choose, and this model has one", "mesh",
+            f"csc.compile(compiled.model, mesh=csc.Mesh({mesh}), example=batch) chooses; so does "
+            f"`csc plan --devices {mesh.size}`",
+        )  # fmt: skip
+
+
 def _instead(name: str) -> str:
     """What to write for an option that there is not."""
     if name in OTHERS:
@@ -76,7 +86,7 @@ def _check_ranks(options: Options) -> None:
     """InputError where something is said of each pipeline rank, and there are more or fewer."""
     for name in ("hardware", "memory"):
         given = getattr(options, name)
-        if isinstance(given, tuple) and len(given) != options.mesh.pp:
+        if isinstance(given, tuple) and len(given) != options.mesh.pp and not options.mesh.is_open:
             raise InputError(
                 f"{name} is given for {len(given)} pipeline ranks, and the mesh has pp={options.mesh.pp}", name,
                 "give one for each pipeline rank, or one for all",

@@ -43,11 +43,10 @@ from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.data_shards import DataShards
-from csc.runtime.launch import setup_distributed, under_torchrun
+from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, load
 from csc.runtime.meeting import Meeting
 from csc.runtime.shards import Kept
-from csc.runtime.starting import check_world
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
 from csc.torch_private.processes import is_profiled
@@ -352,11 +351,7 @@ class ProgramSet:
         return self._meeting
 
     def _join_group(self, options: Options) -> None:
-        if under_torchrun() and not dist.is_initialized():
-            setup_distributed(device_of(self._compiler.model).type, self._timeout)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world > 1:
-            check_world(world, options.mesh.size, str(options.mesh))
+        join_group(device_of(self._compiler.model).type, self._timeout, options.mesh.size, str(options.mesh))
 
     # --- weights -------------------------------------------------------------------------------------------------
 

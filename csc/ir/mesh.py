@@ -8,6 +8,7 @@ elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, an
     Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
     .orders()                                          the mesh in every order of ranks, this one first
+    Mesh(ranks=64)                  one that csc chooses      .is_open
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
@@ -43,9 +44,10 @@ class Mesh:
         tp: Parts of a layer.
         order: The axes as ranks count through them, the last one fastest: dp, cp and tp in this order, pp anywhere. Of
             axes of size 1 the place says nothing; meshes that differ in that alone are equal.
+        ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
-        InputError: A size is less than 1, or the order is none.
+        InputError: A size is less than 1, the order is none, or axes are given beside `ranks`.
     """
 
     dp: int = 1
@@ -54,16 +56,21 @@ class Mesh:
     tp: int = 1
 
     order: tuple[str, ...] = ("dp", "pp", "cp", "tp")
+    ranks: int | None = None
 
     AXES: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp", "tp")
 
     def __post_init__(self) -> None:
         for axis in self.AXES:
-            size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            _check_size(f"axis {axis}", getattr(self, axis))
+        if self.ranks is not None:
+            _check_size("ranks", self.ranks)
+            if any(getattr(self, axis) > 1 for axis in self.AXES):
+                given = replace(self, ranks=None)
                 raise InputError(
-                    f"axis {axis} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1"
-                )
+                    f"the mesh has ranks={self.ranks}, for csc to choose the axes, and {given} too", "mesh",
+                    "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes",
+                )  # fmt: skip
         if sorted(self.order) != sorted(self.AXES) or [a for a in self.order if a != "pp"] != ["dp", "cp", "tp"]:
             raise InputError(
                 f"the order of ranks is {'-'.join(map(str, self.order))}", "mesh",
@@ -81,9 +88,14 @@ class Mesh:
         return (*rest[:place], "pp", *rest[place:])
 
     @property
+    def is_open(self) -> bool:
+        """Whether the axes are still to be chosen."""
+        return self.ranks is not None
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.pp * self.cp * self.tp
+        return self.ranks or self.dp * self.pp * self.cp * self.tp
 
     def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Rank at these coordinates.
@@ -104,7 +116,13 @@ class Mesh:
 
         Raises:
             IndexError: The mesh has no such rank.
+            InputError: Its axes are still to be chosen.
         """
+        if self.is_open:
+            raise InputError(
+                f"the axes of {self} are not chosen yet", "mesh",
+                "csc.compile(model, mesh=csc.Mesh(ranks=...), example=batch) chooses them: compiled.options.mesh",
+            )  # fmt: skip
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
         found: dict[str, int] = {}
@@ -178,6 +196,8 @@ class Mesh:
 
     def __str__(self) -> str:
         """`pp=3,dp=2`: what `parse` reads; axes of size 1 are left out."""
+        if self.is_open:
+            return f"ranks={self.ranks}"
         named = [f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1] or ["dp=1"]
         order = "-".join(axis for axis in self.order if getattr(self, axis) > 1)
         return ",".join(named if self.order == self.AXES else [*named, f"order={order}"])
@@ -189,7 +209,7 @@ class Mesh:
         Raises:
             InputError: It is anything else.
         """
-        form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(cls.AXES)}"
+        form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(cls.AXES)}; or ranks=6"
         sizes: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             axis, equals, size = (p.strip() for p in part.partition("="))
@@ -198,7 +218,7 @@ class Mesh:
                 continue
             if not equals or not size.isdecimal():
                 raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
-            if axis not in cls.AXES:
+            if axis not in (*cls.AXES, "ranks"):
                 raise InputError(f"there is no axis {axis!r}", f"mesh {text!r}", form)
             if axis in sizes:
                 raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
@@ -251,7 +271,7 @@ class Mesh:
     @classmethod
     def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
         """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
-        unknown = [name for name in sizes if name not in (*cls.AXES, "order")]
+        unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
             raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
         found = cls(**{name: size for name, size in sizes.items() if name != "order"})
@@ -268,3 +288,8 @@ class Mesh:
             )  # fmt: skip
         place = ("dp", "cp", "tp").index(ahead[-1]) + 1 if ahead else 0
         return replace(found, order=(*("dp", "cp", "tp")[:place], "pp", *("dp", "cp", "tp")[place:]))
+
+
+def _check_size(what: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")

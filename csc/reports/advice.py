@@ -20,6 +20,7 @@ from typing import Any
 
 from csc.analysis.explain import explain
 from csc.driver.compiled import CompiledModel
+from csc.driver.rank_orders import priced_orders
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
 from csc.passes.pipeline_problem import limits, problem
@@ -28,7 +29,6 @@ from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
 from csc.planning.problem import Problem
 from csc.planning.variations import Outcome, Variation, tried
-from csc.reports.rank_orders import priced_orders
 from csc.simulation.pipeline import Network
 from csc.simulation.pipeline_file import from_json as read_pipeline
 

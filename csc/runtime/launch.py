@@ -5,6 +5,7 @@ torchrun's own key-value server; it outlives any rank, and all of them: `torchru
 beside the keys of those that ended. So each *attempt* has keys of its own.
 
     setup_distributed(device="cpu", timeout=600.0) -> Launch      joins the default process group
+    join_group(device, timeout, ranks, mesh) -> bool              the same for a mesh, if torchrun started this process
     several_processes() -> bool                                   whether this process is one of several ranks
     open_store(timeout) -> Store                                  connects to torchrun's store
     first_to_speak(store) -> bool                                 True for one rank only: the first that asks
@@ -22,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from csc import devices
 from csc.errors import InputError, RankLost
+from csc.runtime.starting import check_world
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,18 @@ def setup_distributed(device: str = "cpu", timeout: float = 600.0, store: dist.S
         except RuntimeError as error:
             raise _apart(error) from error
     return Launch(rank, world, place)
+
+
+def join_group(device: str, timeout: float, ranks: int, mesh: str) -> bool:
+    """Whether this process is one of several, which are the ranks of the mesh; it joins their group if torchrun started
+    it and it has not. InputError if there are more or fewer of them.
+    """
+    if under_torchrun() and not dist.is_initialized():
+        setup_distributed(device, timeout)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        check_world(world, ranks, mesh)
+    return world > 1
 
 
 def _apart(error: RuntimeError) -> RankLost:

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 import csc
 from csc.commands.main import app
 from csc.driver.inspected import Inspected
+from csc.driver.mesh_choice import choose
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
 from csc.planning.meshes import CONTEXT, MeshLayout, layouts
 from csc.reports.forecast import forecast
-from csc.reports.mesh_choice import choose
 from tests.compiler.tensor_models import BATCHES, MODELS
 
 pytestmark = pytest.mark.usefixtures("traces")

@@ -79,11 +79,23 @@ def test_every_form() -> None:
         ("pp=2,dp=2,order=pp-dp-dp", "order of ranks is"),
         ("dp=2,cp=2,order=cp-dp", "Name the axes larger than 1"),
         ("order=pp", "no axis is given"),
+        ("ranks=0", "ranks has size 0"),
+        ({"ranks": True}, "ranks has size True"),
+        ("ranks=4,pp=2", "has ranks=4, for csc to choose the axes, and pp=2 too"),
     ],
 )
 def test_other_forms_are_refused(form: object, part: str) -> None:
     with pytest.raises(InputError, match=part):
         Mesh.of(form)
+
+
+def test_a_mesh_that_is_to_be_chosen() -> None:
+    for form in (Mesh(ranks=6), "ranks=6", {"ranks": 6}):
+        mesh = Mesh.of(form)
+        assert (mesh.is_open, mesh.size, str(mesh)) == (True, 6, "ranks=6")
+        with pytest.raises(InputError, match="the axes of ranks=6 are not chosen yet"):
+            mesh.coordinates(0)
+    assert not Mesh(pp=6).is_open
 
 
 def test_outside_the_mesh() -> None:

@@ -9,7 +9,7 @@ Terms
 
   order     how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
 
-    choose(compiled, devices, step, seconds, tell) -> MeshChoice
+    choose(compiled, devices, step, seconds, tell, fixed) -> MeshChoice
 
 Where several nodes are filled, the fastest plan of a layout is priced in every order of its ranks, and planned for one
 that makes it faster. A layout whose work alone takes longer than the best plan so far is not planned. Tracing is what
@@ -28,6 +28,7 @@ from typing import Any
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
 from csc.driver.dividing import samples_of
+from csc.driver.rank_orders import priced_orders
 from csc.errors import CscError, InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
@@ -37,7 +38,6 @@ from csc.passes.step_end import seconds_behind
 from csc.planning.meshes import MeshLayout, layouts
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
-from csc.reports.rank_orders import priced_orders
 
 EFFORT, LIMIT = 0.1, 2.0  # of the search for each layout, in seconds
 LARGEST = 16  # samples of a microbatch
@@ -78,23 +78,45 @@ class MeshChoice:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """What is not chosen, but given. None: it is chosen."""
+
+    microbatches: int | None = None
+    zero: int | None = None
+    recompute: Any = None
+
+    def ways(self) -> list[tuple[int, Any]]:
+        """(zero, recompute), in the order in which they are tried."""
+        found = [
+            (zero if self.zero is None else self.zero, recompute if self.recompute is None else self.recompute)
+            for zero, recompute in WAYS
+        ]
+        return [way for number, way in enumerate(found) if way not in found[:number]]
+
+
+NOTHING_FIXED = Fixed()
+
+
 def choose(
-    compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None]
-) -> MeshChoice:
+    compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None],
+    fixed: Fixed = NOTHING_FIXED,
+) -> MeshChoice:  # fmt: skip
     """The layouts of a compiled model's example on so many devices. step: samples of a step; None: the example's.
 
     Takes about `seconds` once the model is captured. InputError if the samples cannot be divided, or there is no mesh
     at all.
     """
-    return _MeshSearch(compiled, devices, step, seconds, tell).choice()
+    return _MeshSearch(compiled, devices, step, seconds, tell, fixed).choice()
 
 
 class _MeshSearch:
     def __init__(
-        self, compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None]
-    ) -> None:
+        self, compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None],
+        fixed: Fixed,
+    ) -> None:  # fmt: skip
         plain = compiled.with_options(mesh=Mesh(), microbatches=1, schedule="auto", recompute=(("*", "none"),), zero=0)
-        self.compiled, self.devices, self.tell = plain, devices, tell
+        self.compiled, self.devices, self.tell, self.fixed = plain, devices, tell, fixed
         batches = compiled.example if isinstance(compiled.example, (list, tuple)) else [compiled.example]
         self.samples = sum(samples_of(split_batch(batch)[0]) for batch in batches)
         self.step = step or self.samples
@@ -102,10 +124,14 @@ class _MeshSearch:
         self.microbatches: dict[int, Mapping[str, Any]] = {}
         program = self._smallest(plain, sizes)
         hardware = chosen_hardware(program, plain.options)
-        self.asked = layouts(devices, self.step, sizes, hardware.ranks_per_node, len(program.regions))
+        self.asked = [
+            one for one in layouts(devices, self.step, sizes, hardware.ranks_per_node, len(program.regions))
+            if fixed.microbatches in (None, one.microbatches)
+        ]  # fmt: skip
         if not self.asked:
+            many = "" if fixed.microbatches is None else f" with microbatches={fixed.microbatches}"
             raise InputError(
-                f"{self.step} samples of a step cannot be divided among {devices} devices alike", "samples",
+                f"{self.step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
                 f"give a multiple of {devices}, or fewer devices",
             )  # fmt: skip
         self.memory: float | None = None
@@ -152,10 +178,12 @@ class _MeshSearch:
         several = len(layout.mesh.group(Group.DATA, 0)) > 1
         self.tell(str(layout))
         rows: list[MeshRow] = []
-        for zero, recompute in WAYS:
-            if zero == 3 and not several:
+        for zero, recompute in self.fixed.ways():
+            if zero == 3 and not several and self.fixed.zero is None:
                 continue
-            own = self.compiled.with_options(mesh=layout.mesh, zero=zero if several else 0, recompute=recompute)
+            own = self.compiled.with_options(
+                mesh=layout.mesh, microbatches=layout.microbatches, zero=zero if several else 0, recompute=recompute
+            )
             program = self._divided(own, layout.samples)
             numbers = replace(problem(program, own.options), microbatches=layout.microbatches)
             self.memory = numbers.memory
@@ -167,7 +195,7 @@ class _MeshSearch:
         return min(fitting, key=lambda row: row.seconds) if fitting else rows[-1] if rows else None
 
     def _ordered(
-        self, layout: MeshLayout, options: Options, program: Program, numbers: Problem, recompute: str
+        self, layout: MeshLayout, options: Options, program: Program, numbers: Problem, recompute: Any
     ) -> MeshRow:
         """By the order of ranks in which this plan is the fastest."""
         planned, fits = _planned(numbers)
@@ -185,14 +213,14 @@ class _MeshSearch:
 
     @staticmethod
     def _row(
-        layout: MeshLayout, options: Options, program: Program, recompute: str, planned: PipelinePlan, fits: bool
+        layout: MeshLayout, options: Options, program: Program, recompute: Any, planned: PipelinePlan, fits: bool
     ) -> MeshRow:
         return MeshRow(
             mesh=str(options.mesh),
             microbatches=layout.microbatches,
             samples=layout.samples,
             zero=options.zero,
-            recompute=recompute,
+            recompute=recompute if isinstance(recompute, str) else "as given",
             seconds=planned.makespan + seconds_behind(program, options, planned.stages, planned.placement),
             idle=sum(planned.bubble) / len(planned.bubble),
             peak_memory=max(planned.peak_memory),

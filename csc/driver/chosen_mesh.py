@@ -1,0 +1,110 @@
+"""The mesh of a model that was compiled for a number of ranks: csc.Mesh(ranks=64).
+
+    with_chosen_mesh(programs, given, options) -> Options       mesh, microbatches, zero and recompute as chosen
+
+What the caller gives of these (more than one microbatch, zero above 0, recomputation) stays. Of several processes the
+first one chooses, for all of them: how far a search gets depends on the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from csc.capture.batch import device_of
+from csc.driver.compiled import CompiledModel
+from csc.driver.given_batches import GivenBatches
+from csc.driver.mesh_choice import Fixed, MeshChoice, MeshRow, choose
+from csc.driver.model_programs import ModelPrograms
+from csc.driver.options import changed
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options
+from csc.runtime.broadcast import broadcast_group, first_makes
+from csc.runtime.launch import join_group
+from csc.simulation.look import bytes_text, seconds_text
+
+log = logging.getLogger("csc")
+
+SECONDS = 60.0  # of the search, once the model is captured
+CHOSEN = "mesh"  # the one file that the first rank hands out
+OF_ONE_MESH = ("cuts", "stages", "placement", "chunks")
+
+
+def with_chosen_mesh(programs: ModelPrograms, given: GivenBatches, options: Options) -> Options:
+    """The fastest of the layouts that fit, by the costs of their plans for the example. All ranks call it.
+
+    InputError without an example, for options that are of one mesh, and where nothing fits or divides.
+    """
+    ranks = options.mesh.size
+    _refuse(options, given)
+    device = device_of(programs.compiler.model).type
+
+    def make() -> dict[str, bytes]:
+        return {CHOSEN: json.dumps(_chosen(programs, given, options, ranks)).encode()}
+
+    several = join_group(device, programs.settings.timeout, ranks, str(options.mesh))
+    files = first_makes(make, broadcast_group()) if several else make()
+    assert files is not None
+    return changed(options, **json.loads(files[CHOSEN]))
+
+
+def _refuse(options: Options, given: GivenBatches) -> None:
+    if not given.known:
+        raise InputError(
+            f"{options.mesh} is a mesh that csc has to choose, and there is no example batch", "mesh",
+            "pass example=, a batch as a step has it, or the sizes of the axes",
+        )  # fmt: skip
+    fixed = [name for name in OF_ONE_MESH if getattr(options, name) != getattr(Options(), name)]
+    fixed += [name for name in ("hardware", "memory") if isinstance(getattr(options, name), tuple)]
+    if options.schedule != "auto":
+        fixed.append("schedule")
+    if fixed:
+        raise InputError(
+            f"the options {', '.join(fixed)} are of one mesh, and csc has to choose it", "mesh",
+            f"leave them out, or give the sizes of the axes in place of {options.mesh}",
+        )  # fmt: skip
+
+
+def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, ranks: int) -> dict[str, Any]:
+    """The options that are chosen, as `changed` takes them."""
+    start = time.perf_counter()
+    recompute = options.recompute if options.recompute != Options().recompute else None
+    fixed = Fixed(
+        options.microbatches if options.microbatches > 1 else None, options.zero or None, recompute,
+    )  # fmt: skip
+    plain = CompiledModel(programs, given, replace(options, mesh=Mesh(), microbatches=1, zero=0))
+    choice = choose(plain, ranks, None, SECONDS, _told(programs), fixed)
+    best = choice.rows[0]
+    if not best.fits:
+        raise InputError(
+            f"no mesh of {ranks} ranks fits: {_text(best)} needs {bytes_text(best.peak_memory)} on its fullest rank, "
+            f"of {bytes_text(choice.memory or 0)}", "mesh",
+            f"take more ranks or memory, or train fewer parameters; `csc plan --devices {2 * ranks}` shows what fits",
+        )  # fmt: skip
+    log.info("mesh of %d ranks, chosen in %.1f s: %s%s", ranks, time.perf_counter() - start, _text(best), _next(choice))
+    found = {"mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero}
+    return found if recompute is not None else {**found, "recompute": best.recompute}
+
+
+def _told(programs: ModelPrograms) -> Callable[[str], None]:
+    def tell(layout: str) -> None:
+        programs.progress(f"mesh [{layout}]")
+
+    return tell
+
+
+def _text(row: MeshRow) -> str:
+    extras = [f"{row.microbatches} microbatches", f"zero={row.zero}", f"recompute={row.recompute}"]
+    return f"{row.mesh} with {', '.join(extras)}: {seconds_text(row.seconds)} a step"
+
+
+def _next(choice: MeshChoice) -> str:
+    """The best one of another mesh."""
+    other = next((row for row in choice.rows if row.mesh != choice.rows[0].mesh and row.fits), None)
+    left = f"; {choice.left} layouts were not looked at" if choice.left else ""
+    return (f"; next {_text(other)}" if other is not None else "") + left

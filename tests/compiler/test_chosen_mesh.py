@@ -1,0 +1,84 @@
+"""csc.Mesh(ranks=...): the mesh that csc chooses, in one process and of several, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import csc
+from csc.driver import chosen_mesh
+from csc.errors import InputError
+from tests import launching
+from tests.compiler.tensor_models import BATCHES, MODELS
+from tests.tiers import long
+
+pytestmark = pytest.mark.usefixtures("traces")
+
+
+def compiled(model: nn.Module, ranks: int, **options: Any) -> csc.CompiledModel:
+    settings = {"hardware": "h100", "cache": False, "check": False} | options
+    found = csc.compile(model, mesh=csc.Mesh(ranks=ranks), example=BATCHES["llama"](4), **settings)
+    assert isinstance(found, csc.CompiledModel)
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [long(2, {"microbatches": 2}), long(4, {}), long(4, {"zero": 3}), long(4, {"recompute": "full"}), long(1, {})],
+)
+def test_the_chosen_mesh_trains_as_eager_does(ranks: int, options: dict[str, Any]) -> None:
+    model = MODELS["llama"]()
+    eager = copy.deepcopy(model)
+    found = compiled(model, ranks, **options)
+    assert found.options.mesh.size == ranks and not found.options.mesh.is_open
+    assert found.options.microbatches == options.get("microbatches", found.options.microbatches)
+    assert found.options.zero in (0, options.get("zero", found.options.zero))
+    if "recompute" in options:
+        assert found.options.recompute == (("*", "full"),)
+    loss = found.train_step(BATCHES["llama"](4))
+    expected = eager(**BATCHES["llama"](4)).loss
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-6)
+    own, theirs = gradients(model), gradients(eager)
+    assert own.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert float((own[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-4), name
+
+
+def rank(ranks: int) -> None:
+    found = compiled(MODELS["llama"](), ranks, microbatches=2)
+    loss = float(found.train_step(BATCHES["llama"](4)))
+    print(found.options.mesh, found.options.microbatches, found.options.zero, found.options.recompute)
+    print(loss)
+
+
+@pytest.mark.gloo
+def test_every_process_has_the_mesh_that_the_first_one_chose() -> None:
+    first, second = (said.splitlines()[-2:] for said in launching.ranks(rank, 2, 2))
+    assert first == second and " 2 " in first[0]
+    with pytest.raises(AssertionError, match="2 processes were started and the mesh has 3 ranks"):
+        launching.ranks(rank, 2, 3)
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]()
+    with pytest.raises(InputError, match="there is no example batch"):
+        csc.compile(model, mesh="ranks=2")
+    for option in ({"cuts": ["model.layers.1"]}, {"schedule": "1f1b"}, {"chunks": 2}, {"memory": ["4GB", "8GB"]}):
+        with pytest.raises(InputError, match=f"the options {next(iter(option))} are of one mesh"):
+            compiled(model, 2, **option)
+    with pytest.raises(InputError, match=r"4 samples of a step cannot be divided among 2 devices.*microbatches=3"):
+        compiled(model, 2, microbatches=3)
+    with pytest.raises(InputError, match="has to choose, and this model has one"):
+        csc.compile(model, mesh="pp=2", example=BATCHES["llama"](4)).with_options(mesh="ranks=2")
+    monkeypatch.setattr(chosen_mesh, "SECONDS", 1e-3)  # one layout
+    with pytest.raises(InputError, match=r"no mesh of 1 ranks fits: dp=1 .* needs .* on its fullest rank, of 1000 B"):
+        compiled(model, 1, memory="1KB")
