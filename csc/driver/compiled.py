@@ -21,7 +21,7 @@ from csc.driver.given_batches import Example, GivenBatches
 from csc.driver.inspected import Inspected
 from csc.driver.instead import COPIES, INSTEAD, instead
 from csc.driver.model_programs import ModelPrograms
-from csc.driver.options import changed, refuse_open
+from csc.driver.options import changed, closed
 from csc.driver.persistence import Saved
 from csc.driver.program_set import ProgramSet
 from csc.driver.share import place
@@ -98,8 +98,7 @@ class CompiledModel:
         Raises:
             InputError: An option is unknown or wrong.
         """
-        options = changed(self.options, **changes)
-        refuse_open(options.mesh)
+        options = closed(changed(self.options, **changes))
         programs = self._all.after(Path(directory) if directory is not None else None, check)
         return CompiledModel(programs, self._given.of(programs), options)
 

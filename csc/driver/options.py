@@ -62,14 +62,16 @@ def changed(options: Options, **changes: Any) -> Options:
     return found
 
 
-def refuse_open(mesh: Mesh) -> None:
-    """InputError for a mesh that csc has to choose, where a model has one already."""
+def closed(options: Options) -> Options:
+    """The options, whose mesh is no open one. InputError: it is, and the model has a mesh already."""
+    mesh = options.mesh
     if mesh.is_open:
         raise InputError(
             f"{mesh} is a mesh that csc has to choose, and this model has one", "mesh",
             f"csc.compile(compiled.model, mesh=csc.Mesh({mesh}), example=batch) chooses; so does "
             f"`csc plan --devices {mesh.size}`",
         )  # fmt: skip
+    return options
 
 
 def _instead(name: str) -> str:
