@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-fast test-long lint docs clean help
+.PHONY: install demo test test-fast test-long gpu lint docs clean help
 
 help:
 	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (about 4 minutes after installation)"
 	@echo "make test       linter, types, tests"
 	@echo "make test-fast  the tests of the inner loop: no slow ones, no processes"
 	@echo "make test-long  more models, meshes and random programs of the kinds that make test has"
+	@echo "make gpu        all that runs on a GPU, in pieces that can be resumed, and build/gpu/report.md (below 40 minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site, in build/site"
 
@@ -36,6 +37,9 @@ test-fast: install
 
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m long
+
+gpu: install
+	$(BIN)/python -m benchmarks.gpu
 
 lint: install
 	$(BIN)/ruff check .

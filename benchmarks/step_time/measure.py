@@ -63,13 +63,13 @@ def measure(case: Case, names: tuple[str, ...], rounds: int) -> dict[str, dict[s
         steps[name] = step_of(name, models[name], batch, case)
         loss = steps[name]()
         found[name] = {"first_s": time.perf_counter() - start}
-        results[name] = _result(models[name], loss)
+        results[name] = result(models[name], loss)
         steps[name]()  # what runs in the second step for the first time
         models[name].zero_grad()
     for name in names:
         found[name]["peak_mb"] = _peak(steps[name], models[name])
-        found[name]["difference"] = _difference(results[names[0]], results[name])
-    seconds = [{name: _seconds(steps[name], models[name]) for name in _turn(names, i)} for i in range(rounds)]
+        found[name]["difference"] = difference(results[names[0]], results[name])
+    seconds = [{name: _seconds(steps[name], models[name]) for name in turn(names, i)} for i in range(rounds)]
     for name in names:
         found[name]["cpu_ms"] = 1e3 * median(row[name] for row in seconds)
         found[name]["over_eager"] = median(row[name] / row[names[0]] for row in seconds)
@@ -84,7 +84,7 @@ def warm(case: Case, name: str) -> dict[str, dict[str, float]]:
     return {name: {"warm_s": time.perf_counter() - start}}
 
 
-def _turn(names: tuple[str, ...], number: int) -> tuple[str, ...]:
+def turn(names: tuple[str, ...], number: int) -> tuple[str, ...]:
     """Each rival runs behind each other one about as often."""
     return names[number % len(names) :] + names[: number % len(names)]
 
@@ -109,12 +109,12 @@ def _peak(step: Step, model: nn.Module) -> float:
     return grown / 2**20
 
 
-def _result(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def result(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"": loss.clone()}
 
 
-def _difference(reference: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> float:
+def difference(reference: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> float:
     """The largest relative one; infinite where a gradient is missing or too many."""
     if reference.keys() != own.keys():
         return float("inf")

@@ -1,0 +1,86 @@
+"""What is run on a machine with a GPU, piece by piece.
+
+PIECES: in the order in which they run, the shortest and most telling first
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PYTHON = sys.executable
+CSC = str(Path(PYTHON).with_name("csc"))
+TARGET = "benchmarks/gpu/model.py"
+MESHES = ("dp=1", "pp=2", "cp=2", "tp=2", "dp=2,pp=2", "pp=2,cp=2")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """shows: what it tells, in a clause. command: from the root of the repository. devices: GPUs it takes at least.
+    minutes: after which it is stopped; together they stay below 40 for one device.
+    """
+
+    name: str
+    shows: str
+    command: tuple[str, ...]
+    minutes: float
+    devices: int = 1
+
+
+def _torchrun(ranks: int, *command: str) -> tuple[str, ...]:
+    return PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command
+
+
+def _verify(target: str, mesh: str, *more: str) -> tuple[str, ...]:
+    return CSC, "verify", f"{TARGET}:{target}", "--mesh", mesh, *more
+
+
+def _tests(*paths: str) -> tuple[str, ...]:
+    return PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *paths
+
+
+PIECES = (
+    Piece("kernels", "attention kernels against dense references", _tests("tests/kernels/test_triton_gpu.py"), 4),
+    *(
+        Piece(f"verify {mesh}", f"loss and every gradient against eager PyTorch, {mesh}", _verify("llava", mesh), 1.5)
+        for mesh in MESHES
+    ),
+    Piece(
+        "verify bf16", "mixed precision, no further from float64 than eager",
+        _verify("llava", "pp=2", "--precision", "bf16", "--float64"), 1.5,
+    ),
+    Piece("verify fuse", "functions compiled by Inductor for CUDA", _verify("llava", "pp=2", "--fuse"), 2),
+    Piece("verify packed", "documents packed in a row, context parallel", _verify("llama", "cp=2"), 1.5),
+    Piece(
+        "shared device", "two gloo processes on one GPU: steps as in one process",
+        _torchrun(2, "-m", "benchmarks.gpu.train", "--mesh", "pp=2"), 2,
+    ),
+    Piece(
+        "nccl pp", "two processes over NCCL: steps as in one process",
+        _torchrun(2, "-m", "benchmarks.gpu.train", "--mesh", "pp=2"), 2, devices=2,
+    ),
+    Piece(
+        "nccl dp", "gradients summed over NCCL, ZeRO-3",
+        _torchrun(2, "-m", "benchmarks.gpu.train", "--mesh", "dp=2", "--zero", "3"), 2, devices=2,
+    ),
+    Piece(
+        "nccl cp and tp", "keys and sums of layers over NCCL",
+        _torchrun(4, "-m", "benchmarks.gpu.train", "--mesh", "cp=2,tp=2"), 3, devices=4,
+    ),
+    Piece(
+        "demo", "both phases of the digits' LLaVA on 4 ranks",
+        (PYTHON, "examples/digits/demo.py", "--output", "build/gpu/demo"), 5,
+    ),
+    Piece("profile", "what the device and its links do", (CSC, "profile", f"{TARGET}:llava"), 3),
+    Piece(
+        "step", "a step beside eager and torch.compile; memory predicted and measured",
+        (PYTHON, "-m", "benchmarks.gpu.step"), 5,
+    ),
+    Piece(
+        "attention", "attention against FlexAttention and SDPA",
+        (PYTHON, "-m", "benchmarks.attention", "--part", "gpu", "--quick"), 4,
+    ),
+    Piece("tuning 64", "kernel configurations for heads of 64", (PYTHON, "-m", "benchmarks.attention", "--part", "gpu",
+          "--tune", "64"), 2),
+)  # fmt: skip

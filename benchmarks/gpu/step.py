@@ -1,0 +1,121 @@
+"""A training step on one device: eager PyTorch, torch.compile, csc, csc fused; memory predicted and measured.
+
+    python -m benchmarks.gpu.step [--rounds 10] [--rivals eager csc] [--width 1024] [--dtype bfloat16]
+
+Rivals take turns; a step is timed from an idle device until it is idle again. over eager: the median of pairs. planned:
+the bytes that csc's plan has for the step, beside the most that PyTorch's allocator held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import csc
+from benchmarks.gpu.model import DEVICE, Batch, on_device
+from benchmarks.step_time.cases import Case
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, Step, difference, result, turn
+from csc import devices
+
+RIVALS = (EAGER, COMPILE, CSC, FUSED)
+
+
+def cases(width: int, layers: int) -> list[Case]:
+    """One with all trained, one with a frozen encoder."""
+    return [Case("llama", width, 1024, layers), Case("llava", width, 1024, layers, frozen="encoder")]
+
+
+def step_of(name: str, model: nn.Module, batch: Batch) -> tuple[Step, csc.CompiledModel | None]:
+    """A function that makes a step, and the compiled model behind it."""
+    if name in (CSC, FUSED):
+        compiled = csc.compile(model, example=batch, check=False, fuse=name == FUSED)
+        return lambda: compiled.train_step(batch), compiled
+    forward = torch.compile(model, dynamic=False) if name == COMPILE else model
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = forward(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    return step, None
+
+
+def seconds(step: Step, model: nn.Module) -> float:
+    """Of a step, until the device is idle."""
+    devices.synchronize(DEVICE)
+    start = time.perf_counter()
+    step()
+    devices.synchronize(DEVICE)
+    spent = time.perf_counter() - start
+    model.zero_grad()
+    return spent
+
+
+def measure(case: Case, names: tuple[str, ...], rounds: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """All rivals of a case; see the module."""
+    model, batch = on_device(case)
+    model = model.to(dtype)
+    batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    models = {name: copy.deepcopy(model) for name in names}
+    steps: dict[str, Step] = {}
+    found: dict[str, dict[str, float]] = {}
+    results = {}
+    for name in names:
+        start = time.perf_counter()
+        steps[name], compiled = step_of(name, models[name], batch)
+        loss = steps[name]()
+        devices.synchronize(DEVICE)
+        found[name] = {"first_s": time.perf_counter() - start}
+        results[name] = result(models[name], loss)
+        found[name]["difference"] = difference(results[names[0]], results[name])
+        seconds(steps[name], models[name])
+        devices.watch_memory(DEVICE)
+        seconds(steps[name], models[name])
+        found[name]["peak_mb"] = devices.peak_memory(DEVICE) / 2**20
+        if compiled is not None:
+            found[name]["planned_mb"] = compiled.metrics["planned_memory"] / 2**20
+    rows = [{name: seconds(steps[name], models[name]) for name in turn(names, i)} for i in range(rounds)]
+    for name in names:
+        found[name]["ms"] = 1e3 * median(row[name] for row in rows)
+        found[name]["over_eager"] = median(row[name] / row[names[0]] for row in rows)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=RIVALS)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args()
+    names = (EAGER, *(name for name in arguments.rivals if name != EAGER))
+    rows = {
+        str(case): measure(case, names, arguments.rounds, getattr(torch, arguments.dtype))
+        for case in cases(arguments.width, arguments.layers)
+    }
+    if arguments.json:
+        print(json.dumps({"device": devices.title(DEVICE), "dtype": arguments.dtype, "rows": rows}, indent=1))
+        return
+    shown = Table("case", "rival", "ms", "over eager", "peak MB", "planned MB", "first s", "difference")
+    for case, row in rows.items():
+        for number, (name, one) in enumerate(row.items()):
+            planned = f"{one['planned_mb']:.0f}" if "planned_mb" in one else ""
+            shown.add_row(
+                "" if number else case, name, f"{one['ms']:.2f}", f"{one['over_eager']:.3f}", f"{one['peak_mb']:.0f}",
+                planned, f"{one['first_s']:.1f}", f"{one['difference']:.1e}",
+            )  # fmt: skip
+    Console(width=140).print(shown)
+
+
+if __name__ == "__main__":
+    main()

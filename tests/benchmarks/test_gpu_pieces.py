@@ -1,0 +1,82 @@
+"""`make gpu`: every piece can be started, and runs stop, are resumed and reported. What they show needs a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.pieces import CSC, PIECES, PYTHON, Piece
+from benchmarks.gpu.report import report
+from benchmarks.gpu.running import ROOT, outcomes, run
+
+DEVICE = "a device"
+
+
+def piece(code: str, name: str = "one", minutes: float = 1.0) -> Piece:
+    return Piece(name, "nothing", (PYTHON, "-c", code), minutes)
+
+
+def test_pieces_can_be_started() -> None:
+    assert len({one.name for one in PIECES}) == len(PIECES)
+    assert sum(one.minutes for one in PIECES if one.devices == 1) <= 40
+    for one in PIECES:
+        words = list(one.command)
+        assert words[0] in (PYTHON, CSC) and Path(words[0]).exists()
+        modules = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "-m"]
+        assert all(importlib.util.find_spec(module) for module in modules), one.name
+        files = [word.partition(":")[0] for word in words[1:] if ".py" in word]
+        assert all((ROOT / file).is_file() for file in files) and (modules or files), one.name
+
+
+def test_outcomes_are_kept(tmp_path: Path) -> None:
+    good = run(piece("import benchmarks.gpu; print('seen')"), tmp_path, DEVICE)
+    assert (good.code, good.verdict, good.tail.strip()) == (0, "good", "seen")
+    bad = run(piece("print('why'); raise SystemExit(3)", "two, of spaces"), tmp_path, DEVICE)
+    assert (bad.verdict, bad.is_good, bad.tail.strip()) == ("exit 3", False, "why")
+    late = run(piece("import time; print('begun', flush=True); time.sleep(60)", "three", 0.02), tmp_path, DEVICE)
+    assert (late.verdict, late.code, late.tail.strip()) == ("stopped", None, "begun")
+    assert outcomes(tmp_path, DEVICE) == {one.name: one for one in (good, bad, late)}
+    assert outcomes(tmp_path, "another device") == {}
+    (tmp_path / "one.json").write_text("{")
+    assert outcomes(tmp_path, DEVICE).keys() == {bad.name, late.name}
+    asked = [piece("", "two, of spaces"), piece("", "four"), replace(piece("", "five"), devices=2)]
+    text = report(asked, outcomes(tmp_path, DEVICE), DEVICE, 1)
+    assert "| two, of spaces | nothing | exit 3 |" in text and "| four | nothing | not run |" in text
+    assert "takes 2 GPUs" in text and "```\nwhy\n```" in text
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "count"
+    pieces = (
+        piece(f"open({str(file)!r}, 'a').write('x')"),
+        piece("raise SystemExit(1)", "two"),
+        replace(piece("", "three"), devices=2),
+    )
+    monkeypatch.setattr(command, "PIECES", pieces)
+    monkeypatch.setattr(command.devices, "default", lambda: torch.device("meta"))
+    monkeypatch.setattr(command.devices, "title", lambda device: DEVICE)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path / "out")])
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            command.main()
+        assert stop.value.code == 1
+    assert file.read_text() == "x", "what went well is not run again"
+    assert json.loads((tmp_path / "out" / "two.json").read_text())["code"] == 1
+    assert "takes 2 GPUs" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu would run")
+def test_without_a_gpu_the_pieces_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    command.main()
+    shown = capsys.readouterr().out
+    assert "There is no GPU here" in shown and all(one.name in shown for one in PIECES)
