@@ -338,9 +338,7 @@ class CompiledModel:
         Returns:
             The norm before: a tensor without dimensions, the same on every rank.
         """
-        norm = self._steps.current.clip_grad_norm_(max_norm)
-        self.metrics["grad_norm"] = float(norm)
-        return norm
+        return self._steps.clip(max_norm)
 
     # --- on disk ---------------------------------------------------------------------------------------------------
 

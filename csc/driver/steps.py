@@ -5,7 +5,7 @@
     with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
     steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
     steps.ahead(batches, depth) -> batches                       steps.check() -> str
-    steps.timeline(batch, microbatches) -> Timeline
+    steps.timeline(batch, microbatches) -> Timeline              steps.clip(max_norm) -> norm
     steps.metrics                                                of the last step
 
 microbatches: how many, instead of those of the options.
@@ -34,6 +34,7 @@ from csc.driver.notices import NewSizes, notice, unlogged, what_trains
 from csc.driver.options import changed
 from csc.driver.planned import beside, planned_memory
 from csc.driver.program_set import ProgramSet
+from csc.driver.scaled_gradients import ScaledGradients
 from csc.driver.share import ReplicaShare, Share
 from csc.errors import InputError, StepFailed
 from csc.ir.program import Options
@@ -59,6 +60,7 @@ class Steps:
         self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
         self._told: ProgramSet | None = None  # of which it was said what trains
         self._new_sizes = NewSizes()
+        self._scaled = ScaledGradients()
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
@@ -124,13 +126,23 @@ class Steps:
             self._evaluating = Steps(made, self.given.of(made), options_for(self._options))
         return self._evaluating
 
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients; their norm before."""
+        norm = self.current.clip_grad_norm_(max_norm)
+        self._scaled.given(self.current)
+        self.metrics["grad_norm"] = float(norm)
+        return norm
+
     def _step(self, operation: str, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+        self._scaled.look()
         with self.agreed(operation, batch, microbatches, local) as (trainer, dealt, flags, compared):
             self._count += 1
             if operation == STEP:
                 self._tell_what_trains(trainer)
             loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags)
             self._measure(trainer)
+            if operation == STEP:
+                self._scaled.given(trainer)
             return loss
 
     def _tell_what_trains(self, trainer: Trainer) -> None:
