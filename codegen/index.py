@@ -2,7 +2,7 @@
 
 Terms: tables: what a stage makes from the batch and the constants alone; see csc.codegen.tables_file.
 
-    index(program) -> Index
+    index(program) -> ProgramNames
 """
 
 from __future__ import annotations

@@ -106,11 +106,11 @@ def _recomputation(variant: Variant) -> list[str]:
     """What F saves, and how much of F is rematerialised in B."""
     assert variant.forward is not None and variant.backward_input is not None
     _, saved = g.outputs(variant.forward)
-    again = [node for node in g.calls(variant.backward_input) if node.meta.get("again")]
+    again = [node for node in g.calls(variant.backward_input) if node.meta.get("rematerialised")]
     calls = g.calls(variant.forward)
     return [
         *_listed("Saves", ", ".join(node.name for node in saved) or "nothing"),
-        f"Remat    {len(again)} of {len(calls)} calls of F are rematerialised in B, {variant.again:,} FLOPs",
+        f"Remat    {len(again)} of {len(calls)} calls of F are rematerialised in B, {variant.rematerialised:,} FLOPs",
     ]
 
 

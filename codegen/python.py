@@ -148,7 +148,7 @@ def body(graph: fx.Graph, names: dict[fx.Node, str], keep: Iterable[fx.Node] = (
     lines: list[str] = []
     again = False
     for node in g.calls(graph):
-        if again != bool(node.meta.get("again")):
+        if again != bool(node.meta.get("rematerialised")):
             again = not again
             lines.append("    # F rematerialised, as far as B and W read it:" if again else "    # B:")
         names[node] = node.name

@@ -6,7 +6,7 @@ Terms
   descriptors    K, V, Q and dO are loaded through tensor descriptors (TMA) rather than pointers
 
     architecture(device) -> str
-    choose(architecture, head_dim, dtype) -> Choice
+    choose(architecture, head_dim, dtype) -> HeadDimConfigs
 
 Chosen from what compilers report without a GPU: no spills with Triton 3.6 to 3.9, shared memory within the device's
 limit, as few registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true).

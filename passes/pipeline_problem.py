@@ -51,7 +51,7 @@ def problem(program: Program, options: Options) -> Problem:
             has_b=cost.has_b,
             has_w=cost.has_w,
             saved=cost.saved,
-            kept=cost.kept,
+            stashed=cost.stashed,
             state=cost.state,
             gathered=cost.gathered,
             working=of_variant[region.variant],

@@ -237,7 +237,7 @@ class _Candidates:
 
     def names(self, variant: Variant, saving: StashChoice) -> Saves:
         """The names of what a saving keeps; None if it runs no work again, as that keeps all that B reads."""
-        if not saving.again:
+        if not saving.rematerialised:
             return None
         network = _network(variant, self.program.templates[variant.template], self.hardware)
         return tuple(network.nodes[i].name for i in sorted(saving.kept_steps))

@@ -68,7 +68,7 @@ def divided(variant: Variant, template: Template) -> Variant:
         backward_weight=backward_weight,
         flops=(counts[0].flops, counts[1].flops, counts[2].flops),
         matmuls=(counts[0].matmuls, counts[1].matmuls, counts[2].matmuls),
-        again=sum(call_flops(node) for node in _marked(backward_input)),
+        rematerialised=sum(call_flops(node) for node in _marked(backward_input)),
     )
 
 
@@ -167,7 +167,7 @@ class _Parts:
         for node in body:
             copied = g.copy_node(graph, node, mapping)
             if node in again:
-                copied.meta["again"] = True
+                copied.meta["rematerialised"] = True
             if _may_write_over(node):
                 copied.meta["in_place"] = True
         outputs: Any = tuple(mapping[r] for r in results)
@@ -193,7 +193,7 @@ class _Parts:
 
 def _marked(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls of F that B runs again."""
-    return (n for n in g.calls(graph) if n.meta.get("again") and isinstance(n.target, OpOverload))
+    return (n for n in g.calls(graph) if n.meta.get("rematerialised") and isinstance(n.target, OpOverload))
 
 
 def _may_write_over(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ call that needs it whole, nor the region's edge, where values are equal on all r
 divided with it for each element that ranks then have to sum. Candidates of more worth come first; one that shares a
 parameter with those before it is left out.
 
-    chosen(template, mode, number, ranks, whole, operators, ids) -> Choice
+    chosen(template, mode, number, ranks, whole, operators, ids) -> ShardChoice
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Terms
   work      the calls of F, B or W. Attention's products have two activation operands: their backward costs twice the
             forward, whatever is frozen (five halves in a fused kernel, which makes QK^T again). That of a linear layer
             costs once the forward in B and once in W
-  saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; kept: B for W
+  saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; stashed: B for W
   state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
             float32 copy of trained parameters of a narrower dtype, and moments in float32
-  again     bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
+  rematerialised  bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
 
     variant_cost(variant, master) -> RegionCost                       pure integers, one per variant
     seconds(work, hardware) -> float                                  roofline per call
@@ -59,8 +59,8 @@ class RegionCost:
     has_b: bool
     has_w: bool
     saved: int
-    kept: int
-    again: int
+    stashed: int
+    rematerialised: int
     parameters: int
     gradients: int
     optimizer: int
@@ -95,8 +95,8 @@ class RegionCost:
                 for part, work in parts.items()
             },
             "saved": self.saved,
-            "kept": self.kept,
-            "again": self.again,
+            "stashed": self.stashed,
+            "rematerialised": self.rematerialised,
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
@@ -117,8 +117,8 @@ class RegionTimes:
     has_b: bool
     has_w: bool
     saved: int
-    kept: int
-    again: int
+    stashed: int
+    rematerialised: int
     state: int
     gathered: int = 0
 
@@ -156,7 +156,7 @@ def region_costs(
                 region.name,
                 region.component,
                 *times,
-                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "kept", "again")},
+                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "stashed", "rematerialised")},
                 state=cost.state_of(zero, ranks),
                 gathered=cost.computed if zero >= 3 and ranks > 1 else 0,
             )
@@ -240,11 +240,11 @@ def variant_cost(variant: Variant, master: bool = False, stored: Sequence[torch.
     both.
     """
     has_b = variant.backward_input is not None
-    saved = kept = again = 0
+    saved = stashed = rematerialised = 0
     if variant.backward_input is not None:
         saved = held_bytes(g.outputs(variant.forward)[1])  # type: ignore[arg-type]
-        kept = held_bytes(g.outputs(variant.backward_input)[1])
-        again = _again(variant.backward_input)
+        stashed = held_bytes(g.outputs(variant.backward_input)[1])
+        rematerialised = _rematerialised(variant.backward_input)
     inputs = g.placeholders(variant.pruned)
     parameters = [node for node in inputs if node.meta["role"][0] == "parameter"]
     sizes = [parameter_bytes(n.meta["val"].numel(), n.meta["val"].dtype, stored[i] if stored else None, master)
@@ -258,8 +258,8 @@ def variant_cost(variant: Variant, master: bool = False, stored: Sequence[torch.
         has_b=has_b,
         has_w=variant.backward_weight is not None,
         saved=saved,
-        kept=kept,
-        again=again,
+        stashed=stashed,
+        rematerialised=rematerialised,
         parameters=sum(size[0] for size in sizes),
         gradients=sum(size[1] for size in trained),
         optimizer=sum(size[2] for size in trained),
@@ -351,10 +351,10 @@ def dense_bytes(node: fx.Node) -> int:
     return val.numel() * val.itemsize
 
 
-def _again(backward: fx.Graph) -> int:
+def _rematerialised(backward: fx.Graph) -> int:
     """Bytes that B makes again for its own work and for W: those of marked calls that others than such calls read."""
-    read = (u for n in backward.nodes if not n.meta.get("again") for u in n.all_input_nodes)
-    return held_bytes(dict.fromkeys(used for used in read if used.meta.get("again")), without="saved")
+    read = (u for n in backward.nodes if not n.meta.get("rematerialised") for u in n.all_input_nodes)
+    return held_bytes(dict.fromkeys(used for used in read if used.meta.get("rematerialised")), without="saved")
 
 
 def held_bytes(nodes: Iterable[Any], without: str = "") -> int:

@@ -83,7 +83,7 @@ def _why(region: Region, trains: bool) -> str:
 
 
 def _again(variant: Variant) -> str:
-    return f"B runs {variant.again / 1e6:.2f} MFLOPs of F again" if variant.saves is not None else ""
+    return f"B runs {variant.rematerialised / 1e6:.2f} MFLOPs of F again" if variant.saves is not None else ""
 
 
 def _component_row(program: Program, name: str, rows: Sequence[ExplainRow], trainable: dict, numel: dict) -> ExplainRow:

@@ -6,7 +6,7 @@ Terms
   moved    in such an order. Each row's expert is that of its own key, however many rows there are and wherever they
            come to stand: what is made of a row is the same whichever others are sorted with it
 
-    follow(node, known, dims) -> Moved | TOKENS | why not (str) | None      None if the call has nothing to do with it
+    follow(node, known, dims) -> SortedRows | TOKENS | why not (str) | None   None if the call has nothing to do with it
 
     Before   keys, order = sort(experts);  x[order // k];  ends = cumsum(histc(keys));  grouped_mm(x, weights, ends)
     After    back = index_put(empty, [order], arange(n));  y[back] : rows where they were

@@ -5,7 +5,7 @@ last use (codegen.python), so what is alive where follows from the graph. What e
 executor holds it. What an operation takes for itself while it runs is not seen.
 
     peak(graph) -> bytes                        the most that is alive at once, of what is made and what enters
-    working(variant, saved) -> bytes            on top of `saved` and `kept` as the memory of a plan counts them
+    working(variant, saved) -> bytes            on top of `saved` and `stashed` as the memory of a plan counts them
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ COUNTED = (*ENTERING, "saved")
 
 
 def working(variant: Variant, saved: int | None = None) -> int:
-    """The most of F (what it saves is counted with it), of B (what it saved, or keeps for W) and of W (what was kept).
+    """The most of F (what it saves is counted with it), of B (what F saved, or it stashes) and of W (what was stashed).
 
     saved: bytes that are counted between F and B; None: those that F leaves.
     """
     backward = variant.backward_input
-    kept = held_bytes(g.outputs(backward)[1]) if backward is not None else 0
+    stashed = held_bytes(g.outputs(backward)[1]) if backward is not None else 0
     if saved is None:
         saved = held_bytes(g.outputs(variant.forward)[1]) if backward is not None else 0  # type: ignore[arg-type]
     over = [peak(variant.forward) - saved] if variant.forward is not None else []
     if backward is not None:
-        over.append(peak(backward) - max(saved, kept))
+        over.append(peak(backward) - max(saved, stashed))
     if variant.backward_weight is not None:
         # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
         made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
-        over.append(peak(variant.backward_weight) - kept + sum(made) + max(made, default=0))
+        over.append(peak(variant.backward_weight) - stashed + sum(made) + max(made, default=0))
     return max(0, *over) if over else 0
 
 

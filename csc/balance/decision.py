@@ -1,7 +1,7 @@
 """One step's samples divided: pure functions of lengths and costs, the same on every rank and in every worker.
 
     decider = Decider(lengths, costs, packed, replicas, microbatches, multiple)
-    decider.decide(indices) -> Decision              CPU seconds: a tenth of one for 128 samples
+    decider.decide(indices) -> StepAssignment              CPU seconds: a tenth of one for 128 samples
     decider.with_sizes() -> Decider                  that keeps to sizes of microbatches which it has chosen beforehand
 
 Without a limit of memory activations are held to ROOM times those of equal microbatches, or what equal loads take.

@@ -3,7 +3,7 @@
 Terms: a batch goes through the model *whole*, as it is, once. Listed microbatches go through it one by one; how they
 count is seen by the targets that the loss is a mean over, and by the loss of all of them as one batch where they fit.
 
-    eager_step(model, batch, trainable, rule, chance) -> Step
+    eager_step(model, batch, trainable, rule, chance) -> EagerStep
     loss_again(model, batch, trainable, rule, chance) -> loss   of another forward
     undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
     joined(microbatches) -> batch            None if they do not fit together

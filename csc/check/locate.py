@@ -3,7 +3,7 @@
 Terms: the *plain* program is that of one microbatch on one rank, from the same capture. What differs there differs in
 the capture or in a region's backward; what does not, in how microbatches and ranks are put together.
 
-    locate(compiler, microbatch, options, tolerance) -> Place
+    locate(compiler, microbatch, options, tolerance) -> PartingPlace
 """
 
 from __future__ import annotations

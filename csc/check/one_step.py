@@ -1,6 +1,6 @@
 """One step of a program, for comparison: `.grad` as it was afterwards.
 
-step_of(trainer, microbatches, drawn) -> Step                    drawn: its seed; by default nothing is left to chance
+step_of(trainer, microbatches, drawn) -> EagerStep             drawn: its seed; by default nothing is left to chance
 compared_step(trainer, microbatches, drawn) -> ComparedStep      that can be kept as the training step that it is
 """
 

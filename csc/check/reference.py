@@ -1,7 +1,7 @@
 """What eager PyTorch makes of a batch, each time with the same random numbers.
 
 eager = Reference(model, given, trainable, rule, masks, draws)
-eager.step() -> Step          eager.again() -> loss of another forward          eager.moved(right, epsilon)
+eager.step() -> EagerStep          eager.again() -> loss of another forward          eager.moved(right, epsilon)
 eager.in_half()                                                                 see csc.check.rounding
 eager.masks                   those of the latest of these, None: nothing was left to chance
 """

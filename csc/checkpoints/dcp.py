@@ -4,7 +4,7 @@ Terms: a *key* is the path of an entry, joined by dots: `model.NAME`, `optim.sta
 Its `.metadata` is a pickle: it is read by an unpickler that knows the classes of such files and nothing else, so that
 no code of the file's runs. Tensors in it are read with weights_only=True.
 
-    read(directory, kind) -> Found               kind: of the optimizer, whose name such a directory does not hold
+    read(directory, kind) -> DcpContents               kind: of the optimizer, whose name such a directory does not hold
     write(directory, index)                      a checkpoint as `dcp.load` reads it
 """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from csc.reports.cost_report import CostReport, CostRow
     from csc.reports.profiling import Profile
 
-HELD = ("saved", "kept", "again", "parameters", "gradients", "optimizer", "messages", "gradient messages")
+HELD = ("saved", "stashed", "rematerialised", "parameters", "gradients", "optimizer", "messages", "gradient messages")
 
 
 def cost_tables(report: CostReport) -> Iterator[Rows]:

@@ -5,7 +5,7 @@ image from the back). A way's seconds are those of attention forward and backwar
 direction ranks wait for the heaviest of them, or for the busiest link, whichever takes longer.
 
     owners(mask, pairs, block, ranks, way, bandwidth) -> int64 [nQ]          the rank of every block of queries
-    compared(mask, pairs, block, ranks, bandwidth) -> [Compared]             fastest first
+    compared(mask, pairs, block, ranks, bandwidth) -> [DispatchTimes]             fastest first
     why(compared) -> str                                                     why the fastest is, in a sentence
 """
 

@@ -6,7 +6,7 @@ Terms
   prefix    tokens before the patches that stand for no place in the picture: the class token of CLIP, ViT and DINOv2
   layer     None: the encoder's own last hidden state. A number: `hidden_states[number]`, -2 as LLaVA has it
 
-    kind_of(modality, encoder) -> Kind                        InputError for a class that is not listed
+    kind_of(modality, encoder) -> EncoderFamily                        InputError for a class that is not listed
     features(encoder, kind, items, layer, keep_prefix)        (items, tokens, width)
     grid(encoder, kind, item_shape)                           patches of one item, or frames
 """

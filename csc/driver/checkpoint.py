@@ -5,7 +5,7 @@ Terms: transformers keeps many checkpoints under other names than a model's para
 *conversions* lead from the one to the other and back. They are the library's, for every model that it knows; there is
 no table here. The *rest* of a model is what no program reads: unused layers, buffers that belong to the weights.
 
-    format_of(model, names) -> Format              names: the parameters of the program
+    format_of(model, names) -> WeightLayout              names: the parameters of the program
     read_rest(path, format) -> {name: tensor}      the rest of the model, as far as the files have it
     put_rest(model, format, found)                 puts it into the model
     write_config(model, directory)                 config.json and generation_config.json beside the weights, each whole

@@ -1,6 +1,6 @@
 """The state of a run, saved to a folder and taken up from one by all ranks.
 
-save_state(state, folder, step, keep, beside) -> Saving
+save_state(state, folder, step, keep, beside) -> BackgroundSave
 chosen(meeting, choose, where) -> index             the same one on every rank, or None on every rank
 """
 

@@ -3,7 +3,7 @@
 inspected.history(batch) -> [Program]         .program           of the example      .write(directory, ...)
 inspected.problem(microbatch) -> Problem      .divided(microbatch) -> Program         traced, not compiled
 inspected.microbatch, .microbatches(batch)    as steps divide batches                 .complete(batch)
-inspected.step_without_chance(batch) -> Step  .options_text      in a few words      .progress, while it compiles
+inspected.step_without_chance(batch) -> EagerStep  .options_text      in a few words      .progress, while it compiles
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ nothing is unpickled. The group is that over which programs are handed out.
 
     can_share(tensors, group) -> bool                ranks 0 and 1 call it
     send_step(make, group)                           rank 1
-    received_step(group, device) -> () -> Step       rank 0: a context; what it gives waits for the step, or raises
+    received_step(group, device) -> () -> EagerStep       rank 0: a context; what it gives waits for the step, or raises
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random (generators), extra (the caller's own).
 
     State(saved, scheduler, extra, has)
-    taken(state, copy) -> Own                 what this process writes, as it is now; of copies, if training goes on
+    taken(state, copy) -> ProcessState           what this process writes, as it is now; of copies, if training goes on
     about(state, step)                        for the index
     expected(state) -> {name: Expected}       every parameter and buffer of the model
     take_up(state, index) -> Restored         all ranks call it; nothing is changed unless all of it can be

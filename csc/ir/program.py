@@ -175,7 +175,7 @@ class Variant:
     backward_weight: fx.Graph | None = None
     flops: tuple[int, int, int] = (0, 0, 0)
     matmuls: tuple[int, int, int] = (0, 0, 0)
-    again: int = 0  # FLOPs of B that are F's, run again
+    rematerialised: int = 0  # FLOPs of B that are F's, run again
 
 
 @dataclass(frozen=True)

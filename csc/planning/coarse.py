@@ -86,7 +86,7 @@ def _together(units: Sequence[Unit]) -> Unit:
         has_b=any(unit.has_b for unit in units),
         has_w=any(unit.has_w for unit in units),
         saved=sum(unit.saved for unit in units if unit.has_b),
-        kept=sum(unit.kept for unit in units if unit.has_w),
+        stashed=sum(unit.stashed for unit in units if unit.has_w),
         state=sum(unit.state for unit in units),
         gathered=sum(unit.gathered for unit in units),
         working=max(unit.working for unit in units),

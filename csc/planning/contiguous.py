@@ -1,7 +1,7 @@
 """The best cuts of the units in their order, by what memory leaves possible in each stage.
 
 Terms: see csc.planning.branches. *Early* is the work that a rank can do before its first B: F's whose saved bytes fit;
-*late* is what it can do after its last B: W's whose kept bytes fit. The larger memory is, the more of the ways there
+*late* is what it can do after its last B: W's whose stashed bytes fit. The larger memory is, the more of the ways there
 and back is filled with them.
 
     contiguous(problem, home) -> stages, or None      one stage on a rank; needs problem.memory
@@ -72,20 +72,20 @@ def _needs(problem: Problem, tables: ChainTables) -> Floats:
         reached[u + 1, c] += 1
     first, end = np.triu_indices(count + 1, 1)
     low, high = reached[first], reached[end]
-    forward, backward, weight, state, saved, kept = np.maximum(totals(tables, low, high).T, 0.0)
+    forward, backward, weight, state, saved, stashed = np.maximum(totals(tables, low, high).T, 0.0)
     before_f, into_b, after_b, out_of_f = ways(tables, low, high)
     m, r = tables.work, tables.ramp
     largest = max(problem.scale or (1.0,))
     assert problem.memory is not None
     space = problem.memory * SLACK - state - largest * largest_working(tables, low, high)
-    saved, kept = saved * largest, kept * largest
-    moment = np.minimum(np.maximum(kept - saved, 0.0), largest * largest_fused(tables, low, high))
+    saved, stashed = saved * largest, stashed * largest
+    moment = np.minimum(np.maximum(stashed - saved, 0.0), largest * largest_fused(tables, low, high))
     turns = _turning(problem, first, end)
     microbatches = float(problem.microbatches)
     before_b = r * np.maximum(before_f + forward, into_b)
     in_flight = _fitting(space - moment, saved, microbatches)
     early = np.minimum(in_flight / microbatches * m * forward, before_b - r * before_f)
-    late = _fitting(space, kept, microbatches) / microbatches * m * weight
+    late = _fitting(space, stashed, microbatches) / microbatches * m * weight
     work = m * (forward + backward + weight)
     way = r * before_f + work
     back = r * after_b

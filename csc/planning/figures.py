@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from csc.errors import InputError
 from csc.planning.problem import SECONDS, Problem
 
-BYTES = ("saved", "kept", "state", "working")
+BYTES = ("saved", "stashed", "state", "working")
 
 
 def check_figures(problem: Problem) -> None:

@@ -2,7 +2,7 @@
 
 Terms: see csc.planning.ways and csc.planning.screen. A *round* looks at many trials; the best of it go on to the next.
 
-    searched(problem, ways, fixed, budget, effort) -> Found
+    searched(problem, ways, fixed, budget, effort) -> JointPlan
 
 From many trials, looked at quickly, to few, searched well: the partitions of every placement under a few orders; units
 moved between stages of the best; the full search of orders on what is left. Nothing depends on time or chance, unless

@@ -5,7 +5,7 @@ Terms
               pipeline
   node        devices that fast links join; tensor-parallel ranks stand within one
 
-    layouts(devices, step, sizes, node, regions) -> [Layout]
+    layouts(devices, step, sizes, node, regions) -> [MeshLayout]
 """
 
 from __future__ import annotations

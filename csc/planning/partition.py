@@ -228,7 +228,7 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
         return _no_such_layout(problem)
     units = problem.units
     floor = max(u.state for u in units)
-    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.kept + u.working) for u in units)
+    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.stashed + u.working) for u in units)
 
     def find(memory: float) -> Stages | None:
         frontiers = feasible(tables, problem.ranks, math.inf, _room(problem, in_flight, memory), counts)
@@ -241,14 +241,14 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
     worst = max(range(len(needs)), key=lambda s: needs[s])
     count = whole.in_flight[depths(found, best[1])[worst]]
     members = [units[u] for u in best[1][worst]]
-    kept, saved = sum(u.kept for u in members if u.has_w), sum(u.saved for u in members if u.has_b)
+    stashed, saved = sum(u.stashed for u in members if u.has_w), sum(u.saved for u in members if u.has_b)
     fullest = max(members, key=lambda unit: unit.fused)
-    apart = kept - saved <= fullest.fused  # then B of all units may run before W of any
+    apart = stashed - saved <= fullest.fused  # then B of all units may run before W of any
     space: dict[str, float] = {}
     largest = max(members, key=lambda unit: unit.working)
     for unit in members:
         here = unit.saved if unit.has_b else 0.0
-        moment = (unit.kept if unit.has_w else 0.0) - here if apart and kept > saved else 0.0
+        moment = (unit.stashed if unit.has_w else 0.0) - here if apart and stashed > saved else 0.0
         if not apart and unit is fullest:
             moment = unit.fused
         activations = whole.scale * (count * here + moment + (unit.working if unit is largest else 0.0))

@@ -43,7 +43,7 @@ class Unit:
     has_b: bool = True
     has_w: bool = True
     saved: float = 0.0
-    kept: float = 0.0
+    stashed: float = 0.0
     state: float = 0.0
     gathered: float = 0.0
     working: float = 0.0
@@ -55,7 +55,7 @@ class Unit:
     @property
     def fused(self) -> float:
         """Bytes that B and W, one right after the other, take on top of what the unit saved."""
-        return max(0.0, self.kept - (self.saved if self.has_b else 0.0)) if self.has_w else 0.0
+        return max(0.0, self.stashed - (self.saved if self.has_b else 0.0)) if self.has_w else 0.0
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def pipeline(
             home[u] = index
         has_b, has_w = any(unit.has_b for unit in units), any(unit.has_w for unit in units)
         saved = sum(unit.saved for unit in units if unit.has_b)
-        kept = sum(unit.kept for unit in units if unit.has_w)
+        stashed = sum(unit.stashed for unit in units if unit.has_w)
         gathered = sum(unit.gathered for unit in units)
         built.append(
             StageWork(
@@ -233,8 +233,8 @@ def pipeline(
                 has_b=has_b,
                 has_w=has_w,
                 saved=saved,
-                kept=kept,
-                fused=min(max((unit.fused for unit in units), default=0.0), max(0.0, kept - saved)),
+                stashed=stashed,
+                fused=min(max((unit.fused for unit in units), default=0.0), max(0.0, stashed - saved)),
                 state=sum(unit.state for unit in units),
                 gathered=gathered,
                 gather=problem.gathering.seconds(gathered) if gathered else 0.0,

@@ -3,15 +3,16 @@
 Terms
   step      one call of F, or a value that enters it; `inputs` are the steps it reads
   price     what one second of work is worth in bytes kept for it: 0 keeps the fewest bytes
-  kept      bytes of the steps that F keeps; again: seconds of those that B runs again
+  kept      bytes of the steps that F keeps; rematerialised: seconds of those that B runs again
 
 A step that B needs is there if F keeps it, or if B runs it again, for which its own inputs have to be there. The least
-`kept + price * again` is a minimum cut: every step has two ends, in and out; cutting between them keeps it (its bytes),
-leaving "in" on B's side runs it again (its price), and whoever is run again pulls its inputs' ends to B's side.
+`kept + price * rematerialised` is a minimum cut: every step has two ends, in and out; cutting between them keeps it
+(its bytes), leaving "in" on B's side runs it again (its price), and whoever is run again pulls its inputs' ends to B's
+side.
 (PyTorch's own partitioner cuts a graph like this one; it bans costly calls where this one prices them.)
 
-    least(steps, needed, price) -> Saving              one cut
-    savings(steps, needed) -> [Saving, ...]            all that are best at some price, prices falling
+    least(steps, needed, price) -> StashChoice              one cut
+    savings(steps, needed) -> [StashChoice, ...]            all that are best at some price, prices falling
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class StashChoice:
 
     kept_steps: frozenset[int]
     kept: int
-    again: float
+    rematerialised: float
     price: float
 
 
 def least(steps: Sequence[Candidate], needed: Iterable[int], price: float) -> StashChoice:
-    """The least kept + price * again, with price finite and at least 0. Inputs of a step come before it.
+    """The least kept + price * rematerialised, with price finite and at least 0. Inputs of a step come before it.
 
     ValueError if something needed can neither be kept nor made again.
     """
@@ -100,7 +101,7 @@ def _saving(steps: Sequence[Candidate], kept: frozenset[int], again: Sequence[in
 
 
 def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[StashChoice]:
-    """The savings that are best at some price, prices falling: the corners of the lower hull of (again, kept).
+    """The savings that are best at some price, prices falling: the corners of the lower hull of (rematerialised, kept).
 
     The first makes nothing again that takes time, as far as that can be, and is best up to any price. Between two
     corners the next is looked for at the price at which both cost the same (Eisner and Severance, 1976).
@@ -112,25 +113,25 @@ def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[StashChoi
     if last.kept < corners[-1].kept:
         corners.append(last)
     return [
-        StashChoice(s.kept_steps, s.kept, s.again, math.inf if i == 0 else _even(corners[i - 1], s))
+        StashChoice(s.kept_steps, s.kept, s.rematerialised, math.inf if i == 0 else _even(corners[i - 1], s))
         for i, s in enumerate(corners)
     ]
 
 
 def _even(first: StashChoice, second: StashChoice) -> float:
     """The price at which both cost the same."""
-    return (first.kept - second.kept) / max(second.again - first.again, 1e-30)
+    return (first.kept - second.kept) / max(second.rematerialised - first.rematerialised, 1e-30)
 
 
 def _between(
     steps: Sequence[Candidate], wanted: Sequence[int], first: StashChoice, last: StashChoice
 ) -> list[StashChoice]:
-    if last.kept >= first.kept or last.again <= first.again:
+    if last.kept >= first.kept or last.rematerialised <= first.rematerialised:
         return []
     price = _even(first, last)
     middle = least(steps, wanted, price)
-    line = first.kept + price * first.again
-    if middle.kept + price * middle.again >= line * (1 - 1e-9) or not last.kept < middle.kept < first.kept:
+    line = first.kept + price * first.rematerialised
+    if middle.kept + price * middle.rematerialised >= line * (1 - 1e-9) or not last.kept < middle.kept < first.kept:
         return []
     return [
         *_between(steps, wanted, first, middle),

@@ -31,7 +31,7 @@ class Room:
 
     A stage holds its state, what its microbatches in flight saved, what its largest unit works with, and for a moment
     what B of one of them keeps for W: of all its units, or, with B and W fused, of one unit at a time, if that is less:
-    state + scale * (in flight * saved + working + min(max(0, kept - saved), largest `fused` of a unit)).
+    state + scale * (in flight * saved + working + min(max(0, stashed - saved), largest `fused` of a unit)).
     """
 
     memory: float
@@ -41,9 +41,9 @@ class Room:
 
 def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: Room, depth: Ints) -> Floats:
     """Bytes that the rank of each segment holds at most; see `Room`. amounts: csc.planning.branches.totals of them."""
-    _, _, _, state, saved, kept = amounts.T
+    _, _, _, state, saved, stashed = amounts.T
     count = np.array(room.in_flight)[depth]
-    moment = np.minimum(np.maximum(kept - saved, 0.0), largest_fused(tables, low, high))
+    moment = np.minimum(np.maximum(stashed - saved, 0.0), largest_fused(tables, low, high))
     need: Floats = state + room.scale * (count * saved + moment + largest_working(tables, low, high))
     return need
 

@@ -41,8 +41,8 @@ class Crossing:
 class ChainTables:
     """Tables over the flat places `start[c] + position`, position 0 to the chain's length.
 
-    sums: running sums of F, B, W, state, saved and kept. fused[j], working[j]: the largest `fused` and `working` of the
-    2**j units from each place on. links: seconds over the neighbour on the chain, by place:
+    sums: running sums of F, B, W, state, saved and stashed. fused[j], working[j]: the largest `fused` and `working` of
+    the 2**j units from each place on. links: seconds over the neighbour on the chain, by place:
     until F can start (at the low end), until B can (at the high end), after B (at the low end), after F (at the high
     end).
     need[place, d]: units of chain d that come before the units ahead of this place. work, ramp: what the work and the
@@ -78,7 +78,7 @@ def segments(problem: Problem, found: Branches) -> ChainTables:
                 unit.backward_weight,
                 unit.state,
                 unit.saved if unit.has_b else 0.0,
-                unit.kept if unit.has_w else 0.0,
+                unit.stashed if unit.has_w else 0.0,
             )
             for unit in (units[i] for i in chain)
         ]
@@ -184,7 +184,7 @@ def stage_bounds(tables: ChainTables, stages: Sequence[Sequence[int]]) -> list[f
 
 
 def totals(tables: ChainTables, low: Ints, high: Ints) -> Floats:
-    """F, B, W, state, saved and kept between frontiers low and high, (segments, chains): (segments, 6)."""
+    """F, B, W, state, saved and stashed between frontiers low and high, (segments, chains): (segments, 6)."""
     totals: Floats = (tables.sums[tables.start + high] - tables.sums[tables.start + low]).sum(axis=1)
     return totals
 

@@ -74,9 +74,9 @@ def held(problem: Problem, found: Branches, stages: Sequence[Sequence[int]], roo
     for members, depth in zip(stages, depths(found, stages)):
         units = [problem.units[u] for u in members]
         saved = sum(unit.saved for unit in units if unit.has_b)
-        kept = sum(unit.kept for unit in units if unit.has_w)
+        stashed = sum(unit.stashed for unit in units if unit.has_w)
         working = max(unit.working for unit in units)
-        moment = min(max(unit.fused for unit in units), max(0.0, kept - saved))
+        moment = min(max(unit.fused for unit in units), max(0.0, stashed - saved))
         needs.append(
             sum(unit.state for unit in units) + room.scale * (room.in_flight[depth] * saved + moment + working)
         )

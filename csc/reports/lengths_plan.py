@@ -59,7 +59,7 @@ class LengthsRequest:
 
 
 @dataclass(frozen=True)
-class Way:
+class Alternative:
     """mean: seconds of the mean microbatch's step; step, spread: of the batches' steps the mean and the standard
     deviation, None: not tried; peak: bytes of the fullest rank with mean microbatches; why: there is no plan.
     """
@@ -81,7 +81,7 @@ class LengthsPlan:
     choose this partition, enough: the size from which on all do; error: of the costs, relative.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[Alternative, ...]
     schedule: str
     stages: tuple[tuple[str, ...], ...]
     placement: tuple[int, ...]
@@ -182,19 +182,23 @@ class _Making:
     asked: LengthsRequest
     end: float
 
-    def ways(self, options: Options, tell: Callable[[str], None]) -> tuple[dict[tuple[str, int], _Planned], list[Way]]:
+    def ways(
+        self, options: Options, tell: Callable[[str], None]
+    ) -> tuple[dict[tuple[str, int], _Planned], list[Alternative]]:
         """Each mesh and number of microbatches with its plan for the mean microbatch."""
         planned: dict[tuple[str, int], _Planned] = {}
-        ways: list[Way] = []
+        ways: list[Alternative] = []
         for own in _options(options, self.asked.batch_size, len(self.program.regions)):
             key = (str(own.mesh), own.microbatches)
             tell(f"{key[0]}, {key[1]} microbatches: plan")
             try:
                 one = planned[key] = self.planned(own, self.mean(own, range(len(self.table))), SHARES[0])
             except CscError as error:
-                ways.append(Way(*key, why=str(error)))
+                ways.append(Alternative(*key, why=str(error)))
                 continue
-            ways.append(Way(*key, one.plan.makespan + one.end, peak=max(one.plan.peak_memory), layout=one.plan.layout))
+            ways.append(
+                Alternative(*key, one.plan.makespan + one.end, peak=max(one.plan.peak_memory), layout=one.plan.layout)
+            )
         return planned, ways
 
     def mean(self, options: Options, batch: Sequence[int]) -> Floats:
@@ -263,7 +267,7 @@ def _options(options: Options, batch_size: int, regions: int) -> Iterator[Option
 
 def _tried(
     made: _Making,
-    ways: list[Way],
+    ways: list[Alternative],
     planned: Mapping[tuple[str, int], _Planned],
     batches: Sequence[Sequence[int]],
     tell: Callable[[str], None],

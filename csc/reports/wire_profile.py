@@ -4,7 +4,7 @@ Terms
   message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
   host      what the runtime does for an F, B or W and at each end of a message (csc.reports.host_time)
 
-    measure(device) -> Host                    processes of their own, over gloo, or on two GPUs
+    measure(device) -> WireTimes                    processes of their own, over gloo, or on two GPUs
     fastest(there_and_back(rank, size, device), device), wire(times, sizes)            for processes that there are
     python -m csc.reports.wire_profile RANK FOLDER DEVICE          one of the two processes
 

@@ -6,7 +6,7 @@ Terms
   MFU       model FLOPs of the step over what all devices could do in that time (PaLM, Chowdhery et al. 2022); what is
             computed again for lack of memory is not counted
 
-    counted(manifests, microbatches) -> Counts
+    counted(manifests, microbatches) -> StepCounts
     metrics(loss, counts, seconds, manifest, device) -> {name: number}
 
 Tokens are those that count in attention_mask, where the program reads one; else all places of the token ids.

@@ -6,7 +6,7 @@ Terms
 
     spread(spec, masks) -> Spread              the same on every rank of the group, from the same batch
     parts(mask, spread, number, rank, shard, blocks, device) -> (own, foreign): a Part each, or None
-    part(mask, keys, width, own, shard, blocks, device) -> Part
+    part(mask, keys, width, own, shard, blocks, device) -> AttentionPart
     forward(q, k, v, part, scale, softcap), backward(d_out, q, k, v, out, lse, part, scale, softcap)
     Recent().of(spec, masks) -> Known          what was worked out for equal masks not long ago; any thread may ask
 

@@ -1,7 +1,7 @@
 """Memory of a rank as its actions go by. It depends on their order alone, so peaks need no simulation.
 
 Terms: see csc.simulation.pipeline. A microbatch's `saved` bytes come at F's start and go at B's end, which leaves
-`kept`; those go at W's end. BW takes `fused` while it runs and leaves nothing. A stage with W but no B holds `saved`
+`stashed`; those go at W's end. BW takes `fused` while it runs and leaves nothing. A stage with W but no B holds `saved`
 until W's end; one with neither holds nothing. From GATHER until FREE there are `gathered` bytes.
 
     changes(stages) -> {kind: [(bytes at the start, bytes at the end) for each stage]}
@@ -29,9 +29,9 @@ def _changes(stage: StageWork) -> tuple[Change, ...]:
     """Those of F, B, W and BW."""
     nothing = (0.0, 0.0)
     if stage.has_b:
-        kept = stage.kept if stage.has_w else 0.0
+        stashed = stage.stashed if stage.has_w else 0.0
         both = (stage.fused, -stage.fused - stage.saved)
-        return (stage.saved, 0.0), (0.0, kept - stage.saved), (0.0, -kept), both
+        return (stage.saved, 0.0), (0.0, stashed - stage.saved), (0.0, -stashed), both
     if stage.has_w:
         return (stage.saved, 0.0), nothing, (0.0, -stage.saved), nothing
     return nothing, nothing, nothing, nothing

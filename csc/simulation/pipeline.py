@@ -25,14 +25,14 @@ import numpy as np
 
 from csc.ir.schedule import PARTS, Message
 
-FIGURES = ("forward", "backward_input", "backward_weight", "saved", "kept", "fused")  # that microbatches change
+FIGURES = ("forward", "backward_input", "backward_weight", "saved", "stashed", "fused")  # that microbatches change
 
 
 @dataclass(frozen=True)
 class StageWork:
     """One stage. `has_b` and `has_w`: it has a B and a W at all (a frozen stage has neither, and saves nothing).
 
-    saved: bytes alive from F's end until B's end. kept: bytes alive from B's end until W's end. fused: bytes that BW
+    saved: bytes alive from F's end until B's end. stashed: bytes alive from B's end until W's end. fused: bytes that BW
     takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
     parameters, gradients and optimizer state, alive for the whole step. gathered: bytes from GATHER until FREE, of
     parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none. working:
@@ -45,7 +45,7 @@ class StageWork:
     has_b: bool = True
     has_w: bool = True
     saved: float = 0.0
-    kept: float = 0.0
+    stashed: float = 0.0
     fused: float = 0.0
     state: float = 0.0
     gathered: float = 0.0

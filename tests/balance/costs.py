@@ -16,7 +16,7 @@ def costs(ranks: int, microbatches: int, room: float | None = None) -> Costs:
     """Of features (1, units, their squares, positions, pairs). room: bytes of each rank."""
     one = StageWork(1e-4, 1e-4, 1e-4)
     unit = StageWork(3e-3, saved=1e6)
-    position = StageWork(2e-6, 2e-6, 2e-6, saved=4e3, kept=4e3)
+    position = StageWork(2e-6, 2e-6, 2e-6, saved=4e3, stashed=4e3)
     pair = StageWork(2e-10, 4e-10)
     encoder = (replace(one, backward_input=0.0, backward_weight=0.0), unit, NOTHING, NOTHING, NOTHING)
     rates = (encoder, *((one, NOTHING, NOTHING, position, pair),) * (ranks - 1))

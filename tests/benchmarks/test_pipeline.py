@@ -156,7 +156,7 @@ def line(count: int, frozen: int, times: tuple[float, float, float] = (1.0, 1.0,
     """A chain whose first stages are frozen."""
     f, b, w = times
     stages = tuple(
-        StageWork(f, has_b=False, has_w=False) if s < frozen else StageWork(f, b, w, saved=8.0, kept=4.0)
+        StageWork(f, has_b=False, has_w=False) if s < frozen else StageWork(f, b, w, saved=8.0, stashed=4.0)
         for s in range(count)
     )
     sizes = {("F", s, s + 1): 0.0 for s in range(count - 1)}
@@ -216,7 +216,7 @@ def test_only_chains_are_for_torch() -> None:
 
 def test_torchs_memory_counts_what_w_needs_of_one_unit() -> None:
     whole, _ = model(3, 0, 3)
-    units = (replace(unit, state=0.0, kept=20.0 * unit.has_w) for unit in whole.units)
+    units = (replace(unit, state=0.0, stashed=20.0 * unit.has_w) for unit in whole.units)
     found = torch_baseline("torch 1F1B", replace(whole, units=tuple(units)))
     assert found.seconds is not None
     # Three microbatches in flight on the first rank, and for a moment 20 bytes of a unit for the 8 that it saved.

@@ -235,7 +235,7 @@ def test_saved_and_kept_are_the_memory_that_stays(name: str, freeze: tuple[str, 
     for step, cost in zip(running.regions(program, model, batch), costs(program), strict=True):
         variant = program.variants[step.region.variant]
         if variant.backward_input is None:
-            assert (cost.saved, cost.kept, cost.has_b) == (0, 0, False)
+            assert (cost.saved, cost.stashed, cost.has_b) == (0, 0, False)
             continue
         there = storages([t for role, t in step.values.items() if role[0] in ("parameter", "shared")])
         with torch.no_grad():
@@ -245,7 +245,7 @@ def test_saved_and_kept_are_the_memory_that_stays(name: str, freeze: tuple[str, 
         held = storages(list(saved))
         assert cost.saved == sum(size for address, size in held.items() if address not in there)
         held = storages(list(kept))
-        assert cost.kept == sum(size for address, size in held.items() if address not in there)
+        assert cost.stashed == sum(size for address, size in held.items() if address not in there)
         assert cost.outputs == tuple(v.nbytes for v in values)
         checked += 1
     assert checked > 1
@@ -334,7 +334,7 @@ def test_region_costs_follow_the_regions() -> None:
     for cost, region, counted in zip(found, program.regions, costs(program)):
         assert cost.has_b == (region.needs_dx or region.needs_dw)
         assert cost.has_w == region.needs_dw
-        assert (cost.saved, cost.kept, cost.state) == (counted.saved, counted.kept, counted.state)
+        assert (cost.saved, cost.stashed, cost.state) == (counted.saved, counted.stashed, counted.state)
         assert cost.forward == seconds(counted.forward, profile) > 0
         assert (cost.backward_input > 0) == region.needs_dx or not counted.backward_input.calls
         assert (cost.backward_weight > 0) == region.needs_dw
@@ -559,7 +559,7 @@ def test_csc_cost_with_recomputation(run: Run) -> None:
     assert plain["seconds"] == again["seconds"] == ""
     before, after = ({row["name"]: row for row in found["regions"]}["head"] for found in (plain, again))
     assert after["figures"]["B flops"] == before["figures"]["B flops"] + before["figures"]["F flops"]
-    assert after["figures"]["again"] > 0 == before["figures"]["again"]
+    assert after["figures"]["rematerialised"] > 0 == before["figures"]["rematerialised"]
     assert after["seconds"] is None and after["expressions"] == {}
 
 

@@ -98,7 +98,7 @@ def test_what_f_keeps_is_what_the_costs_say(models: Models) -> None:
             left = {role: t for role, t in run.values.items() if role[0] != "activation"}
             _, for_w = running.run(variant.backward_input, left | packed(variant.backward_input, kept))
         assert cost.saved == _bytes(kept, there)
-        assert cost.kept == _bytes(for_w, there)
+        assert cost.stashed == _bytes(for_w, there)
         measured += _bytes(kept, there)
     assert measured == saved(compiled.program)
     assert measured * 8 < saved(models("llava", freeze=["vision_tower"]).program)
@@ -119,16 +119,16 @@ def test_full_keeps_what_enters_and_b_runs_f_again(models: Models) -> None:
             continue
         _, kept = g.outputs(two.forward)
         assert {node.meta["role"][0] for node in kept} <= {"activation"}
-        assert two.flops == (one.flops[0], one.flops[1] + two.again, one.flops[2])
-        assert two.again <= one.flops[0]
-        assert variant_cost(two).again <= variant_cost(one).saved + variant_cost(one).kept
+        assert two.flops == (one.flops[0], one.flops[1] + two.rematerialised, one.flops[2])
+        assert two.rematerialised <= one.flops[0]
+        assert variant_cost(two).rematerialised <= variant_cost(one).saved + variant_cost(one).stashed
     layer = again.variants[again.region("model.language_model.layers.1").variant]
-    assert 0 < layer.flops[0] - layer.again < layer.flops[0] / 3  # the last matmul is what B does not need
+    assert 0 < layer.flops[0] - layer.rematerialised < layer.flops[0] / 3  # the last matmul is what B does not need
 
 
 def test_selective_runs_no_matmul_again(models: Models) -> None:
     plain, again = (models("llava", recompute=choice).program for choice in ("none", "selective"))
-    assert all(variant.again == 0 for variant in again.variants.values())
+    assert all(variant.rematerialised == 0 for variant in again.variants.values())
     assert sum(map(sum, (v.flops for v in plain.variants.values()))) == sum(
         map(sum, (v.flops for v in again.variants.values()))
     )

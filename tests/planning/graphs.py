@@ -49,7 +49,7 @@ def problem_of(
                 has_b=turns[u],
                 has_w=trains,
                 saved=saved,
-                kept=saved * (u % 3) if trains else 0.0,
+                stashed=saved * (u % 3) if trains else 0.0,
                 state=state,
             )
         )
@@ -234,10 +234,10 @@ def needs_of(problem: Problem, home: Sequence[int]) -> list[float]:
     needs = []
     for inside, depth in zip(members(home), depths_of(problem, home)):
         saved = sum(units[u].saved for u in inside if units[u].has_b)
-        kept = sum(units[u].kept for u in inside if units[u].has_w)
+        kept = sum(units[u].stashed for u in inside if units[u].has_w)
         flying = min(problem.microbatches, depth)
         apart = (flying - 1) * saved + kept  # one of them waits for its W
-        fused = flying * saved + max(units[u].kept - units[u].saved if units[u].has_w else 0.0 for u in inside)
+        fused = flying * saved + max(units[u].stashed - units[u].saved if units[u].has_w else 0.0 for u in inside)
         needs.append(sum(units[u].state for u in inside) + most * max(flying * saved, min(apart, fused)))
     return needs
 
@@ -315,7 +315,7 @@ def mllm(
         units.append(
             Unit(
                 name, component, forward, backward, forward if trains else 0.0, turns, trains,
-                saved=forward if turns else 0.0, kept=forward / 2 if trains else 0.0,
+                saved=forward if turns else 0.0, stashed=forward / 2 if trains else 0.0,
                 state=forward * (8 if trains else 1),
             )
         )  # fmt: skip

@@ -63,7 +63,7 @@ def pipelines(draw: st.DrawFn, most_stages: int = 6) -> Pipeline:
                 has_b=has_b,
                 has_w=trained[s],
                 saved=draw(SIZES) if turns[s] else 0.0,
-                kept=draw(SIZES) if trained[s] else 0.0,
+                stashed=draw(SIZES) if trained[s] else 0.0,
                 fused=draw(SIZES) if trained[s] and has_b else 0.0,
                 state=draw(SIZES),
             )

@@ -43,7 +43,7 @@ def test_no_other_cut_needs_less(problem: Problem, memory: float) -> None:
 
 def line(count: int, ranks: int, memory: float) -> Problem:
     """Equal units with recomputation, a head that has no layer's W, much kept for W and little saved."""
-    units = tuple(Unit(f"u{u}", "llm", 1.0, 2.0, 1.0, saved=1.0, kept=15.0) for u in range(count))
+    units = tuple(Unit(f"u{u}", "llm", 1.0, 2.0, 1.0, saved=1.0, stashed=15.0) for u in range(count))
     values = tuple(Value(u, (u + 1,), (True,), 0.0, 0.0) for u in range(count - 1))
     return Problem(units, values, ranks, 24, memory)
 

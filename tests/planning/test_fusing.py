@@ -90,7 +90,7 @@ def test_joined_orders_hold_no_more_and_do_the_same(case: Case, name: str) -> No
 
 def test_memory_decides_which_are_divided() -> None:
     """Two microbatches in flight on rank 0, one on rank 1: there is room to divide where fewer are alive."""
-    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0)), range(2), 3)
+    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=4.0, fused=1.0)), range(2), 3)
     fused = ORDERS["1f1b"](work, None)
     assert fused == [[0, 0, 6, 0, 6, 6], [3, 7, 3, 7, 3, 7]]
     assert settled_all(work, fused, [2.9, 2.9]) is None
@@ -104,7 +104,7 @@ def test_memory_decides_which_are_divided() -> None:
 
 def test_at_the_end_what_nobody_waits_for_is_fused() -> None:
     """Rank 0 sends no gradient, so it may always fuse; rank 1 not while rank 0 waits."""
-    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, kept=4.0, fused=1.0)), range(2), 2)
+    work = WorkTables.of(chain(2, StageWork(1.0, 1.0, 1.0, stashed=4.0, fused=1.0)), range(2), 2)
     orders = [[0, 0, 1, 2, 1, 2], [3, 4, 5, 3, 4, 5]]
     found = spared(work, orders)
     assert found[0] == [0, 0, 6, 6] and found[1][:3] == [3, 4, 5]
@@ -117,6 +117,6 @@ def test_at_the_end_what_nobody_waits_for_is_fused() -> None:
 def test_a_stage_keeps_what_its_units_do(problem) -> None:  # type: ignore[no-untyped-def]
     everything = [list(range(len(problem.units)))]
     stage = pipeline(problem, everything).stages[0]
-    moments = [max(0.0, u.kept - (u.saved if u.has_b else 0.0)) for u in problem.units if u.has_w]
+    moments = [max(0.0, u.stashed - (u.saved if u.has_b else 0.0)) for u in problem.units if u.has_w]
     assert stage.fused <= max(moments, default=0.0)
-    assert stage.fused == pytest.approx(min(max(moments, default=0.0), max(0.0, stage.kept - stage.saved)))
+    assert stage.fused == pytest.approx(min(max(moments, default=0.0), max(0.0, stage.stashed - stage.saved)))

@@ -134,7 +134,7 @@ def test_any_schedule(case: Case, name: str, sizes: list[float]) -> None:
 
 def problem(memory: float | None, count: int = 4, microbatches: int = 3) -> Problem:
     units = tuple(
-        Unit(f"u{u}", "trunk", 1.0, 1.0, 1.0, saved=2.0, kept=2.0, state=3.0, gathered=8.0) for u in range(count)
+        Unit(f"u{u}", "trunk", 1.0, 1.0, 1.0, saved=2.0, stashed=2.0, state=3.0, gathered=8.0) for u in range(count)
     )
     return Problem(units, (), 1, microbatches, memory, gathering=Link(0.5, 8.0))
 

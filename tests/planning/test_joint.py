@@ -116,7 +116,7 @@ BAD = [
     (lambda p: replace(p, network=Network(Link(0.0, "1e9"))), "seconds for a byte within nodes is '1e9'"),
     (lambda p: replace(p, network=Network(ranks_per_node=0)), "cannot be 0 ranks on a node"),
     (lambda p: replace(p, units=(replace(p.units[0], state="8"), *p.units[1:])), "state bytes of u0 is '8'"),
-    (lambda p: replace(p, units=(replace(p.units[0], kept=None), *p.units[1:])), "kept bytes of u0 is None"),
+    (lambda p: replace(p, units=(replace(p.units[0], stashed=None), *p.units[1:])), "stashed bytes of u0 is None"),
     (lambda p: replace(p, memory=math.inf), "cannot work with inf bytes of memory.*or no limit"),
     (lambda p: replace(p, scale=(1.0, 1.0, 1.0)), "3 microbatches have a size, the step has 2"),
     (lambda p: replace(p, scale=(0.0, 0.0)), "no microbatch has a size above 0"),

@@ -44,7 +44,7 @@ def every(steps: list[Candidate], needed: list[int]) -> list[tuple[int, float]]:
 
 
 def total(saving: StashChoice, price: float) -> float:
-    return saving.kept + price * saving.again
+    return saving.kept + price * saving.rematerialised
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,7 +54,7 @@ def test_the_cut_is_the_least_of_all_choices(network: tuple[list[Candidate], lis
     choices = every(steps, needed)
     found = least(steps, needed, price)
     assert total(found, price) == pytest.approx(min(kept + price * again for kept, again in choices), abs=0.02)
-    assert (found.kept, found.again) in choices
+    assert (found.kept, found.rematerialised) in choices
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,7 +64,7 @@ def test_the_corners_are_best_at_every_price(network: tuple[list[Candidate], lis
     choices, corners = every(steps, needed), savings(steps, needed)
     assert corners[0].price == float("inf")
     assert [c.kept for c in corners] == sorted({c.kept for c in corners}, reverse=True)
-    assert corners[0].again == min(again for _, again in choices)
+    assert corners[0].rematerialised == min(again for _, again in choices)
     for price in (0.0, 0.1, 0.7, 1.3, 4.0, 50.0):
         here = [c for c in corners if c.price >= price][-1]
         assert total(here, price) == pytest.approx(min(kept + price * again for kept, again in choices), abs=0.02)

@@ -36,7 +36,7 @@ def test_published_bubbles_of_equal_stages(ranks: int, rounds: int) -> None:
 
     def measured(name: str) -> tuple[float, float, float]:
         v = stages_per_rank(name)
-        pipeline = chain(p * v, StageWork(1 / v, 1 / v, 1 / v, saved=1 / v, kept=1 / v))
+        pipeline = chain(p * v, StageWork(1 / v, 1 / v, 1 / v, saved=1 / v, stashed=1 / v))
         schedule = SCHEDULES[name](pipeline, placement(name, p), m)
         span, whole = bubbles(pipeline, schedule)
         return pytest.approx(span), pytest.approx(whole), pytest.approx(max(peak_memory(pipeline, schedule)))
@@ -55,7 +55,7 @@ def test_published_bubbles_of_equal_stages(ranks: int, rounds: int) -> None:
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.5), (1.0, 1.5, 1.25), (2.0, 1.0, 1.0)])
 def test_published_formulas_of_unequal_f_b_w(ranks: int, times: tuple[float, float, float]) -> None:
     f, b, w = times
-    pipeline = chain(ranks, StageWork(f, b, w, saved=1.0, kept=1.0))
+    pipeline = chain(ranks, StageWork(f, b, w, saved=1.0, stashed=1.0))
     span = {
         name: bubbles(pipeline, SCHEDULES[name](pipeline, range(ranks), 4 * ranks))[0]
         for name in ("1f1b", "zb-h1", "zb-h2")
@@ -84,7 +84,7 @@ def test_1f1b_is_the_classical_order() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_interleaved_zero_bubble_divides_the_ramp_of_zb_h1(ranks: int, chunks: int) -> None:
     """(p - 1) (F + B - W) / v in the memory of 1F1B, whatever the number of stages on a rank."""
-    pipeline = chain(ranks * chunks, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
+    pipeline = chain(ranks * chunks, StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=1.0))
     schedule = SCHEDULES["interleaved-zb"](pipeline, placement("interleaved-zb", ranks, chunks), 3 * ranks)
     assert bubbles(pipeline, schedule) == (ranks - 1, ranks - 1)
     assert peak_memory(pipeline, schedule) == [ranks * chunks] * ranks
@@ -106,7 +106,7 @@ def test_interleaved_zero_bubble_is_the_published_order() -> None:
 
 def test_a_fused_backward_holds_what_one_region_keeps() -> None:
     """Recomputed layers: W needs much more than F saved. 1F1B holds that of one region, with B and W apart of all."""
-    pipeline = chain(4, StageWork(1.0, 2.0, 1.0, saved=1.0, kept=20.0, fused=4.0))
+    pipeline = chain(4, StageWork(1.0, 2.0, 1.0, saved=1.0, stashed=20.0, fused=4.0))
     fused = SCHEDULES["1f1b"](pipeline, range(4), 8)
     orders = [[part for a in actions if a.computes for part in a.parts] for actions in fused.ranks]
     apart = with_messages("apart", orders, pipeline.messages)
@@ -126,7 +126,7 @@ def test_warm_up_is_the_longest_path_to_the_end() -> None:
 
 
 def test_eager_takes_the_memory_that_it_is_given() -> None:
-    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=0.5, state=10.0))
+    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=0.5, state=10.0))
     for limit, peak in ((11.0, [1, 1, 1, 1]), (14.0, [4, 3, 2, 1]), (16.0, [6, 5, 4, 2]), (99.0, [8, 6, 4, 2])):
         schedule = SCHEDULES["eager-1f1b"](pipeline, range(4), 12, limit)
         assert peak_in_flight(schedule) == peak
@@ -208,7 +208,7 @@ def test_placements() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=2.0, kept=1.0, state=100.0))
+    pipeline = chain(4, StageWork(1.0, 1.0, 1.0, saved=2.0, stashed=1.0, state=100.0))
     with pytest.raises(InputError, match="zb-v does not run 4 stages on the ranks"):
         SCHEDULES["zb-v"](pipeline, range(4), 4)
     for name in ("interleaved-1f1b", "interleaved-zb"):

@@ -126,7 +126,7 @@ def heterogeneous(seed: int, stages: int) -> Pipeline:
         if s < stages // 3:
             made.append(StageWork(3.0 * noise, has_b=False, has_w=False))
         else:
-            made.append(StageWork(noise, noise * 1.05, noise * 0.95, saved=noise, kept=noise / 2))
+            made.append(StageWork(noise, noise * 1.05, noise * 0.95, saved=noise, stashed=noise / 2))
     messages = {("F", s, s + 1): 1.0 for s in range(stages - 1)}
     messages |= {("B", s + 1, s): 1.0 for s in range(stages - 1) if made[s].has_b}
     return Pipeline(tuple(made), messages, Network(Link(0.01, 100.0)))
@@ -147,9 +147,9 @@ def test_close_to_the_bound(stages: int, microbatches: int) -> None:
 
 
 def test_reaches_the_published_bubbles() -> None:
-    pipeline = chain(8, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=1.0))
+    pipeline = chain(8, StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=1.0))
     assert makespan(pipeline, auto(pipeline, range(8), 16, 8.0)) == 3 * 16 + 7
-    folded = chain(8, StageWork(0.5, 0.5, 0.5, saved=0.5, kept=0.5))
+    folded = chain(8, StageWork(0.5, 0.5, 0.5, saved=0.5, stashed=0.5))
     assert makespan(folded, auto(folded, placement("zb-v", 4), 12, 4.0)) == 3 * 12 + 1.5
 
 

@@ -142,7 +142,7 @@ def test_the_order_follows_the_rule() -> None:
 
 def test_b_and_w_are_one_where_the_memory_asks_for_it() -> None:
     """With 3 bytes: two microbatches saved, and for one of them what a region keeps; not what all regions do."""
-    pipeline = chain(1, StageWork(1.0, 1.0, 1.0, saved=1.0, kept=4.0, fused=1.0))
+    pipeline = chain(1, StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=4.0, fused=1.0))
     work = WorkTables.of(pipeline, [0], 2)
 
     def compute(memory: float, fused: bool) -> str:

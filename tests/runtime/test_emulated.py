@@ -28,7 +28,7 @@ from tests.simulation.random_loads import taken_for
 ALIKE = Pipeline(
     (
         StageWork(0.002, has_b=False, has_w=False),
-        StageWork(0.003, 0.002, 0.001, saved=100, kept=50, fused=5, state=7),
+        StageWork(0.003, 0.002, 0.001, saved=100, stashed=50, fused=5, state=7),
         StageWork(0.001, 0.002, 0.003),
     ),
     {("F", 0, 1): 1000.0, ("F", 1, 2): 3.0, ("F", 0, 2): 1.0, ("B", 2, 1): 5.0},

@@ -94,7 +94,7 @@ def runs(draw: Any) -> tuple[Pipeline, Schedule, int]:
                 has_b,
                 has_w,
                 saved=draw(sizes),
-                kept=draw(sizes),
+                stashed=draw(sizes),
                 fused=draw(sizes),
                 state=draw(sizes),
             )

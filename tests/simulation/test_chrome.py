@@ -18,7 +18,7 @@ from csc.simulation.timeline import Event, Timeline
 
 from .orders import chain, gpipe, one_f_one_b, runs
 
-STAGE = StageWork(0.010, 0.020, 0.005, saved=100.0, kept=20.0, state=7.0)
+STAGE = StageWork(0.010, 0.020, 0.005, saved=100.0, stashed=20.0, state=7.0)
 PIPELINE = Pipeline((STAGE,) * 3, chain(3, 1e6), Network(Link(1e-4, 1e9)))
 TIMELINES = [
     simulate(PIPELINE, one_f_one_b(PIPELINE, 5), name="plan"),

@@ -16,7 +16,7 @@ from .orders import chain, gpipe, one_f_one_b, runs
 
 
 def test_one_microbatch_by_hand() -> None:
-    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, kept=4.0, state=100.0),))
+    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, stashed=4.0, state=100.0),))
     timeline = simulate(pipeline, parse("rank 0: F 0 0 | B 0 0 | W 0 0 | REDUCE"))
     assert timeline.memory == (((0.0, 100.0), (0.0, 110.0), (3.0, 104.0), (6.0, 100.0)),)
     assert timeline.peak_memory == (110.0,) and timeline.peak_activations == (10.0,)
@@ -25,9 +25,9 @@ def test_one_microbatch_by_hand() -> None:
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (StageWork(1.0, 1.0, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
-        (StageWork(1.0, 0.0, 1.0, has_b=False, saved=5.0, kept=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
-        (StageWork(1.0, has_b=False, has_w=False, saved=5.0, kept=3.0), [(0.0, 0.0)]),
+        (StageWork(1.0, 1.0, has_w=False, saved=5.0, stashed=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
+        (StageWork(1.0, 0.0, 1.0, has_b=False, saved=5.0, stashed=3.0), [(0.0, 0.0), (0.0, 5.0), (2.0, 0.0)]),
+        (StageWork(1.0, has_b=False, has_w=False, saved=5.0, stashed=3.0), [(0.0, 0.0)]),
     ],
 )
 def test_stages_without_b_or_w(stage: StageWork, expected: list[tuple[float, float]]) -> None:
@@ -37,7 +37,7 @@ def test_stages_without_b_or_w(stage: StageWork, expected: list[tuple[float, flo
 
 def test_a_fused_backward_by_hand() -> None:
     """B and W apart hold what all regions keep, 40 bytes, BW what one of them does, 4."""
-    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, kept=40.0, fused=4.0, state=100.0),))
+    pipeline = Pipeline((StageWork(1.0, 2.0, 3.0, saved=10.0, stashed=40.0, fused=4.0, state=100.0),))
     timeline = simulate(pipeline, parse("rank 0: F 0 0 | BW 0 0 | REDUCE"))
     assert timeline.memory == (((0.0, 100.0), (0.0, 110.0), (1.0, 114.0), (6.0, 100.0)),)
     assert timeline.busy == (6.0,)
@@ -65,7 +65,7 @@ def alive(pipeline: Pipeline, timeline: Timeline, rank: int, time: float) -> flo
         if "BW" in span and span["BW"][0] <= time < span["BW"][1]:
             total += taken(pipeline, "fused", stage, mb)
         if "B" in span and "W" in span and span["B"][1] <= time < span["W"][1]:
-            total += taken(pipeline, "kept", stage, mb)
+            total += taken(pipeline, "stashed", stage, mb)
     return total
 
 

@@ -21,7 +21,7 @@ from csc.simulation.vector import svg
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
 EVIL = "</script></title></style><script>alert('1')</script><img src=x onerror=\"alert(2)\"> & co"
-STAGE = StageWork(0.010, 0.012, 0.006, saved=100.0, kept=20.0, state=300.0)
+STAGE = StageWork(0.010, 0.012, 0.006, saved=100.0, stashed=20.0, state=300.0)
 PIPELINE = Pipeline((STAGE,) * 4, chain(4, 1e6), Network(Link(1e-4, 1e9)))
 PLAN = simulate(PIPELINE, one_f_one_b(PIPELINE, 6), name="plan")
 BASELINE = simulate(PIPELINE, gpipe(PIPELINE, 6), name=EVIL)

@@ -1,9 +1,9 @@
 """What moves of rows do with the numbers of rows (see csc.capture.values.row_index for the words).
 
     moved.finer()                              with one more dimension numbered
-    reshaped(moved, like), turned(moved, call), indexed(moved, key), expanded(moved, like)      -> Moved
-    joined(several, dim) -> Moved              concatenated
-    finest(move, moved) -> Moved               of what the move makes, with as few dimensions numbered as it can
+    reshaped(moved, like), turned(moved, call), indexed(moved, key), expanded(moved, like)      -> MovedUnits
+    joined(several, dim) -> MovedUnits              concatenated
+    finest(move, moved) -> MovedUnits               of what the move makes, with as few dimensions numbered as it can
 
 A move raises LooksInside where it would take units apart, and TooFine where there would be too many numbers.
 """

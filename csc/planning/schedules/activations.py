@@ -1,6 +1,6 @@
 """Bytes of activations: what must fit, and what a rank holds back so that it can always go on.
 
-Terms: see work.py; saved, kept and state as in csc.simulation.pipeline.
+Terms: see work.py; saved, stashed and state as in csc.simulation.pipeline.
 
     least(work) -> for each rank the least bytes, with state, that let it run one microbatch at a time
     room(work, memory) -> for each rank the bytes for activations, or None        InputError: what takes the space

@@ -3,7 +3,7 @@
 Terms: see work.py and greedy.py.
 
     auto(pipeline, placement, microbatches, memory=None, budget=None, seed=0, in_turn=False) -> Schedule
-    searched_orders(work, memory=None, budget=None, seed=0, in_turn=False) -> Found      the same as orders
+    searched_orders(work, memory=None, budget=None, seed=0, in_turn=False) -> BestOrders      the same as orders
 
 In turn: the named schedules that fit; the greedy scheduler under a grid of targets; a local search on the best order.
 B and W are fused where the memory asks for it, and at the end where nothing is lost.

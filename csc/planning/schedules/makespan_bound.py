@@ -24,7 +24,7 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
     ramp, all forwards and the round trip of the last microbatch. Heads and tails are those of the smallest microbatch.
 
     With limited memory: what a rank runs before its first B are F's whose saved bytes fit, and what it runs after its
-    last B are W's whose kept bytes fit. All other work stands between the two:
+    last B are W's whose stashed bytes fit. All other work stands between the two:
     T >= min head of B + (all work - those F's - those W's) + min way back, and the same without the W's and the way.
     The way back is the tail of B without its own W, which is not behind it if the two are fused.
     """

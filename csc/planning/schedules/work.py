@@ -132,17 +132,17 @@ class WorkTables:
     def growth(self) -> list[list[float]]:
         """[entry][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
 
-        saved is alive from F's end until B's end, kept from then until W's end; without a B, saved until W's end.
+        saved is alive from F's end until B's end, stashed from then until W's end; without a B, saved until W's end.
         """
         rows = []
         both = []
         nothing = [0.0] * self.microbatches
-        for stage, saves, keeps in zip(self.pipeline.stages, self._rows("saved"), self._rows("kept")):
+        for stage, saves, keeps in zip(self.pipeline.stages, self._rows("saved"), self._rows("stashed")):
             saved = saves if stage.has_b or stage.has_w else nothing
-            kept = (keeps if stage.has_b else saved) if stage.has_w else nothing
+            stashed = (keeps if stage.has_b else saved) if stage.has_w else nothing
             rows.append(saved)
-            rows.append([k - s for k, s in zip(kept, saved)] if stage.has_b else nothing)
-            rows.append([-k for k in kept])
+            rows.append([k - s for k, s in zip(stashed, saved)] if stage.has_b else nothing)
+            rows.append([-k for k in stashed])
             both.append([-s for s in saved])
         return rows + both
 

@@ -26,7 +26,7 @@ def steps(draw: st.DrawFn, most_samples: int = 12, most: int = 4) -> tuple[Sampl
     stages, messages = [], {}
     for s in range(ranks):
         rates = tuple(
-            StageWork(draw(RATES), draw(RATES), draw(RATES), saved=draw(RATES), kept=draw(RATES)) for _ in range(3)
+            StageWork(draw(RATES), draw(RATES), draw(RATES), saved=draw(RATES), stashed=draw(RATES)) for _ in range(3)
         )
         stages.append((replace(rates[0], forward=rates[0].forward + 0.5), *rates[1:]))
         if s:

@@ -109,7 +109,7 @@ def test_small_microbatches_at_both_ends_beat_equal_ones() -> None:
 
 
 def chain_of_four(samples: int, microbatches: int) -> tuple[SampleCosts, Schedule]:
-    nothing, one = StageWork(0.0), StageWork(1.0, 1.0, 1.0, saved=1.0, kept=0.5)
+    nothing, one = StageWork(0.0), StageWork(1.0, 1.0, 1.0, saved=1.0, stashed=0.5)
     messages = {c: (0.0, 0.0) for s in range(3) for c in (("F", s, s + 1), ("B", s + 1, s))}
     pipeline = of_rates(((nothing, one),) * 4, messages)
     schedule = SCHEDULES["1f1b"](replace(pipeline, loads=None), range(4), microbatches)
