@@ -59,6 +59,11 @@ def _refuse(options: Options, given: GivenBatches) -> None:
             f"{options.mesh} is a mesh that csc has to choose, and there is no example batch", "mesh",
             "pass example=, a batch as a step has it, or the sizes of the axes",
         )  # fmt: skip
+    if isinstance(given.example, (list, tuple)):
+        raise InputError(
+            f"the example is a list of ready microbatches, and {options.mesh} leaves their number to csc", "mesh",
+            "pass one batch of all samples of a step, or the sizes of the axes",
+        )  # fmt: skip
     fixed = [name for name in OF_ONE_MESH if getattr(options, name) != getattr(Options(), name)]
     fixed += [name for name in ("hardware", "memory") if isinstance(getattr(options, name), tuple)]
     if options.schedule != "auto":

@@ -72,6 +72,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["llama"]()
     with pytest.raises(InputError, match="there is no example batch"):
         csc.compile(model, mesh="ranks=2")
+    with pytest.raises(InputError, match="a list of ready microbatches"):
+        csc.compile(model, mesh="ranks=2", example=[BATCHES["llama"](2), BATCHES["llama"](2)])
     for option in ({"cuts": ["model.layers.1"]}, {"schedule": "1f1b"}, {"chunks": 2}, {"memory": ["4GB", "8GB"]}):
         with pytest.raises(InputError, match=f"the options {next(iter(option))} are of one mesh"):
             compiled(model, 2, **option)
