@@ -1,6 +1,7 @@
 """One training step in one process: eager PyTorch, `torch.compile(model, dynamic=False)`, csc, and csc fused.
 
     python -m benchmarks.step_time [--quick] [--json] [--models llama llava] [--rivals eager csc] [--rounds 9] [--warm]
+    python -m benchmarks.step_time --overhead [--json]     the runtime beside a plain loop: see overhead.py
 
 Each case runs in a process of its own with one thread, on a compilation cache of its own; rivals take turns, and CPU
 time is compared. glibc is told to keep what is freed: which rival would else give memory back in the middle of a step
@@ -25,6 +26,8 @@ from rich.table import Table
 from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
 from benchmarks.step_time.measure import CSC, EAGER, FUSED, RIVALS, WHOLE
 from benchmarks.step_time.models import MODELS
+from benchmarks.step_time.overhead import fitted
+from benchmarks.step_time.overhead import measure as measure_overhead
 from benchmarks.step_time.summary import Row, summary
 
 ENVIRONMENT = {
@@ -66,6 +69,23 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
+def show_overhead(as_json: bool) -> None:
+    """Rows of benchmarks.step_time.overhead and what they are fitted by."""
+    torch.set_num_threads(1)
+    rows = measure_overhead(rounds=30)
+    found = fitted(rows)
+    if as_json:
+        print(json.dumps({"summary": found, "rows": [asdict(row) for row in rows]}, indent=1))
+        return
+    shown = Table("pp", "microbatches", "actions", "messages", "step, cpu ms", "plain loop", "difference")
+    for row in rows:
+        counts = [str(number) for number in (row.pp, row.microbatches, row.actions, row.messages)]
+        shown.add_row(*counts, f"{row.step_ms:.2f}", f"{row.plain_ms:.2f}", f"{row.difference:.1e}")
+    Console().print(shown)
+    for name, figure in found.items():
+        Console().print(f"{name}: {figure:.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases, two of them small")
@@ -73,8 +93,12 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS), help="the first is eager")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--overhead", action="store_true", help="only what the runtime itself takes of a step")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args()
+    if arguments.overhead:
+        show_overhead(arguments.json)
+        return
     rivals = [EAGER, *(name for name in arguments.rivals if name != EAGER)]
     rows = []
     for case in select(QUICK if arguments.quick else FULL, arguments.models):

@@ -12,12 +12,13 @@ Groups of tokens (documents) that a mask compares have to stand together: that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -40,6 +41,11 @@ class Scatter:
     width: int
     source: str
 
+    @cached_property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """The graph as a function."""
+        return _runner(self.graph)
+
 
 @dataclass(frozen=True)
 class MaskGroups:
@@ -47,6 +53,11 @@ class MaskGroups:
 
     graph: fx.Graph
     source: str
+
+    @cached_property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """The graph as a function."""
+        return _runner(self.graph)
 
 
 @dataclass(frozen=True)
@@ -64,11 +75,11 @@ class Places:
         """
         for group in self.groups:
             try:
-                _evaluated(group.graph, self, microbatch)
+                _evaluated(group, self, microbatch)
             except InputError as torn:
                 raise InputError(f"{name}: {torn.what}", group.source, torn.remedy) from None
         for scatter in self.scatters:
-            mask, selected = _evaluated(scatter.graph, self, microbatch)
+            mask, selected = _evaluated(scatter, self, microbatch)
             places = mask.expand(scatter.shape).flatten(1).sum(1).tolist()
             expected = scatter.numbers
             if selected is not None:  # some of the rows that were put together, each as long as all are
@@ -130,19 +141,19 @@ def _selected(rows: fx.Node) -> fx.Node | None:
     return others.args[0] if g.op_name(others) == "aten::logical_not" else None  # type: ignore[arg-type, union-attr, return-value]
 
 
-def _evaluated(graph: fx.Graph, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, Any]:
-    values: dict[fx.Node, Any] = {}
+def _runner(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """The graph as a function of its placeholders, in their order: every step asks it."""
+    return fx.GraphModule(nn.Module(), g.copy_graph(graph)[0]).forward
+
+
+def _evaluated(one: Scatter | MaskGroups, known: Places, microbatch: Mapping[str, Any]) -> tuple[Any, ...]:
+    given = []
+    for node in g.placeholders(one.graph):
+        kind, name = node.meta["role"]
+        tensor = known.constants[name] if kind == "constant" else microbatch[name]
+        given.append(tensor.to(known.device))
     with torch.no_grad():
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                kind, name = node.meta["role"]
-                given = known.constants[name] if kind == "constant" else microbatch[name]
-                values[node] = given.to(known.device)
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-    mask, selected = g.outputs(graph)
-    return values[mask], values[selected] if selected is not None else None
+        return one.run(*given)
 
 
 def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from csc.ir.groups import Group
+from csc.ir.mesh import Coordinates
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.specs import StageSpec
 from csc.runtime.tensor_group import Met
@@ -33,10 +35,14 @@ class Rank:
     visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
     met: Met | None = None  # with tp > 1: where it meets those that divide its layers
 
+    @cached_property
+    def _at(self) -> Coordinates:
+        return self.program.manifest.mesh.coordinates(self.rank)
+
     @property
     def position(self) -> int:
         """Index on the pp axis."""
-        return self.program.manifest.mesh.coordinates(self.rank).pp
+        return self._at.pp
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
@@ -46,17 +52,17 @@ class Rank:
     @property
     def replica(self) -> int:
         """Index on the dp axis."""
-        return self.program.manifest.mesh.coordinates(self.rank).dp
+        return self._at.dp
 
     @property
     def cp_rank(self) -> int:
         """Index on the cp axis."""
-        return self.program.manifest.mesh.coordinates(self.rank).cp
+        return self._at.cp
 
     @property
     def tp_rank(self) -> int:
         """Index on the tp axis."""
-        return self.program.manifest.mesh.shard(self.rank)
+        return self._at.tp
 
     def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """As `Mesh.group`, of this rank."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
 from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, WHOLE
 from benchmarks.step_time.models import MODELS, build
+from benchmarks.step_time.overhead import OverheadRow, fitted, measured_layout
 from benchmarks.step_time.summary import summary
 
 
@@ -59,3 +62,18 @@ def test_models_train_what_the_case_says(model: str, frozen: str) -> None:
 def test_quick_cases_are_small_and_names_select() -> None:
     assert len(QUICK) < len(FULL)
     assert {case.model for case in select(FULL, ["llava"])} == {"llava"}
+
+
+def test_overhead_is_fitted() -> None:
+    rows = [
+        OverheadRow(pp, many, 2 * pp * many, 2 * (pp - 1) * many, 10.0, 0.0, 0.0)
+        for pp, many in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 2))
+    ]
+    rows = [replace(row, step_ms=1e-3 * (500 + 20 * row.actions + 7 * row.messages)) for row in rows]
+    assert fitted(rows) == pytest.approx({"step_us": 500, "action_us": 20, "message_us": 7})
+
+
+@pytest.mark.long
+def test_a_plain_loop_has_the_gradients_of_a_step() -> None:
+    found = measured_layout(2, 2, rounds=1)
+    assert found.difference <= 1e-6 and found.messages == 4 and found.step_ms > 0 < found.plain_ms
