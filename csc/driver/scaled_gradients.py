@@ -18,31 +18,32 @@ log = logging.getLogger("csc")
 
 
 class ScaledGradients:
-    """Of one model. It holds the gradients of the last step until the next one begins: what was written to shows in
-    their version counters, also if the loop has set `.grad` to None since. It says so once.
+    """Of one model. It holds the smallest gradient of the last step until the next one begins: that it was written to
+    shows in its version counter, also if the loop has set `.grad` to None since. It says so once.
     """
 
     def __init__(self) -> None:
-        self._given: list[tuple[torch.Tensor, int]] = []
+        self._given: tuple[torch.Tensor, int] | None = None
         self._has_said = False
 
     def given(self, trainer: Trainer) -> None:
         """These are the gradients, as they should stay."""
         if self._has_said or not _has_a_part(trainer):
             return
-        gradients = (parameter.grad for parameter in trainer.parameters())
-        self._given = [(one, one._version) for one in gradients if one is not None]
+        gradients = [parameter.grad for parameter in trainer.parameters() if parameter.grad is not None]
+        least = min(gradients, key=lambda one: one.untyped_storage().nbytes(), default=None)  # no memory to speak of
+        self._given = None if least is None else (least, least._version)
 
     def look(self) -> None:
-        """Warn if any was written to in place, and not set to zeros."""
-        if any(one._version != version and bool(one.any()) for one, version in self._given):
+        """Warn if it was written to in place, and not set to zeros."""
+        if self._given is not None and self._given[0]._version != self._given[1] and bool(self._given[0].any()):
             self._has_said = True
             log.warning(
                 "the gradients of the last step were changed in place. Each process here has a part of the model: "
                 "torch.nn.utils.clip_grad_norm_ clips each part by its own norm, by another factor on each rank; call "
                 "compiled.clip_grad_norm_(max_norm) in its place. A factor that is the same on all ranks does no harm."
             )
-        self._given = []
+        self._given = None
 
 
 def _has_a_part(trainer: Trainer) -> bool:
