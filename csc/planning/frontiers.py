@@ -102,10 +102,12 @@ def least(
     room: Room | None = None,
     parts: Ints | None = None,
     within: float = EXACT,
+    share: float = 0.5,
 ) -> tuple[float, Frontiers] | None:
     """The least cap, not below `floor`, that exactly `ranks` stages can keep, and frontiers that keep it.
 
     Exact by default; with a larger `within` the cap is at most (1 + within) times the least that `search` finds.
+    share: see `narrow`.
     """
     zero, all_ = np.zeros((1, len(tables.lengths)), dtype=np.int64), tables.lengths[None, :]
     most = max(floor, float(bounds(tables, zero, all_)[0]))
@@ -113,7 +115,7 @@ def least(
     def reached(frontiers: Frontiers) -> float:
         return max(floor, largest_bound(tables, frontiers))
 
-    found = narrow(floor, most, lambda cap: search(tables, ranks, cap, room, parts), reached, within)
+    found = narrow(floor, most, lambda cap: search(tables, ranks, cap, room, parts), reached, within, share)
     if room is None or len(tables.lengths) == 1 or within > EXACT or (found is not None and found[0] <= floor):
         return found
     below = most if found is None else found[0] * (1 - EXACT)
@@ -128,10 +130,12 @@ def narrow(
     find: Callable[[float], Found | None],
     reached: Callable[[Found], float],
     within: float = EXACT,
+    share: float = 0.5,
 ) -> tuple[float, Found] | None:
     """The least limit from `floor` to `most` for which `find` finds something, as least; None if it never does.
 
     Bisection between a limit found impossible and one that was reached, which mostly lies below the one asked for.
+    share: where between the two the next one lies; nearer to the first where it is soon known that nothing is found.
     """
     low, probe, growth, best = floor, floor, 0.02, None
     polished = False
@@ -145,13 +149,13 @@ def narrow(
         else:
             low = probe
         if best is None:
-            probe, growth = min(most, probe * (1 + growth)), 2 * growth
+            probe, growth = min(most, probe * (1 + growth)), max(1.0, 4 * share) * growth
         elif best[0] <= max(floor, low * (1 + within)):
             return best
         elif best[0] - low < 1e-3 * best[0] and not polished:
             polished, probe = True, best[0] * (1 - EXACT)
         else:
-            probe = (low + best[0]) / 2
+            probe = low + share * (best[0] - low)
 
 
 def largest_bound(tables: ChainTables, frontiers: Frontiers) -> float:

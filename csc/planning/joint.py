@@ -29,7 +29,7 @@ from csc.planning.schedules.auto import auto, searched_orders
 from csc.planning.schedules.finish import finish
 from csc.planning.schedules.fusing import spared
 from csc.planning.schedules.timing import start_times
-from csc.planning.screen import FEW, GREEDY, LEAST, QUICK, TURNS, Style, Trial, climb, cost, fitting, polish, screen
+from csc.planning.screen import FEW, GREEDY, QUICK, TURNS, Style, Trial, climb, cost, fitting, polish, screen
 from csc.planning.ways import Placement, one, partitions
 
 ACTIONS = 8e6  # simulated by default, below a microsecond each
@@ -38,6 +38,7 @@ FINALISTS = 2  # trials that get more than a quick look
 SHARED = 0.999  # several stages on a rank have to be this much faster
 SEARCH_GAINS = 1.05  # at most by this factor is a plan expected to get faster after a quick look
 AUTO = 500  # actions that the search of orders simulates for each action of the step
+RULES = 30  # of these, without which it could only try published orders again, and fewer than ten rules
 # Of what is left of the budget, at most this goes into: one stage on a rank and two; more of them; what becomes of the
 # best with one stage on a rank, if others are as fast; and of that a closer look, moves of units, changes of the order.
 FIRST, DEEP, HALF = 0.3, 0.25, 0.5
@@ -173,7 +174,7 @@ def _refined(
     best = polish(problem, best, enough, budget.part(CHANGED), effort)
     size = len(best.work.lanes) * problem.microbatches
     allowed = int(min(AUTO * effort * size, budget.left))
-    if best.seconds > enough and allowed > LEAST * size and not budget.late:
+    if best.seconds > enough and allowed > RULES * size and not budget.late:
         best = _reordered(problem, best, allowed)
         budget.spend(allowed)
     return best

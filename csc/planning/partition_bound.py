@@ -30,6 +30,7 @@ from csc.planning.problem import Problem
 from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, stages_between
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
+SOON = 0.2  # of the way from a cap found impossible to one that was reached: in large problems the first costs little
 ALONE = "one microbatch's way there and back"
 
 
@@ -97,8 +98,8 @@ def lower_bound(problem: Problem) -> Bound:
         return Bound(seconds, stages, ALONE if seconds <= round_trip(problem) * (1 + 1e-9) else term)
     tables = segments(problem, branches(problem))
     floor = floor_of(problem, tables)
-    within = EXACT if problem.ranks * len(problem.units) <= EXACTLY else NEARLY
-    found = least(tables, problem.ranks, floor, within=within)
+    within, share = (EXACT, 0.5) if problem.ranks * len(problem.units) <= EXACTLY else (NEARLY, SOON)
+    found = least(tables, problem.ranks, floor, within=within, share=share)
     assert found is not None  # without a memory limit every partition has a finite bound
     seconds, frontiers = max(floor, found[0] / (1 + within) if within > EXACT else found[0]), found[1]
     stages = stages_between(tables, frontiers)

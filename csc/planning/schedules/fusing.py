@@ -24,7 +24,24 @@ HOPELESS = 1.02  # dividing BW's makes up for less than this
 
 def joined(work: WorkTables, order: Sequence[int]) -> list[int]:
     """The order of a rank with every B fused whose W is the next action, unless BW would hold more than the two."""
-    return [work.fused(entry // 3) if paired else entry for entry, _, paired in _steps(work, order)]
+    head = [0] * work.size
+    found: list[int] = []
+    i, count = 0, len(order)
+    while i < count:
+        entry = order[i]
+        i += 1
+        lane = work.lane_of[entry]
+        k = head[lane]
+        head[lane] = k + 1
+        weight = lane + 1
+        if entry != lane:
+            head[weight] = k + 1
+        elif lane % 3 == 1 and i < count and order[i] == weight and head[weight] == k and work.shrinks[lane // 3][k]:
+            head[weight] = k + 1
+            entry = work.size + lane // 3
+            i += 1
+        found.append(entry)
+    return found
 
 
 def _steps(work: WorkTables, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
@@ -38,7 +55,7 @@ def _steps(work: WorkTables, order: Sequence[int]) -> Iterator[tuple[int, int, b
         if entry != lane:
             head[lane + 1] = k + 1
         paired = entry == lane and entry % 3 == 1 and behind == entry + 1 and head[behind] == k
-        paired = paired and work.moment[entry // 3][k] <= max(0.0, work.growth[entry][k])
+        paired = paired and work.shrinks[entry // 3][k]
         if not skip:
             yield entry, k, paired
         skip = paired
@@ -50,6 +67,8 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
 
     It is the fastest choice for this order: to divide a BW delays nothing, and lets its gradient leave earlier.
     """
+    if room == math.inf:
+        return [lane for entry in order for lane in _divided(work, entry)]
     growth, moment, lane_of, size = work.growth, work.moment, work.lane_of, work.size
     limit = room * (1 + 1e-9)
     head = [0] * size
@@ -87,6 +106,12 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
             alive = grown
             found.append(lane)
     return found
+
+
+def _divided(work: WorkTables, entry: int) -> tuple[int, ...]:
+    """The lanes of an entry."""
+    lane = work.lane_of[entry]
+    return (entry,) if entry == lane else (lane, lane + 1)
 
 
 def settled_all(

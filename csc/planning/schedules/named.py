@@ -142,10 +142,9 @@ def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
     """The order of one rank for at least 2 p - 1 microbatches: warm-up in three steps, steady turns of six, the end."""
     down, up = 3 * rank, 3 * (2 * p - 1 - rank)
     order = [down] * (2 * (p - rank) - 1) + [up, down] * rank + [up, up + 1, up + 2] * (p - rank)
-    while order.count(up) < count:
-        if order.count(down) < count:
-            order.append(down)
-        order += [down + 1, down + 2, up, up + 1, up + 2]
+    downs = order.count(down)
+    for turn in range(count - order.count(up)):
+        order += [down] * (downs + turn < count) + [down + 1, down + 2, up, up + 1, up + 2]
     order += [down + 1, up + 1] * rank + [down + 1, down + 2] * (p - rank)
     for lane in (up + 2, down + 2):
         order += [lane] * (count - order.count(lane))

@@ -163,6 +163,14 @@ class WorkTables:
         return self._rows("fused")
 
     @cached_property
+    def shrinks(self) -> list[list[bool]]:
+        """[stage][position]: whether BW takes no more bytes while it runs than B would leave behind."""
+        return [
+            [takes <= max(0.0, grows) for takes, grows in zip(row, self.growth[3 * s + 1])]
+            for s, row in enumerate(self.moment)
+        ]
+
+    @cached_property
     def feeds(self) -> list[tuple[Feed, ...]]:
         """[entry]: what its actions make possible. Slots number the directed pairs of ranks that exchange messages."""
         found: list[list[Feed]] = [[] for _ in range(3 * len(self.pipeline.stages))]
