@@ -24,6 +24,7 @@ from csc.errors import InputError
 from csc.planning import kind_bound
 from csc.planning.branches import branches, numbered, ramps
 from csc.planning.extension import EXACT
+from csc.planning.figures import check_figures
 from csc.planning.frontiers import least
 from csc.planning.pace import paced
 from csc.planning.problem import Problem
@@ -90,6 +91,7 @@ def lower_bound(problem: Problem) -> Bound:
     0.1 % below that. Raised, where that is higher, to what csc.planning.pace proves. InputError for more ranks than
     units.
     """
+    check_figures(problem)
     check_ranks(problem)
     if problem.kinds:
         seconds, stages = kind_bound.lower_bound(problem)
@@ -154,6 +156,7 @@ def shared_lower_bound(problem: Problem) -> Bound:
     ways on after a last action) / ranks; and, as of any k ranks + 1 units some rank has k + 1, the work of the k + 1
     least of the k ranks + 1 largest units, for every k. InputError for more ranks than units.
     """
+    check_figures(problem)
     check_ranks(problem)
     paths = ramps(problem)
     tables = segments(problem, branches(problem))

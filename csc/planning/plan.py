@@ -100,6 +100,7 @@ def plan(
     """
     check_figures(problem)
     check_asked(chunks, effort, limit)
+    problem = replace(problem, ranks=int(problem.ranks), microbatches=int(problem.microbatches))  # of NumPy, for one
 
     end = math.inf if limit is None else time.monotonic() + limit
 

@@ -23,6 +23,7 @@ from csc.ir.schedule import PARTS, WHOLE, Action, Message, Schedule
 from csc.simulation.jitter import Jitter, disturbed
 from csc.simulation.memory import changes, states
 from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline_figures import check_pipeline
 from csc.simulation.timeline import Curve, Event, Timeline, Transfer
 
 _REMEDY = "Check it with csc.ir.schedule_verifier against the program's stages and messages"
@@ -52,7 +53,8 @@ class _SimulatedRun(NamedTuple):
 def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, name: str | None = None) -> Timeline:
     """The timeline of `schedule`, named after it unless `name` is given. The same arguments give the same timeline.
 
-    ScheduleError if it deadlocks (the circle of waits) or has an action that the pipeline does not know.
+    ScheduleError if it deadlocks (the circle of waits) or has an action that the pipeline does not know. InputError for
+    times and sizes that are no finite numbers of at least 0.
     """
     run = _run(pipeline, schedule, jitter)
     placement = schedule.placement
@@ -92,7 +94,7 @@ def makespan(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
 
 
 def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _SimulatedRun:
-    _check_size(pipeline, schedule)
+    _check(pipeline, schedule)
     seconds = _seconds(pipeline, schedule)
     if jitter is not None:
         seconds = disturbed(jitter, seconds)
@@ -182,7 +184,8 @@ def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
     ]
 
 
-def _check_size(pipeline: Pipeline, schedule: Schedule) -> None:
+def _check(pipeline: Pipeline, schedule: Schedule) -> None:
+    check_pipeline(pipeline)
     loads = pipeline.loads
     for what, has, needs in (
         ("stages", len(pipeline.stages), 1 + max(schedule.placement, default=-1)),

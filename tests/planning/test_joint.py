@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +17,13 @@ from csc.planning.branches import branches
 from csc.planning.budget import Budget
 from csc.planning.coarse import lumped
 from csc.planning.partition import balance, candidates
+from csc.planning.partition_bound import lower_bound
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, pipeline
+from csc.planning.problem import Problem, RankKind, pipeline, unequal
 from csc.planning.schedules import SCHEDULES, placement
 from csc.planning.ways import partitions, spread
 from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network
+from csc.simulation.pipeline import Link, Network, RankNodes
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import chain, mllm, problem_of, problems
 from tests.planning.test_plan import check
@@ -125,6 +127,17 @@ BAD = [
     (lambda p: replace(p, microbatches=0), "cannot be 0 microbatches"),
     (lambda p: replace(p, ranks=math.nan), "cannot be nan ranks"),
     (lambda p: replace(p, ranks=-1), "cannot be -1 ranks"),
+    # These were planned with, or planned without an end.
+    (lambda p: replace(p, action=math.nan), "what the runtime takes for an action is nan"),
+    (lambda p: replace(p, handling=-1.0), "what it takes for an end of a message is -1"),
+    (lambda p: replace(p, units=(replace(p.units[0], gathered=math.nan), *p.units[1:])), "gathered bytes of u0 is nan"),
+    (lambda p: replace(p, gathering=Link(0.0, 0.0)), "seconds for a byte of the shards' gathers is inf"),
+    (lambda p: replace(p, values=(replace(p.values[0], readers=(9,)),)), r"from unit 0 to \[9\] of 4 units"),
+    (lambda p: replace(p, values=(replace(p.values[0], readers=(0,)),)), r"from unit 0 to \[0\], with gradients"),
+    (lambda p: replace(p, values=(replace(p.values[0], gradient=()),)), r"with gradients \[\]"),
+    (lambda p: replace(p, units=tuple(replace(u, forward=1e308) for u in p.units)), "more seconds than a float"),
+    (lambda p: replace(p, network=Network(places=(RankNodes((0,)),))), "places of 1 ranks, and there are 2"),
+    (lambda p: unequal(p, kinds(p, (None, 8.0))), "some kinds of ranks have a memory limit"),
 ]
 ASKED = [
     ({"chunks": 0}, "cannot be 0 stages on a rank"),
@@ -137,11 +150,25 @@ ASKED = [
 ]
 
 
+def kinds(problem: Problem, memories: tuple[float | None, ...]) -> list[RankKind]:
+    """A rank of each of these memories."""
+    seconds = tuple((u.forward, u.backward_input, u.backward_weight) for u in problem.units)
+    return [RankKind(f"kind {rank}", (rank,), seconds, memory) for rank, memory in enumerate(memories)]
+
+
 @pytest.mark.parametrize(("spoil", "sentence"), BAD)
 def test_numbers_that_are_none_are_refused_at_once(spoil, sentence: str) -> None:  # type: ignore[no-untyped-def]
     problem = problem_of(chain(range(4)), [(1.0, True)] * 4, 2, 2)
     with pytest.raises(InputError, match=sentence):
         plan(spoil(problem))
+    with pytest.raises(InputError, match=sentence):
+        lower_bound(spoil(problem))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    problem = problem_of(chain(range(4)), [(1.0, True)] * 4, 2, 2)
+    found = plan(replace(problem, ranks=np.int64(2), microbatches=np.int64(2)), effort=0.01)
+    assert found.makespan == plan(problem, effort=0.01).makespan
 
 
 @pytest.mark.parametrize(("asked", "sentence"), ASKED)

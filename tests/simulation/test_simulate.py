@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from graphlib import TopologicalSorter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.errors import ScheduleError
+from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Action, Schedule, parse
 from csc.ir.schedule_verifier import verify
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
@@ -280,6 +282,21 @@ def test_refuses_more_microbatches_than_the_pipeline_has() -> None:
     pipeline = replace(alike, loads=Loads.scaled(alike.stages, alike.messages, (1.0, 2.0)))
     assert makespan(pipeline, parse("rank 0: F 0 0 | F 0 1")) == 3.0
     refuse("rank 0: F 0 0 | F 0 2", pipeline, "it has 3 microbatches, the pipeline has 2")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stages": (StageWork(math.nan, 1.0),) * 2}, "the forward of stage 0 is nan"),
+        ({"stages": (StageWork(1.0, 1.0), StageWork(1.0, -1.0))}, "the backward input of stage 1 is -1.0"),
+        ({"messages": {("F", 0, 1): math.inf}}, "the size of message F 0>1 is inf"),
+        ({"network": Network(Link(0.0, 0.0))}, "the seconds for a byte within nodes is inf"),
+        ({"loads": Loads(((math.nan,),), ((),) * 2)}, "a feature of a microbatch is no finite number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        simulate(replace(uniform(2, 1.0, 1.0), **change), parse("rank 0: F 0 0"))
 
 
 def test_nothing_to_do_takes_no_time() -> None:

@@ -9,6 +9,7 @@ Terms: see work.py; saved, stashed and state as in csc.simulation.pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ def room(work: WorkTables, memory: Sequence[float] | float | None) -> list[float
         raise InputError(
             f"{len(limits)} memory limits for {work.ranks} ranks", "schedule", "Give one per rank, or one for all"
         )
+    if any(math.isnan(limit) for limit in limits):
+        raise InputError("a rank cannot work with nan bytes of memory", "schedule", "Give a number, or no limit")
     fixed, wanted = state(work), least(work)
     worst = max(range(work.ranks), key=lambda rank: wanted[rank] / limits[rank] if limits[rank] > 0 else float("inf"))
     if any(want > limit * (1 + 1e-9) for want, limit in zip(wanted, limits)):
