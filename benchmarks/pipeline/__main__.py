@@ -22,7 +22,7 @@ TOLD = 10  # lines of progress without a terminal
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description="Benchmark csc's pipelines.")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--quick", action="store_true", help="five cases, fewer runs: every figure, in minutes")
+    parser.add_argument("--quick", action="store_true", help="four cases, fewer runs: every figure, in minutes")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--processes", type=int, default=2, help="that plan and simulate (default: 2)")
     parser.add_argument("--configuration", action="append", help="only this configuration; may be repeated")
@@ -81,7 +81,7 @@ def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int,
     if "emulated" in parts:
         chosen = emulated_ranks.QUICK if quick else emulated_ranks.CASES
         known = {case: numbers(case.configuration, [case.hardware])[case.hardware, case.frozen] for case in chosen}
-        link, runs = emulated_ranks.measure(chosen, known, steps=2 if quick else 3, progress=progress)
+        link, runs = emulated_ranks.measure(chosen, known, steps=(2, 1) if quick else (3, 3), progress=progress)
         jobs = [{"kind": "gradients", "name": name} for name in TORCH]
         gradients = [job | answer for job, answer in zip(jobs, emulated_ranks.work(jobs, 4))]
         found["emulated"] = (link, runs, gradients)

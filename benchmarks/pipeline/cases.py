@@ -45,7 +45,6 @@ class Case:
 QUICK = (
     Case("VLM-S", "all trainable", 6, "a40"),
     Case("VLM-S", "encoder frozen", 6, "a40"),
-    Case("VLM-S", "projector only", 6, "a40"),
     Case("VALM-S", "projector only", 6, "a40"),
     Case("VLM-M", "encoder frozen", 6, "a40"),
 )

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.pipeline.baselines import AGNOSTIC, TEMPLATE
 from benchmarks.pipeline.baselines import EQUAL as LAYERS
-from benchmarks.pipeline.emulated_ranks import Measured
+from benchmarks.pipeline.emulated_ranks import DOUBLE, Measured
 from benchmarks.pipeline.memory import Held
 from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.real import Real
@@ -134,8 +134,8 @@ def _speedup(pair: Pair) -> str:
 
 def _emulated(runs: Sequence[Measured], link: Link) -> Table:
     table = _table(
-        "Emulated ranks over gloo: processes, messages and order are real, compute is a wait. "
-        f"Loopback: {1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.2f} GB/s",
+        f"Emulated ranks over gloo: compute is a wait. Loopback: {1e6 * link.latency:.0f} us, "
+        f"{link.bandwidth / 1e9:.2f} GB/s; ms: what the runtime takes for an action and for an end of a message",
         ["case", "run"],
         ["predicted s", "measured s", "error"],
     )
@@ -156,9 +156,16 @@ def _emulated(runs: Sequence[Measured], link: Link) -> Table:
             f"{each.measured:.3f}" if each.measured is not None else "-",
             f"{each.error:+.1%}" if each.error is not None else "-",
             " ".join(f"{seconds:.3f}" for seconds in each.steps),
-            each.note or (f"{gain:.3f} x over torch's best" if gain is not None else ""),
+            each.note or (f"{gain:.3f} x over torch's best" if gain is not None else _scale(each)),
         )
     return table
+
+
+def _scale(each: Measured) -> str:
+    """Beside the second run of a case, what holds for all of them."""
+    if each.run != DOUBLE or each.host is None:
+        return ""
+    return f"times x {each.stretch:.2g}, {1e3 * each.host.action:.2g} + {1e3 * each.host.handling:.2g} ms"
 
 
 def _gradients(found: Sequence[dict[str, Any]]) -> Table:

@@ -23,6 +23,7 @@ Means are geometric. In the summary
   peak_memory_error                     of ranks that compute, benchmarks.pipeline.memory
   published_error                       of what others measured, benchmarks.pipeline.published
   speedup_over_unaware                  equal memory, cases with something frozen; heavy: see cases.py
+  paced_error                           of csc's runs as emulated ranks, of the fastest step of each
   paced_speedup_over_torch              by case the fastest of torch's schedules with right gradients, over csc's plan
                                         within the memory of the frozen-agnostic 1F1B, both measured
 """

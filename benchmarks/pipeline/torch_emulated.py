@@ -4,14 +4,14 @@ A stage is a module of autograd functions: F waits in forward, B and W in the ba
 schedule that splits the backward finds the weights' gradients on a path of their own. Outputs have the size of the
 pipeline's message. A stage that nothing upstream of it and nothing in it trains makes outputs that need no gradient.
 
-    prepare(name, pipeline, microbatches, rank, ranks) -> step: () -> [(start, end)]     the waits of this rank
+    prepare(name, pipeline, microbatches, rank, ranks) -> step: factor -> [(start, end)]     the waits of this rank
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,22 +90,29 @@ class _Stage(nn.Module):
         return _Join.apply(y, _Weight.apply(self.weight, self.wait, stage.backward_weight))
 
 
-def _waiting(spans: list[Span], late: float, seconds: float) -> None:
-    start = time.perf_counter()
-    slept(seconds, late)
-    spans.append((start, time.perf_counter()))
+@dataclass
+class _Waits:
+    """What a rank waited in a step. late: as of csc.runtime.emulated.wait; factor: that all waits are multiplied by."""
+
+    late: float
+    factor: float = 1.0
+    spans: list[Span] = field(default_factory=list)
+
+    def __call__(self, seconds: float) -> None:
+        start = time.perf_counter()
+        slept(seconds * self.factor, self.late)
+        self.spans.append((start, time.perf_counter()))
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def prepare(name: str, pipeline: Pipeline, microbatches: int, rank: int, ranks: int) -> Callable[[], list[Span]]:
+def prepare(name: str, pipeline: Pipeline, microbatches: int, rank: int, ranks: int) -> Callable[[float], list[Span]]:
     """Set this rank's stages up in the default process group; each call of what is returned runs one step."""
     kind = TORCH[name]
-    spans: list[Span] = []
     where = placement(name, ranks)
-    wait = partial(_waiting, spans, oversleep())
+    wait = _Waits(oversleep())
     stages = [
         pipelining.PipelineStage(_Stage(pipeline, s, wait), s, len(where), torch.device("cpu"))
         for s in range(len(where))
@@ -116,9 +123,9 @@ def prepare(name: str, pipeline: Pipeline, microbatches: int, rank: int, ranks: 
     arguments = (torch.zeros(microbatches, 1),) if any(stage.is_first for stage in stages) else ()
     target = torch.zeros(microbatches, 1) if any(stage.is_last for stage in stages) else None
 
-    def step() -> list[Span]:
-        spans.clear()
+    def step(factor: float) -> list[Span]:
+        wait.factor, wait.spans = factor, []
         schedule.step(*arguments, target=target)
-        return list(spans)
+        return wait.spans
 
     return step

@@ -34,6 +34,7 @@ from csc.simulation.pipeline_file import from_json
 
 TIMEOUT = timedelta(seconds=120)
 CPU = torch.device("cpu")
+FIRST = 0.1  # of their time, that waits take in a first step
 
 
 def main() -> None:
@@ -66,8 +67,8 @@ def _csc(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     program = emulated(from_json(job["pipeline"]), parse(job["schedule"]))
     transport = Distributed(program.program, CPU, TIMEOUT.total_seconds())
 
-    def step() -> list[Span]:
-        (traces,) = run(program, transport)
+    def step(factor: float) -> list[Span]:
+        (traces,) = run(program, transport, factor=factor)
         return [(timed.start, timed.end) for timed in traces[rank] if timed.action.computes]
 
     return _steps(step, job["steps"], ranks)
@@ -79,14 +80,16 @@ def _torch(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return _steps(prepare(job["name"], pipeline, job["microbatches"], rank, ranks), job["steps"], ranks)
 
 
-def _steps(step: Callable[[], list[Span]], count: int, ranks: int) -> dict[str, Any]:
-    """Seconds from the first start of a compute on any rank to the last end, by step. One more step comes first and is
-    not counted. The clock is one for all processes of a machine.
+def _steps(step: Callable[[float], list[Span]], count: int, ranks: int) -> dict[str, Any]:
+    """Seconds from the first start of a compute on any rank to the last end, by step. One more step comes first, with
+    short waits, and is not counted. The clock is one for all processes of a machine.
+
+    step(factor): with all waits multiplied by it.
     """
     makespans, busy = [], []
-    for _ in range(count + 1):
+    for factor in (FIRST, *[1.0] * count):
         dist.barrier()
-        spans = step()
+        spans = step(factor)
         ends = torch.tensor(
             [min(start for start, _ in spans), max(end for _, end in spans), sum(end - start for start, end in spans)],
             dtype=torch.float64,
@@ -113,14 +116,20 @@ def _gradients(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 
 def _host(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """What csc's runtime takes for an action and for an end of a message: the median of the ranks."""
-    program = host_time.calibration(ranks, job["size"])
-    steps = run(program, Distributed(program.program, torch.device("cpu"), TIMEOUT.total_seconds()), host_time.STEPS)
-    own = torch.tensor(host_time.taken(program, [traces[rank] for traces in steps]), dtype=torch.float64)
+    """What csc's runtime takes for an action and for an end of a message, and what of that and of all else the process
+    computes, of a processor, for each of these: the median of the ranks.
+    """
+    program = host_time.calibration(ranks, job["size"], job["wait"])
+    transport = Distributed(program.program, CPU, TIMEOUT.total_seconds())
+    first = run(program, transport)
+    start = time.process_time()
+    steps = run(program, transport, host_time.STEPS - 1)
+    processor = (time.process_time() - start) / sum(len(traces[rank]) for traces in steps)
+    taken = host_time.taken(program, [traces[rank] for traces in [*first, *steps]])
+    own = torch.tensor([*taken, processor], dtype=torch.float64)
     rows = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(rows, own)
-    action, handling = torch.stack(rows).median(dim=0).values.tolist()
-    return {"action": action, "handling": handling}
+    return dict(zip(("action", "handling", "processor"), torch.stack(rows).median(dim=0).values.tolist()))
 
 
 KINDS = {"csc": _csc, "host": _host, "torch": _torch, "link": _link, "gradients": _gradients}

@@ -29,7 +29,7 @@ from benchmarks.pipeline.baselines import (
     torch_baseline,
 )
 from benchmarks.pipeline.cases import Case, Numbers, cases, of_case
-from benchmarks.pipeline.emulated_ranks import DOUBLE, Measured, stretched, work
+from benchmarks.pipeline.emulated_ranks import BUSY, DOUBLE, TARGET, Measured, seconds_of, stretched, work
 from benchmarks.pipeline.emulated_ranks import EQUAL as CSC
 from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.published import error
@@ -315,7 +315,7 @@ def test_pairs_keep_to_the_activations_of_the_baseline() -> None:
 
 
 @pytest.mark.gloo
-def test_paced_processes_of_both_runtimes() -> None:
+def test_emulated_processes_of_both_runtimes() -> None:
     pipe = Pipeline(
         (StageWork(0.004, has_b=False, has_w=False), StageWork(0.002, 0.002, 0.002)),
         {("F", 0, 1): 400.0},
@@ -332,9 +332,11 @@ def test_paced_processes_of_both_runtimes() -> None:
         "steps": 1,
     }
     names = ["torch interleaved 1F1B", "torch ZB-V"]
-    answers = work([own, failing, *(theirs | {"name": name} for name in names), {"kind": "link"}], 2)
+    host = {"kind": "host", "size": 1000.0, "wait": 1e-4}
+    answers = work([own, failing, *(theirs | {"name": name} for name in names), {"kind": "link"}, host], 2)
     expected = makespan(pipe, schedule)
     assert len(answers[0]["makespans"]) == 2
+    assert all(0 < answers[-1][what] < 0.1 for what in ("action", "handling", "processor"))
     assert all(seconds >= expected for seconds in answers[0]["makespans"])
     assert answers[0]["busy"] == [pytest.approx(b, abs=0.1) for b in (0.016, 0.024)]
     assert "multiple of the number of rounds" in answers[1]["error"]
@@ -353,6 +355,15 @@ def test_torch_misses_the_gradients_that_it_is_said_to_miss() -> None:
     for (name, kind), answer in zip(TORCH.items(), work([{"kind": "gradients", "name": n} for n in TORCH], ranks)):
         assert answer["missing"] == without_gradients(name, line(ranks * kind.chunks, FROZEN)), name
         assert not answer["wrong"]
+
+
+def test_emulated_steps_leave_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for a core are late, whatever the simulator says."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    few, many = (SCHEDULES["1f1b"](line(4, 1, (1.0, 1.0, 1.0)), (0, 1, 2, 3), count) for count in (8, 800))
+    assert seconds_of([few], 3e-4) == TARGET
+    computed = 3e-4 * sum(map(len, many.ranks))
+    assert seconds_of([few, many], 3e-4) == pytest.approx(computed / 2 / BUSY) and computed / 2 > TARGET * BUSY
 
 
 def test_stretched_messages_take_their_planned_time() -> None:
