@@ -11,6 +11,7 @@ Terms
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, replace
 
@@ -113,6 +114,7 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
             divided = divide(asked)
             sums[name] += max(map(step.seconds_of, divided))
             took[name] = max(max(peaks(step.work(one), step.orders)) for one in divided) / held
+        gc.freeze()  # as a loader's workers do
         start = time.process_time()
         own = assign(step, [max(ROOM, took["LPT"]) * held] * ranks)
         decisions.append(time.process_time() - start)

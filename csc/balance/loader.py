@@ -6,14 +6,17 @@ for batch in BalancedLoader(...):           made by csc.balanced
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from csc.balance.decision import Decider
 from csc.balance.delivery import Delivery, Failed, Ticket
 from csc.balance.order import EpochOrder, steps_of
 from csc.driver.compiled import CompiledModel
@@ -60,9 +63,14 @@ class BalancedLoader:
         return self._batch_size
 
     @property
+    def decider(self) -> Decider:
+        """What divides its steps."""
+        return self._delivery.decider
+
+    @property
     def sizes(self) -> list[Size]:
         """Of microbatches that steps keep to: units of each kind, rows, width."""
-        return self._delivery.decider.sizes
+        return self.decider.sizes
 
     def compile_ahead(self, compiled: CompiledModel) -> int:
         """Make the programs of all known sizes (`sizes`) before the first step, so that no step waits for one of them.
@@ -106,7 +114,10 @@ class BalancedLoader:
         """The steps that are left. _WorkerLost if a worker ended by itself."""
         tickets = [Ticket(self._epoch, k, tuple(steps[k])) for k in range(self._step, len(steps))]
         steps_: Any = self._delivery
-        loader = DataLoader(steps_, batch_size=None, sampler=tickets, collate_fn=_as_it_is, **self._options)
+        options = dict(self._options)
+        if options.get("num_workers"):
+            options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+        loader = DataLoader(steps_, batch_size=None, sampler=tickets, collate_fn=_as_it_is, **options)
         source = unattended_workers(iter(loader))
         while True:
             try:
@@ -183,7 +194,7 @@ class BalancedLoader:
         self._samples = order if order else None
 
     def _made_of(self) -> dict[str, Any]:
-        lengths = self._delivery.decider.lengths
+        lengths = self.decider.lengths
         return {
             "samples": len(lengths), "batch_size": self._batch_size, "drop_last": self._drop_last,
             "seed": self._order.seed, "lengths": digest(lengths.tokens.tobytes().hex()) & 0xFFFFFFFF,
@@ -210,6 +221,15 @@ class _Tickets:
 
     def set_epoch(self, epoch: int) -> None:
         self._loader.set_epoch(epoch)
+
+
+def _begin_worker(own: Callable[[int], None] | None, number: int) -> None:
+    """own: what the user wants done first. A worker has all objects of the process that trains, and never frees one: to
+    look through them for garbage took longer than several decisions.
+    """
+    gc.freeze()
+    if own is not None:
+        own(number)
 
 
 def _as_it_is(found: Any) -> Any:

@@ -22,8 +22,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from csc.ir.schedule import PARTS, Message
+
+Floats = npt.NDArray[np.float64]
 
 FIGURES = ("forward", "backward_input", "backward_weight", "saved", "stashed", "fused")  # that microbatches change
 
@@ -141,13 +144,21 @@ class Loads:
         who compares many assignments asks for seconds alone.
         """
         if figure not in self._tables:
-            self._tables[figure] = self._rows([[getattr(one, figure) for one in rates] for rates in self.stages])
+            self._tables[figure] = self.array(figure).tolist()
         return self._tables[figure]
+
+    def array(self, figure: str) -> Floats:
+        """The same as an array."""
+        return self._rows([[getattr(one, figure) for one in rates] for rates in self.stages])
 
     @cached_property
     def sizes(self) -> dict[Message, list[float]]:
         """Bytes of each channel by microbatch."""
-        return dict(zip(self.messages, self._rows(list(self.messages.values()))))
+        return dict(zip(self.messages, self.sent(list(self.messages)).tolist()))
+
+    def sent(self, channels: Sequence[Message]) -> Floats:
+        """Bytes of these channels by microbatch."""
+        return self._rows([self.messages[channel] for channel in channels])
 
     @cached_property
     def work(self) -> list[float]:
@@ -155,13 +166,12 @@ class Loads:
         rows = [row for name in FIGURES[:3] for row in self.table(name)]
         return [sum(row[m] for row in rows) for m in range(len(self.features))]
 
-    def _rows(self, rates: Sequence[Sequence[float]]) -> list[list[float]]:
+    def _rows(self, rates: Sequence[Sequence[float]]) -> Floats:
         """[row][microbatch] of [row][feature]."""
         table = np.zeros((len(rates), len(self.features)))
         for own, counts in zip(np.array(rates, dtype=np.float64).T, np.array(self.features, dtype=np.float64).T):
             table += own[:, None] * counts
-        found: list[list[float]] = np.maximum(table, 0.0).tolist()
-        return found
+        return np.maximum(table, 0.0)
 
 
 @dataclass(frozen=True)

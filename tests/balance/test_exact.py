@@ -89,7 +89,7 @@ def test_samples_packed_in_one_row_see_themselves_alone(mesh: str, caplog: pytes
     example = [in_one_row(dataset[:3], 160), in_one_row(dataset[3:6], 160)] * replicas
     compiled = csc.compile(packed.llama(), mesh=mesh, example=example, microbatches=2, schedule="1f1b")
     loader = csc.balanced(
-        dataset, compiled, lengths=lambda i: len(dataset[i]), batch_size=8, collate=in_one_row, multiple=16
+        dataset, compiled, lengths=lambda i: len(dataset[i]), batch_size=8, collate=in_one_row, multiple=32
     )
     with caplog.at_level(logging.INFO, "csc"):
         assert loader.compile_ahead(compiled) == len(loader.sizes) > 1

@@ -1,46 +1,55 @@
 """An assignment brought to sizes that have programs already: samples change places until every microbatch has one.
 
-    settled(groups, layout, shares) -> groups of one replica       the same if all sizes are known, or none can be met
+    settled(step, groups, fits) -> groups of one replica       the same if all sizes are known, or none can be met
 
 A microbatch of an unknown size gives a sample to another one, takes one, or swaps two; of all changes that leave both
-with known sizes the one that moves the least load is made. A compilation takes seconds, a sample that is a little
-larger microseconds.
+with known sizes those that move the least load are timed, and the fastest is made, unless the step becomes much longer
+for it: a program is compiled once, and a step that is longer is paid for every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from csc.planning.assign.layout import BatchLayout, Floats
+from csc.planning.assign.step import SampleCosts
 
 Lists = list[list[int]]
-DEAR = (0.3, 0.8)  # of a microbatch's load: more is not moved; a program is compiled once, load is paid every step
-MOST = 64  # changes of which it is asked whether they fit
+DEAR = (0.3, 0.8)  # of a microbatch's load: more is not moved
+NEAR = 12  # microbatches that it is tried with: those of the nearest load
+LONGER = 0.01  # by how much of itself a step may become longer for each known size
 
 
-def settled(
-    groups: Sequence[Sequence[int]], layout: BatchLayout, shares: Floats, fits: Callable[[Lists], bool]
-) -> Lists:
-    """shares: [sample][rank], what a sample takes of each rank's work; fits: whether the groups' activations do."""
+def settled(step: SampleCosts, groups: Sequence[Sequence[int]], fits: Callable[[Lists], bool]) -> Lists:
+    """fits: whether the groups' activations do."""
+    layout = step.layout
+    assert layout is not None
     found = [list(group) for group in groups]
-    left = MOST
     for dear in DEAR if layout.known else ():
-        for place in range(len(found)):
-            if layout.knows(layout.size(found[place])):
+        for place in [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]:
+            if layout.knows(layout.size(found[place])):  # it took part in another's change
                 continue
-            for other in _partners(found, place, shares):
-                change = _least_change(found[place], found[other], layout, shares, dear)
-                if change is None or not left:
-                    continue
-                left -= 1
-                tried = list(found)
-                tried[place], tried[other] = change
-                if fits(tried):
-                    found = tried
+            ways = list(_ways(found, place, layout, step.shares, dear))
+            now, *seconds = step.seconds_of_ways([found, *ways])
+            for took, way in sorted(zip(seconds, ways), key=lambda one: one[0]):
+                if took > now * (1 + LONGER):
+                    break
+                if fits(way):
+                    found = way
                     break
     return found
+
+
+def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, dear: float) -> Iterator[Lists]:
+    """With each of the other microbatches the change that moves the least load."""
+    for other in _partners(found, place, shares)[:NEAR]:
+        change = _least_change(found[place], found[other], layout, shares, dear)
+        if change is not None:
+            way = list(found)
+            way[place], way[other] = change
+            yield way
 
 
 def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:

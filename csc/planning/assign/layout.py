@@ -25,12 +25,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Kind = tuple[int, ...]  # units of each kind, then rows
 Size = tuple[int, ...]  # and the width
+STEPS = 2  # multiples by which a microbatch is made wider, where that is more than the slack
 
 
 @dataclass(frozen=True)
 class BatchLayout:
     """lengths: of each sample; units: [sample][kind]. multiple: widths are multiples of it. known: by kind the widths
-    that have programs, ascending: a microbatch is made as wide as one of them if that adds at most `slack` of it.
+    that have programs, ascending: a microbatch is made as wide as one of them if that adds at most `slack` of it, or
+    STEPS multiples; none with a slack of 0.
     """
 
     lengths: Floats
@@ -38,7 +40,7 @@ class BatchLayout:
     packed: bool
     multiple: int = 1
     known: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
-    slack: float = 0.25
+    slack: float = 0.05
 
     @cached_property
     def samples(self) -> Floats:
@@ -70,7 +72,7 @@ class BatchLayout:
     def _width(self, kind: Kind, least: float) -> float:
         """A known width of the kind that is little more, else the least."""
         for width in self.known.get(kind, ()):
-            if least <= width <= least * (1 + self.slack):
+            if least <= width <= least + max(self.slack * least, STEPS * self.multiple * (self.slack > 0)):
                 return width
         return least
 

@@ -14,9 +14,8 @@ every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -28,14 +27,12 @@ from csc.planning.assign.polish import polished
 from csc.planning.assign.runs import SampleRuns
 from csc.planning.assign.step import Groups, SampleCosts
 from csc.planning.schedules.activations import reserve
-from csc.planning.schedules.timing import makespan, peaks
 
 MOVES = 24  # a move takes as long as a candidate of the portfolio
 SIZE = 128  # microbatches times stages from which on there are fewer, so that a decision takes no longer
 PARTS = (0.05, 0.2, 0.5)  # of the others' size, for the first microbatch
 LENGTHS = (1, 2, 4, 6)  # of a ramp, in p - 1
 Figures = tuple[float, float]  # by how many bytes the room is exceeded, seconds
-Cost = Callable[[Groups, Figures | None], Figures]  # the figures to be beaten: of what does not, bytes are left out
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,27 @@ class Assignment:
     groups: tuple[tuple[tuple[int, ...], ...], ...]
     seconds: float
     peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of ways to fill a replica's microbatches. room: bytes by rank; None: no limit."""
+
+    step: SampleCosts
+    room: Sequence[float] | None
+
+    def cost(self, groups: Groups, least: Figures | None) -> Figures:
+        """least: what is to be beaten; of what does not, bytes are left out."""
+        return self.figures(groups, self.step.seconds_of(self.step.features(groups)), least)
+
+    def figures(self, groups: Groups, seconds: float, least: Figures | None) -> Figures:
+        """The same of groups that take so many seconds."""
+        if self.room is None:
+            return 0.0, seconds
+        if least is not None and not least[0] and seconds > least[1]:
+            return math.inf, seconds
+        taken = self.step.activations(self.step.features(groups))
+        return max(0.0, *(peak - limit for peak, limit in zip(taken, self.room))), seconds
 
 
 def assign(
@@ -65,10 +83,9 @@ def assign(
     if room is not None:
         _check_alone(step, room, numbers or range(len(step.samples)))
     of_replica = _replicas(step)
-    found = []
+    found, score = [], Score(step, room)
     for own in of_replica:
-        cost = partial(_cost, step, room)
-        found.append(polished(_best(step, own, cost), moves * SIZE // max(SIZE, _size(step)), cost))
+        found.append(polished(_best(score, own), moves * SIZE // max(SIZE, _size(step)), score.cost))
     taken = step.peaks(found)
     if room is not None and any(peak > limit for peak, limit in zip(taken, room)):
         raise InputError(
@@ -107,8 +124,9 @@ def _replicas(step: SampleCosts) -> list[list[int]]:
     return found
 
 
-def _best(step: SampleCosts, own: Sequence[int], cost: Cost) -> list[list[int]]:
+def _best(score: Score, own: Sequence[int]) -> list[list[int]]:
     """The fastest filling of a replica's microbatches: with equal targets, then with a ramp, then with a drain too."""
+    step = score.step
     loads = step.shares[list(own)]
 
     def by_load(ways: Sequence[Floats]) -> list[list[list[int]]]:
@@ -123,12 +141,12 @@ def _best(step: SampleCosts, own: Sequence[int], cost: Cost) -> list[list[int]]:
     if step.layout is not None and not step.layout.packed:
         runs = SampleRuns(step, own)
         kinds.append(by_length)
-    level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: cost(one[0], None))
-    best, targets = _first(cost, [(level, equal), (_smallest_outside(level, step), equal)])
+    level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: score.cost(one[0], None))
+    best, targets = _first(score, [(level, equal), (_smallest_outside(level, step), equal)])
     ramps = list(_ramps(count, len(step.orders)))
-    best, targets = _first(cost, [(best, targets), *zip(filling(ramps), ramps)] if ramps else [(best, targets)])
+    best, targets = _first(score, [(best, targets), *zip(filling(ramps), ramps)] if ramps else [(best, targets)])
     drains = [np.minimum(targets, one[::-1]) for one in ramps]
-    best, _ = _first(cost, [(best, targets), *zip(filling(drains), drains)] if drains else [(best, targets)])
+    best, _ = _first(score, [(best, targets), *zip(filling(drains), drains)] if drains else [(best, targets)])
     return best
 
 
@@ -150,14 +168,17 @@ def with_known_sizes(step: SampleCosts, found: Assignment, room: Sequence[float]
     def fits(groups: Groups) -> bool:
         return room is None or all(peak <= limit for peak, limit in zip(step.peaks([groups]), room))
 
-    return _assignment(step, [settled(own, layout, step.shares, fits) for own in found.groups])
+    return _assignment(step, [settled(step, own, fits) for own in found.groups])
 
 
-def _first(cost: Cost, ways: Sequence[tuple[list[list[int]], Floats]]) -> tuple[list[list[int]], Floats]:
+def _first(
+    score: Score, ways: Sequence[tuple[list[list[int]], Floats]]
+) -> tuple[list[list[int]], Floats]:  # fmt: skip
     """The way that costs the least, the first of equal ones."""
-    best, least = ways[0], cost(ways[0][0], None)
-    for way in ways[1:]:
-        figures = cost(way[0], least)
+    seconds = score.step.seconds_of_ways([groups for groups, _ in ways])
+    best, least = ways[0], score.figures(ways[0][0], seconds[0], None)
+    for way, took in zip(ways[1:], seconds[1:]):
+        figures = score.figures(way[0], took, least)
         if figures < least:
             best, least = way, figures
     return best
@@ -179,16 +200,6 @@ def _smallest_outside(groups: list[list[int]], step: SampleCosts) -> list[list[i
     ascending = sorted(groups, key=lambda group: float(step.shares[group].sum()))
     ranks = len(step.orders)
     return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
-
-
-def _cost(step: SampleCosts, room: Sequence[float] | None, groups: Groups, least: Figures | None) -> Figures:
-    work = step.work(step.features(groups))
-    seconds = makespan(work, step.orders)
-    if room is None:
-        return 0.0, seconds
-    if least is not None and not least[0] and seconds > least[1]:
-        return math.inf, seconds
-    return max(0.0, *(peak - limit for peak, limit in zip(peaks(work, step.orders), room))), seconds
 
 
 def _check_alone(step: SampleCosts, room: Sequence[float], numbers: Sequence[int]) -> None:

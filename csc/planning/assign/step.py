@@ -20,11 +20,13 @@ from functools import cached_property
 import numpy as np
 
 from csc.planning.assign.layout import BatchLayout, Floats
-from csc.planning.schedules.timing import makespan, peaks
+from csc.planning.schedules.fixed_orders import FixedOrders
+from csc.planning.schedules.timing import makespan
 from csc.planning.schedules.work import WorkTables
 from csc.simulation.pipeline import FIGURES, Loads, Pipeline
 
 Groups = Sequence[Sequence[int]]
+FEW = 4  # ways that are timed one by one
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,53 @@ class SampleCosts:
         """Seconds of a replica whose microbatches have these features."""
         return makespan(self.work(features), self.orders)
 
+    def seconds_of_ways(self, ways: Sequence[Groups]) -> list[float]:
+        """What `seconds_of` says of each of these ways to fill a replica's microbatches, all in one walk over the
+        orders: for more than a few that takes a fraction of the time.
+        """
+        if len(ways) < FEW:
+            return [self.seconds_of(self.features(groups)) for groups in ways]
+        counts = [self.features(groups) for groups in ways]
+        each = self._loads(counts)
+        three = [self._by_position(each.array(figure), len(ways)) for figure in FIGURES[:3]]
+        lanes = np.stack(three, axis=1).reshape(-1, self.microbatches, len(ways))
+        seconds = np.concatenate([lanes, three[1] + three[2]])
+        return self.fixed_orders.makespans(seconds, self.wires(counts)).tolist()
+
+    def wires(self, ways: Sequence[Floats]) -> Floats:
+        """[channel in its order][position][way]: seconds of messages on the wire, of microbatches of these features."""
+        channels = sorted(self.pipeline.messages)
+        ends = [(self.placement[source], self.placement[end]) for _, source, end in channels]
+        speeds = np.array([self.pipeline.network.link(*pair).bandwidth for pair in ends])
+        return self._by_position(self._loads(ways).sent(channels), len(ways)) / speeds[:, None, None]
+
+    def _loads(self, ways: Sequence[Floats]) -> Loads:
+        """Of the microbatches of all ways, one behind the other."""
+        loads = self.pipeline.loads
+        assert loads is not None
+        return Loads(tuple(map(tuple, np.concatenate(ways).tolist())), loads.stages, loads.messages)
+
+    def _by_position(self, rows: Floats, ways: int) -> Floats:
+        return rows.reshape(-1, ways, self.microbatches).transpose(0, 2, 1)
+
+    @cached_property
+    def fixed_orders(self) -> FixedOrders:
+        """The orders, to be timed for many microbatches."""
+        ones = np.ones((self.microbatches, self.samples.shape[1] + 1))
+        return FixedOrders(self.work(ones), self.orders)
+
+    def activations(self, features: Floats) -> list[float]:
+        """By rank the most bytes of activations of a replica whose microbatches have these features."""
+        work = self.work(features)
+        return self.fixed_orders.peaks(np.array(work.growth), np.array(work.moment))
+
     def seconds(self, replicas: Sequence[Groups]) -> list[float]:
         """Of each replica."""
         return [self.seconds_of(self.features(groups)) for groups in replicas]
 
     def peaks(self, replicas: Sequence[Groups]) -> list[float]:
         """For each rank the most bytes of activations, of any replica."""
-        each = [peaks(self.work(self.features(groups)), self.orders) for groups in replicas]
+        each = [self.activations(self.features(groups)) for groups in replicas]
         return [max(rank) for rank in zip(*each)]
 
     @cached_property

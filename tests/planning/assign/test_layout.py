@@ -40,10 +40,10 @@ def test_features_are_those_of_the_rows(packed: bool) -> None:
 
 
 def test_a_known_width_is_taken_if_it_adds_little() -> None:
-    layout = BatchLayout(LENGTHS, UNITS, True, 8, known=widths_of([(2, 1, 28)]))
+    layout = BatchLayout(LENGTHS, UNITS, True, 8, known=widths_of([(2, 1, 28)]), slack=0.25)
     assert layout.size([0, 3]) == (2, 1, 28)  # 24 would do
     assert layout.features([[0, 3]])[0, -2] == 28
-    assert replace(layout, slack=0.1).size([0, 3]) == (2, 1, 24)
+    assert replace(layout, slack=0.0).size([0, 3]) == (2, 1, 24)
     assert layout.size([0, 5]) == (3, 1, 24)  # of another kind nothing is known
 
 
@@ -76,9 +76,17 @@ def test_neighbours_in_length_share_padded_rows() -> None:
 
 def test_samples_change_places_until_sizes_are_known() -> None:
     lengths = np.array([10.0, 20.0, 30.0, 40.0])
-    layout = BatchLayout(lengths, np.zeros((4, 0)), True, 10, known={(1,): (50,)}, slack=0.0)
-    shares = (lengths / lengths.sum())[:, None]
-    found = settled([[0, 1], [2, 3]], layout, shares, lambda groups: True)
+    layout = BatchLayout(lengths, np.zeros((4, 1)), True, 10, known={(0, 1): (50,)}, slack=0.0)
+    found = settled(step(layout, 1, 2), [[0, 1], [2, 3]], lambda groups: True)
     assert sorted(map(sorted, found)) == [[0, 3], [1, 2]] or sorted(map(len, found)) == [1, 3]
-    assert {layout.size(group) for group in found} == {(1, 50)}
-    assert settled([[0, 1], [2, 3]], layout, shares, lambda groups: False) == [[0, 1], [2, 3]]
+    assert {layout.size(group) for group in found} == {(0, 1, 50)}
+    assert settled(step(layout, 1, 2), [[0, 1], [2, 3]], lambda groups: False) == [[0, 1], [2, 3]]
+
+
+def test_a_known_size_is_not_bought_with_a_longer_step() -> None:
+    lengths = np.array([1000.0, 2000.0, 3000.0, 4000.0])
+    layout = BatchLayout(lengths, np.zeros((4, 1)), True, 1000, known={(0, 1): (2000, 3000, 7000, 8000)}, slack=0.0)
+    equal = [[0, 3], [1, 2]]
+    asked = step(layout, 1, 2)
+    longer = asked.seconds_of_ways([[[0, 1], [2, 3]]])[0] / asked.seconds_of_ways([equal])[0]
+    assert longer > 1.05 and settled(asked, equal, lambda groups: True) == equal
