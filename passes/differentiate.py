@@ -22,6 +22,7 @@ from csc.ir.strides import overlaps
 from csc.torch_private.traces import fx_traceback, make_fx
 
 Layout = tuple[int, ...]  # strides
+FOUND = ("joint", "activation_gradients", "parameter_gradients")  # by tracing, of a template
 
 
 def differentiate(program: Program, options: Options) -> Program:
@@ -34,6 +35,7 @@ def differentiate(program: Program, options: Options) -> Program:
     After     joint(hidden_states, mask, w, d_out) -> out, d_hidden_states, d_w
     """
     layouts: dict[str, Layout] = {}  # of the gradient of each value, as the last region to touch it leaves it
+    joints = dict(program.joints.templates) if program.joints is not None else {}
     templates: dict[str, Template] = {}
     names: dict[Any, str] = {}
     final: list[Region] = []
@@ -45,15 +47,31 @@ def differentiate(program: Program, options: Options) -> Program:
         key = (template.name, incoming)
         if key not in names:
             names[key] = unique(template.name, templates)
-            traced = joint_of(template, program.fake_mode, layouts=incoming)
-            templates[names[key]] = replace(traced, name=names[key])
+            known = _decides(template, incoming)
+            if known not in joints:
+                joints[known] = joint_of(template, program.fake_mode, layouts=incoming)
+            found = {name: getattr(joints[known], name) for name in FOUND}
+            templates[names[key]] = replace(template, name=names[key], **found)
         gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
         for value, gradient in zip(region.activations, gradients):
             if gradient is not None:
                 layouts[value] = tuple(gradient.meta["val"].stride())
         final.append(replace(region, template=names[key]))
     order = dict.fromkeys(region.template for region in final[::-1])
-    return replace(program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order})
+    return replace(
+        program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order},
+        joints=replace(program.joints, templates=joints) if program.joints is not None else None,
+    )  # fmt: skip
+
+
+def _decides(template: Template, incoming: Sequence[Layout | None]) -> str:
+    """All that decides a joint graph: the forward graph in its sizes, with its names and lines, and what gradients are
+    asked for and come in.
+    """
+    told = [(node.name, node.meta.get("source"), node.meta.get("module")) for node in template.graph.nodes]
+    forward = g.canonical(template.graph, lambda node: node.meta["role"])
+    of = (template.activations, template.outputs, template.differentiable, template.inexact, template.threaded)
+    return g.digest(forward, told, of, len(template.parameters), incoming)
 
 
 def joint_of(

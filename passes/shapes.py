@@ -16,6 +16,7 @@ from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
+from csc.ir.joints import Joints
 from csc.ir.program import Input, Options, Program
 from csc.ir.rewrite import add_call
 from csc.torch_private.traces import FakeTensorMode, without_messages
@@ -33,9 +34,10 @@ def shapes(program: Program, options: Options) -> Program:
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    joints = program.joints or Joints(FakeTensorMode(allow_non_fake_inputs=True))
     with without_messages():
-        return replace(program, graph=_lowered(program, mode), fake_mode=mode, symbolic=program.graph)
+        graph = _lowered(program, joints.mode)
+    return replace(program, graph=graph, fake_mode=joints.mode, symbolic=program.graph, joints=joints)
 
 
 def _lowered(program: Program, mode: FakeTensorMode) -> fx.Graph:

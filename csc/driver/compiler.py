@@ -32,6 +32,7 @@ from csc.capture.trace.held_tensors import refuse_tensors
 from csc.codegen.write import write
 from csc.errors import CscError, InputError
 from csc.ir.groups import Group
+from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
 from csc.passes.loss import check_combination
@@ -64,6 +65,7 @@ class Compiler:
     captures: dict[str, Program] = field(default_factory=dict)  # by the names of their guards
     restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
+    joints: dict[str, Joints | None] = field(default_factory=dict)  # by the capture that they are of
     guards: Guards = field(default_factory=Guards)
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
@@ -144,7 +146,9 @@ class Compiler:
         match, captured = self._captured(microbatch, progress, whole)
         tensors, _ = split_batch(match.batch)
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
-        history = run([with_sizes_of(captured, tensors)], TRACING, alone, progress)
+        sized = replace(with_sizes_of(captured, tensors), joints=self.joints.get(name_of(captured)))
+        history = run([sized], TRACING, alone, progress)
+        self.joints[name_of(captured)] = history[-1].joints
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         from_cache = any(captured is one for one in self.restored.values())
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from csc.ir.capture_guards import CaptureGuards
+from csc.ir.joints import Joints
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
 
@@ -125,9 +126,8 @@ class Template:
 
 @dataclass(frozen=True)
 class Region:
-    """A region of the model. All tuples of names are in the order of its template's placeholders and outputs.
-
-    needs_dx / needs_dw: some activation's / own parameter's gradient has to be computed (after pass `prune`).
+    """A region of the model. All tuples of names are in the order of its template's placeholders and outputs. needs_dx,
+    needs_dw: some activation's, some own parameter's gradient has to be computed (after pass `prune`).
     """
 
     name: str
@@ -378,6 +378,7 @@ class Program:
     combination: Combination = field(default_factory=Combination)  # how the graph says that losses combine
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"
     templates: Mapping[str, Template] = field(default_factory=dict)
+    joints: Joints | None = None  # of other sizes, before pass `differentiate`; after it with those of this one
     regions: tuple[Region, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
     features: Features | None = None

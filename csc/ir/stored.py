@@ -50,7 +50,7 @@ CLASSES = {
 }  # fmt: skip
 META = (*g.KEPT_META, "names")
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
-LEFT_OUT = ("constants", "fake_mode", "guards", "symbolic")
+LEFT_OUT = ("constants", "fake_mode", "guards", "symbolic", "joints")
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 Tree = Any

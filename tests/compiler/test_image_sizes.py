@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from csc.passes.differentiate import joint_of
 from torch import nn
 from torch.nn import functional as F
 
 import csc
 from csc.capture.trace import hf_varlen
+from csc.ir.printer import program_text
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
 from tests.models import hf
@@ -29,6 +31,29 @@ def close(compiled: csc.CompiledModel, batch: Batch, largest: float = 0.0) -> No
     result = verify(compiled, batch)
     assert result.params_missing == () and result.params_unexpected == ()
     assert result.loss_rel <= largest and result.grad_rel_max <= largest
+
+
+def test_what_has_the_same_size_in_another_size_of_the_batch_is_differentiated_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def counting(template: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(template.name)
+        return joint_of(template, *args, **kwargs)
+
+    monkeypatch.setattr("csc.passes.differentiate.joint_of", counting)
+    again, alone = (csc.compile(hf.llava(), example=hf.llava_batch(2), cache=False) for _ in range(2))
+    tower = {region.template for region in again.program.regions if region.component == "vision_tower"}
+    assert tower <= set(asked)
+    for batch in (hf.llava_batch(2, 25), hf.llava_batch(2), hf.llava_batch(2, 25)):
+        asked.clear()
+        found = again.inspected.divided(batch)
+    assert not asked and tower <= {region.template for region in found.regions}
+    wider = hf.llava_batch(2, 33)
+    found = again.inspected.divided(wider)
+    assert asked and not tower & set(asked)
+    assert program_text(found) == program_text(alone.inspected.divided(wider))
 
 
 # Hugging Face models

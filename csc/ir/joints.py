@@ -1,0 +1,20 @@
+"""Joint graphs that were traced for other sizes of a batch: what is the same in this size is not traced again.
+
+Terms
+  template   csc.ir.program.Template, with its joint graph
+  key        all that decides a joint graph: the forward graph in its sizes, the gradients that come in and are wanted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Joints:
+    """mode: the FakeTensorMode of all of them. templates: by key."""
+
+    mode: Any
+    templates: Mapping[str, Any] = field(default_factory=dict)
