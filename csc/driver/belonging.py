@@ -9,12 +9,13 @@ Terms
 
     belongings(tensors, tokens) -> {entry: Belonging}     of the entries that it is known of
     token_ids(model) -> {kind: token id}                  as its config has them
+    miscounted(tensors, known) -> (entry, grid, patches)  whose rows are not those that its grid counts
     kind_of(name) -> kind or None
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,16 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
             elif tensor.shape[1:3] == text.shape:  # position ids of several axes
                 found[name] = Belonging((1,) * samples, dim=1)
     return found
+
+
+def miscounted(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> tuple[str, str, int] | None:
+    """(entry, grid, patches by the grid) of packed rows of patches that are not as many; known: other entries."""
+    for name, tensor in tensors.items():
+        beside = {one: tensors[one] for one in tensors if kind_of(one) == kind_of(name)}
+        patches = _patches(beside) if kind_of(name) is not None else None
+        if patches is not None and name not in known and tensor.is_floating_point() and tensor.dim() == 2:
+            return name, next(one for one in beside if one.endswith(GRIDS)), sum(patches)
+    return None
 
 
 def kind_of(name: str) -> str | None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.batch import check_lists, does_not_divide, slices, split_batch
-from csc.driver.belonging import TOKENS, Belonging, belongings, token_ids
+from csc.capture.batch import check_lists, slices, split_batch
+from csc.driver.belonging import TOKENS, Belonging, belongings, miscounted, token_ids
 from csc.driver.compiler import Compiler
 from csc.errors import InputError
 
@@ -62,6 +62,7 @@ class Dividing:
             return [{**tensors, **extra}]
         check_lists(extra, tensors)
         known = self._known(tensors, compiler)
+        _check_patches(tensors, known.keys() | self._said_whole)
         whole = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
         return [microbatch | extra for microbatch in _divided(tensors, parts, known, whole)]
 
@@ -91,6 +92,18 @@ class Dividing:
         """Whose rows are whose, of the entries that it is said or known of."""
         found = belongings(tensors, token_ids(compiler.model)) | _told(self._said, tensors)
         return {name: belonging for name, belonging in found.items() if name not in self._said_whole}
+
+
+def _check_patches(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
+    wrong = miscounted(tensors, known)
+    if wrong is not None:
+        name, grid, patches = wrong
+        raise InputError(
+            f"the batch entry {name!r} has {len(tensors[name])} rows, and {grid!r} counts {patches} patches",
+            "batch",
+            "give both as the model's processor makes them; if rows are something else, say with "
+            f"csc.compile(divide={{{name!r}: ...}}) how many each sample has",
+        )
 
 
 def _check(divide: Any) -> None:
@@ -149,9 +162,13 @@ def _divided(
     tensors: Mapping[str, torch.Tensor], parts: int, known: Mapping[str, Belonging], whole: Collection[str]
 ) -> list[dict[str, torch.Tensor]]:
     """Entries of which nothing is known are cut into equal slices. A microbatch lacks those that it has no row of."""
-    for name, belonging in known.items():
+    for belonging in known.values():
         if len(belonging.rows) % parts:
-            raise does_not_divide(name, len(belonging.rows), parts)
+            raise InputError(
+                f"the batch has {len(belonging.rows)} samples; {parts} microbatches x replicas do not fit", "batch",
+                f"take a multiple of {parts} samples (drop_last=True), give a list of {parts} ready microbatches, or "
+                "change microbatches or the mesh's dp",
+            )  # fmt: skip
     found = slices({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
     for name, belonging in known.items():
         each = len(belonging.rows) // parts

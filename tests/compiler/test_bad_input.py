@@ -273,7 +273,7 @@ def test_a_batch_with_other_keys_or_dtypes(models: Models) -> None:
 def test_sizes_that_microbatches_do_not_divide(models: Models) -> None:
     compiled = models("text", mesh="pp=2,dp=2", microbatches=3)
     odd = small.text_batch(samples=8)
-    refused(lambda: compiled.train_step(odd), "'tokens' has 8 rows; 6 microbatches", "batch", "multiple of 6")
+    refused(lambda: compiled.train_step(odd), "the batch has 8 samples; 6 microbatches", "batch", "multiple of 6")
 
 
 @pytest.mark.parametrize("example", [[1, 2], {}, {"x": 3}, {"x": torch.zeros(2, requires_grad=True)}], ids=str)

@@ -300,7 +300,7 @@ BAD = [
     (["dump", TARGET, "--region", "lm_hed"], "no region 'lm_hed'", "lm_head"),
     (["dump", TARGET, "--format", "pdf"], "no format 'pdf'", "html"),
     (["dump", TARGET, "--after", "capture", "--format", "mermaid"], "not cut into regions yet", "after `regions`"),
-    (["explain", TARGET, "--microbatches", "3"], "has 4 rows; 3 microbatches", "multiple of 3"),
+    (["explain", TARGET, "--microbatches", "3"], "has 4 samples; 3 microbatches", "multiple of 3"),
     (["explain"], "Missing argument", ""),
     (["fly"], "No such command", ""),
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from csc.driver.belonging import Belonging, belongings, token_ids
+from csc.driver.belonging import Belonging, belongings, miscounted, token_ids
 from tests.models import mixed
 
 IMAGE = {"image": 99}
@@ -85,6 +85,16 @@ def test_images_and_videos_in_one_batch() -> None:
         "input_ids": (1, 1), "pixel_values": (16, 16), "image_grid_thw": (1, 1), "pixel_values_videos": (0, 24),
         "video_grid_thw": (0, 1),
     }  # fmt: skip
+
+
+def test_patches_that_are_not_those_of_the_grid() -> None:
+    grid = torch.tensor([[1, 4, 4], [1, 2, 2]])
+    entries = {"input_ids": text([[4], [1]]), "pixel_values": torch.zeros(18, 5), "image_grid_thw": grid}
+    known = belongings(entries, IMAGE)
+    assert miscounted(entries, known) == ("pixel_values", "image_grid_thw", 20)
+    assert miscounted(entries, [*known, "pixel_values"]) is None
+    right = {**entries, "pixel_values": torch.zeros(20, 5)}
+    assert miscounted(right, belongings(right, IMAGE)) is None
 
 
 def test_token_types_say_it_where_no_config_does() -> None:
