@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from csc.balance import sample_costs
 from csc.balance.collation import Collation, Counted, counted_entries
@@ -66,6 +67,7 @@ def balanced(
     count = _samples_of(dataset)
     table = read(lengths, dataset)
     _check_numbers(batch_size, multiple, mesh.dp * microbatches, options)
+    batch_size, multiple = int(batch_size), int(multiple)
     order = EpochOrder(count, sampler, shuffle, seed)
     _check_last(order.length(), batch_size, drop_last, mesh.dp, microbatches)
     collation = Collation(dataset, collate)
@@ -143,7 +145,7 @@ def _samples_of(dataset: Any) -> int:
 
 def _check_numbers(batch_size: int, multiple: int, least: int, options: Mapping[str, Any]) -> None:
     for name, value in (("batch_size", batch_size), ("multiple", multiple)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}", "csc.balanced", "pass a whole number of at least 1")
     if batch_size < least:
         raise InputError(
@@ -156,6 +158,14 @@ def _check_numbers(batch_size: int, multiple: int, least: int, options: Mapping[
             f"{wrong[0]} is given, and which samples make a batch is what csc.balanced decides", "csc.balanced",
             "say it with sampler=, shuffle=, batch_size= and collate=",
         )  # fmt: skip
+    nothing: Any = [0]
+    try:
+        DataLoader(nothing, **options)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"torch's DataLoader takes no such options: {error}", "csc.balanced",
+            f"look at {', '.join(options)}, which are handed on to it",
+        ) from None  # fmt: skip
 
 
 def _check_last(count: int, batch_size: int, drop_last: bool, replicas: int, microbatches: int) -> None:

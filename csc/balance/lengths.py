@@ -97,7 +97,9 @@ def _column(name: str, given: Any, dataset: Any) -> Any:
 
 def _checked(columns: Mapping[str, Any], count: int, whose: str) -> Lengths:
     if TOKENS not in columns:
-        raise InputError(f"there is no column {TOKENS!r} among {', '.join(map(str, columns))}", "lengths", REMEDY)
+        raise InputError(
+            f"there is no column {TOKENS!r} among {', '.join(map(str, columns)) or 'none'}", "lengths", REMEDY
+        )
     numbers = {name: _numbers(name, column, count, whose) for name, column in columns.items()}
     tokens = numbers.pop(TOKENS)
     if count and tokens.min() < 1:

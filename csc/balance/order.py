@@ -11,6 +11,7 @@ Terms
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
+from operator import index
 from typing import Any
 
 import torch
@@ -37,17 +38,30 @@ class EpochOrder:
             move = getattr(self.sampler, "set_epoch", None)
             if callable(move):
                 move(epoch)
-            return self._checked([int(index) for index in self.sampler])
+            return self._checked(list(self.sampler), epoch)
         if not self._shuffle:
             return list(range(self.count))
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(self.count, generator=generator).tolist()
 
-    def _checked(self, indices: list[int]) -> list[int]:
-        for place, index in enumerate(indices):
-            if not 0 <= index < self.count:
+    def _checked(self, given: list[Any], epoch: int) -> list[int]:
+        if not given:
+            raise InputError(
+                f"the sampler gives no samples in epoch {epoch}", "csc.balanced",
+                "give one that can be gone through in every epoch; a generator can be once",
+            )  # fmt: skip
+        indices = []
+        for place, one in enumerate(given):
+            try:
+                indices.append(index(one))
+            except TypeError:
                 raise InputError(
-                    f"the sampler gives {index} at place {place}, and the dataset has {self.count} samples",
+                    f"the sampler gives {one!r} at place {place}, which is no sample's number", "csc.balanced",
+                    "give a sampler of whole numbers; batches are made by csc.balanced itself",
+                ) from None  # fmt: skip
+            if not 0 <= indices[-1] < self.count:
+                raise InputError(
+                    f"the sampler gives {one} at place {place}, and the dataset has {self.count} samples",
                     "csc.balanced", "give a sampler of this dataset",
                 )  # fmt: skip
         return indices

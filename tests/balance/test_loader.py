@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
@@ -72,9 +74,16 @@ def test_ranks_have_their_replicas_samples_and_agree() -> None:
     assert other[0].said != whole[0].said
 
 
-def test_workers_decide_and_collate_the_same() -> None:
+def begun(number: int) -> None:
+    assert gc.get_freeze_count() > 10_000  # what the training process has is not looked through again
+    Path(os.environ["CSC_BEGUN"], str(number)).touch()
+
+
+def test_workers_decide_and_collate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSC_BEGUN", str(tmp_path))
     dataset = Captions(64)
-    one, two = list(loader(dataset)), list(loader(dataset, num_workers=2))
+    one, two = list(loader(dataset)), list(loader(dataset, num_workers=2, worker_init_fn=begun))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert [step.said for step in one] == [step.said for step in two]
     assert rows(one) == rows(two)
 
@@ -253,6 +262,18 @@ def test_what_cannot_be_a_loader() -> None:
         EpochOrder(8, DistributedSampler(range(8), num_replicas=2, rank=0), False, 0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the sampler gives 9 at place 1, and the dataset has 8 samples"):
         EpochOrder(8, [3, 9], False, 0).of(0)
+    with pytest.raises(InputError, match=r"the sampler gives 1\.5 at place 1, which is no sample's number"):
+        EpochOrder(8, [1, 1.5], False, 0).of(0)  # type: ignore[list-item]
+    with pytest.raises(InputError, match=r"the sampler gives \[0, 1\] at place 0, which is no sample's number"):
+        EpochOrder(8, [[0, 1]], False, 0).of(0)  # type: ignore[list-item]
+    once = EpochOrder(8, iter(torch.arange(4)), False, 0)
+    assert once.of(0) == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="the sampler gives no samples in epoch 1"):
+        once.of(1)
+    for options in ({"prefetch_factor": 2}, {"persistent_workers": True}, {"batchsize": 3}):
+        with pytest.raises(InputError, match=f"DataLoader takes no such options: .*{next(iter(options))}"):
+            _check_numbers(8, 64, 8, options)
+    _check_numbers(np.int64(8), 64, 8, {"num_workers": 1, "prefetch_factor": 2})  # type: ignore[arg-type]
 
 
 def test_a_smaller_last_step() -> None:
