@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 WIDTH = 160
 EMULATED = 4  # cells
+STEPS, TURNS, PROFILE = 3, 5, 20.0  # of each set, of each way, seconds
 
 
 def main() -> None:
@@ -20,9 +21,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="the small model, two shapes, no integer programs")
     parser.add_argument("--batches", type=int, default=2, help="of each cell (default: 2)")
-    parser.add_argument("--only", default="*", help="a glob over the names of cells")
+    parser.add_argument("--only", default="*", help="a glob over the names of cells, and 'sizes'")
     parser.add_argument("--emulated", action="store_true", help="also some cells as emulated ranks: real processes")
+    parser.add_argument("--real", action="store_true", help="also steps of a small model on two ranks that compute")
     given = parser.parse_args()
+    from benchmarks.balance.new_sizes import new_sizes
     from benchmarks.balance.simulated import cells, measure
     from benchmarks.balance.summary import document, show
 
@@ -40,11 +43,17 @@ def main() -> None:
         from benchmarks.balance.emulated_cells import emulated
 
         runs = emulated([cell for cell in chosen if cell.shape[0] == 4 and cell.shape[2] == 1][:EMULATED])
+    new = new_sizes() if fnmatchcase("sizes", given.only) else {}
+    real = []
+    if given.real:
+        from benchmarks.balance.real import SETS, measured
+
+        real = measured(SETS[:1] if given.quick else SETS, STEPS, TURNS, PROFILE, Console(stderr=True).print)
     if given.json:
-        print(json.dumps(document(rows, runs), indent=1))
+        print(json.dumps(document(rows, runs, real, new), indent=1))
         return
     console = Console()
-    show(console if console.is_terminal else Console(width=WIDTH), rows, runs)
+    show(console if console.is_terminal else Console(width=WIDTH), rows, runs, real, new)
 
 
 if __name__ == "__main__":

@@ -73,11 +73,11 @@ def measure(runs: int, steps: int, budget: float, progress: Callable[[str, int, 
             together([torchrun("-m", "csc.run", str(program), "--steps", str(steps), "--timeline", str(table))])
             found.append(read(table))
         progress("computing", runs + 1, runs + 1)
-        seconds = [_makespan(each) for each in found]
+        seconds = [makespan(each) for each in found]
         middle = found[seconds.index(statistics.median_low(seconds))]
         return Real(
             predicted=expected.makespan,
-            measured=_makespan(middle),
+            measured=makespan(middle),
             runs=tuple(seconds),
             predicted_work=_work(expected),
             measured_work=_work(middle),
@@ -112,7 +112,7 @@ def together(commands: Sequence[list[str]], own: Mapping[str, str] = ENVIRONMENT
             )
 
 
-def _makespan(timeline: Timeline) -> float:
+def makespan(timeline: Timeline) -> float:
     """Seconds from the first start to the last end of F, B and W."""
     events = [event for events in timeline.ranks for event in events if event.action.computes]
     return max(event.end for event in events) - min(event.start for event in events)

@@ -5,7 +5,7 @@ Terms
   features   of a microbatch, as csc.planning.assign.layout has them: (1, units, their squares, positions, pairs)
   typical    a probe as most microbatches are, which is not fitted: by how much it is off is the error
 
-    measured(compiled, layout, names, collated, typical) -> Costs
+    measured(compiled, layout, names, collated, typical) -> Costs           probes(layout, typical) -> groups
     of_problems(program, problems, counted) -> Costs      of_stages(problems, counted, stages, home, schedule) -> Costs
     rates_of(problems, counted) -> (SizeRates, error)
     to_json(costs) -> dict          from_json(data) -> Costs
@@ -63,7 +63,7 @@ def measured(
     its regions are not those of the example.
     """
     program = compiled.program
-    groups = _probes(layout, max(1, round(typical)))
+    groups = probes(layout, max(1, round(typical)))
     problems = [compiled.inspected.problem(collated(group)) for group in groups]
     regions = [region.name for region in program.regions]
     for group, one in zip(groups, problems):
@@ -132,7 +132,7 @@ def _counted(layout: BatchLayout, groups: Sequence[Sequence[int]]) -> Floats:
     return found
 
 
-def _probes(layout: BatchLayout, typical: int) -> list[list[int]]:
+def probes(layout: BatchLayout, typical: int) -> list[list[int]]:
     """Groups that tell features apart, and last the typical one: chosen greedily among groups of one to three samples,
     each the one that is the least explained by those before (pivoted orthogonalisation). All have some of every kind of
     units that there is.

@@ -6,7 +6,7 @@ profile(compiled, base, seconds) -> Profile
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Profile:
 
     @property
     def error(self) -> float:
-        """(modelled - measured) / measured, of one microbatch through the whole model."""
+        """(modelled - measured) / measured, of one microbatch of each size through the whole model."""
         measured = sum(row.regions * sum(row.measured) for row in self.rows)
         return sum(row.regions * sum(row.modelled) for row in self.rows) / measured - 1
 
@@ -80,13 +80,15 @@ def profile(
     budget: float = 20.0,
     output: Path | None = None,
     wires: bool = True,
+    microbatches: Sequence[Mapping[str, Any]] = (),
 ) -> Profile:
     """Measure the compiled model's variants on one microbatch of its example, where the model is, and fit `base` to it.
 
     base: the profile whose peaks, memory and network are kept; None: the one named like the device. budget: seconds to
     measure for; a few steps run whatever they take. output: where to write the profile, as a .toml file for
     `--hardware`, which it is named like. wires: measure messages, collectives and the runtime, too
-    (csc.reports.wire_profile); what lies between nodes is kept from `base`. Raises InputError if the device has no
+    (csc.reports.wire_profile); what lies between nodes is kept from `base`. microbatches: to be measured too, each with
+    its part of the budget: sizes that steps will have. Raises InputError if the device has no
     profile, or `output` another suffix.
     """
     if output is not None and output.suffix != ".toml":
@@ -96,20 +98,22 @@ def profile(
     device = device_of(with_weights(compiled.model, "profile"))
     chosen = hardware(base if base is not None else profile_of(device))
     source = sampler(compiled)
-    program = source.program()
+    programs = [(source.program(), source.microbatch), *((source.of(one), one) for one in microbatches)]
     source.progress("measuring")
-    tensors, _ = split_batch(source.microbatch)
-    measured = measure(program, compiled.model, placed(tensors, device), budget)
-    regions = {name: sum(region.variant == name for region in program.regions) for name in program.variants}
-    works = {name: _works(variant) for name, variant in program.variants.items()}
-    fitted = fit(chosen, [(w, t, regions[n]) for n in works for w, t in zip(works[n], measured[n])])
-    keys = {name: variant_key(variant) for name, variant in program.variants.items()}
-    rows = [
-        VariantRow(name, keys[name], regions[name], measured[name], _modelled(works[name], fitted)) for name in works
-    ]
+    rows, kernels = [], []
+    for program, microbatch in programs:
+        tensors = placed(split_batch(microbatch)[0], device)
+        measured = measure(program, compiled.model, tensors, budget / len(programs))
+        for name, variant in program.variants.items():
+            regions = sum(region.variant == name for region in program.regions)
+            kernels.append(_works(variant))
+            rows.append(VariantRow(name, variant_key(variant), regions, measured[name], measured[name]))
+    parts = [(work, took, row.regions) for works, row in zip(kernels, rows) for work, took in zip(works, row.measured)]
+    fitted = fit(chosen, parts)
+    rows = [replace(row, modelled=_modelled(works, fitted)) for works, row in zip(kernels, rows)]
     if wires:
         fitted = _with_wires(fitted, wire_profile.measure(device))
-    found = replace(fitted, measured_on=described(device), measured={keys[n]: measured[n] for n in measured})
+    found = replace(fitted, measured_on=described(device), measured={row.key: row.measured for row in rows})
     if output is not None:
         found = replace(found, name=output.stem)
         output.write_text(toml_text(found), encoding="utf-8")

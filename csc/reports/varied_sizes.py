@@ -74,6 +74,10 @@ class Sampler:
             self.programs[key] = self._lowered(copies, grown)
         return self.programs[key]
 
+    def of(self, microbatch: Mapping[str, Any]) -> Program:
+        """The Program of a microbatch of the same entries."""
+        return self._divided(self._captured(microbatch))
+
     def _lowered(self, copies: int, grown: Mapping[Length, int]) -> Program:
         captured = self.captured(copies, {length: size for length, size in grown.items() if not length.traced})
         of_dimension = {d: size for length, size in grown.items() for d in length.dimensions}
@@ -81,8 +85,11 @@ class Sampler:
             replace(item, shape=tuple(of_dimension.get((item.name, d), size) for d, size in enumerate(item.shape)))
             for item in captured.inputs
         )
+        return self._divided(replace(captured, inputs=inputs))
+
+    def _divided(self, captured: Program) -> Program:
         options = replace(self.options, microbatches=1, mesh=Mesh(), context=())
-        return run([replace(captured, inputs=inputs)], (*TRACING, *DIVIDING), options, self.progress)[-1]
+        return run([captured], (*TRACING, *DIVIDING), options, self.progress)[-1]
 
     def captured(self, copies: int = 1, grown: Mapping[Length, int] | None = None) -> Program:
         """The capture for so many rows, with these lengths grown to these sizes."""

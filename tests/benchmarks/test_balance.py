@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.balance.emulated_cells import Emulated
 from benchmarks.balance.lengths import SETS, drawn
+from benchmarks.balance.real import RealStep
 from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.balance.simulated import Cell, Row, cells
 from benchmarks.balance.summary import document, summary
@@ -67,5 +68,11 @@ def test_the_summary_takes_the_worst_and_the_mean() -> None:
     runs = [Emulated(cell.name, "csc", 2.0, 2.1), Emulated(cell.name, "random", 2.0, 1.8)]
     assert summary(rows, runs)["paced_error_max"] == pytest.approx(0.1)
     assert document(rows, runs)["emulated"][0]["measured"] == 2.1
+    steps = [RealStep("tail", 0, "csc", 1.0, (1.3, 1.1), 1.05), RealStep("tail", 0, "random", 1.2, (1.65, 1.8), 1.5)]
+    told = summary(rows, runs, steps, {"AI2D": 0, "tail": 3})
+    assert told["real_error_max"] == pytest.approx(0.25) and told["new_programs_after_10_steps"] == 3
+    assert told["real_speedup_over_random_geomean"] == pytest.approx(1.5)
+    assert told["real_speedup_over_random_predicted"] == pytest.approx(1.2)
+    assert summary([], [], steps) == {name: told[name] for name in told if name.startswith("real_")}
     assert document(rows)["rows"][0]["cell"].startswith("VLM-S, encoder frozen, tail, p4 m32 dp1 N128")
     assert len({one.name for one in cells()}) == len(cells()) > len(cells(quick=True))
