@@ -5,20 +5,28 @@ Terms: *drawing* calls may draw random numbers. They alone run without chance; t
 anything was drawn elsewhere, and a step in which something was says nothing. (Nothing is seen of draws elsewhere after
 which a model puts the generators back: a step that differs says nothing either.)
 
-    with Sparing(chance, device, listening) as it: ...      it.missed, it.unknown
-    generators(device) -> states                            of the CPU and the device
+    listening(chance, draws, model) -> context        of a model whose program draws these
+    with Sparing(chance, device, calls) as it: ...    it.missed, it.unknown
+    generators(device) -> states                      of the CPU and the device
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from csc import devices
 from csc.check.numbers import WithoutChance
+from csc.torch_private.dropped_attention import attention_that_drops
 
 # What models call; all else that draws is missed.
 DRAWING = frozenset(
@@ -29,60 +37,124 @@ DRAWING = frozenset(
         torch.randn_like, torch.native_dropout,
     }
 )  # fmt: skip
+DROPOUT, ATTENTION = F.dropout, F.scaled_dot_product_attention  # by which nearly all dropout is made
 
 
 class Sparing:
-    """chance: what drawing calls run in; listening: whether there are such calls, as far as is known. missed: whether
-    anything was drawn elsewhere. unknown: see WithoutChance.
+    """chance: what drawing calls run in; calls: the context that sees them (see `listening`). missed: whether anything
+    was drawn elsewhere. unknown: see WithoutChance.
     """
 
-    def __init__(self, chance: WithoutChance, device: torch.device, listening: bool) -> None:
+    def __init__(self, chance: WithoutChance, device: torch.device, calls: AbstractContextManager[Any]) -> None:
         self.missed = False
         self.unknown = chance.unknown
-        self._device = device
-        self._mode = _InDrawing(chance) if listening else None
+        self._device, self._calls = device, calls
 
     def __enter__(self) -> Self:
         self._before = generators(self._device)
-        if self._mode is not None:
-            self._mode.__enter__()
+        self._calls.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(*error)
+        self._calls.__exit__(*error)
         self.missed = not torch.equal(self._before, generators(self._device))
 
 
 Chance = WithoutChance | Sparing
 
 
-class _InDrawing(TorchFunctionMode):
-    """Drawing calls run in `chance`."""
+def listening(chance: WithoutChance, draws: bool, model: nn.Module) -> AbstractContextManager[Any]:
+    """Within it, drawing calls of the model run in `chance`. draws: whether there are such calls, as far as is known.
+
+    A mode sees each call of torch, which costs a small model a third of its forward. Dropout that takes masks is nearly
+    always called by name, as nn.Dropout does: then these names are other functions meanwhile.
+    """
+    if not draws:
+        return nullcontext()
+    drawing = _DrawingCalls(chance)
+    if chance.masks is None or _holds_drawing(model):
+        return _InDrawing(drawing)
+    return _named(drawing)
+
+
+class _DrawingCalls:
+    """Drawing calls, as they run in `chance`."""
 
     def __init__(self, chance: WithoutChance) -> None:
-        super().__init__()
         self._chance = chance
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DRAWING or (func is F.scaled_dot_product_attention and not _drops(*args, **kwargs)):
-            return func(*args, **kwargs)
-        if func is F.dropout:
-            dropped = self._dropped(*args, **kwargs)
-            if dropped is not None:
-                return dropped
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What one gives. Most of dropout is computed as torch does on a CPU, in operations that nobody looks at."""
+        if func is ATTENTION:
+            if not _drops(*args, **kwargs):
+                return func(*args, **kwargs)
+            dropped = self._attention(*args, **kwargs)
+        else:
+            dropped = self._dropout(*args, **kwargs) if func is DROPOUT else None
+        if dropped is not None:
+            return dropped
         with self._chance:
             return func(*args, **kwargs)
 
-    def _dropped(
-        self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor | None:
-        """What most models draw, as torch computes it on a CPU, in operations that nobody looks at. None: elsewhere."""
         masks = self._chance.masks
-        if masks is None or inplace or x.device.type != "cpu" or not 0 < p < 1 or not x.numel():
+        if masks is None or inplace or not _is_plain(input, p) or not input.numel():
             return None
-        return x * masks.take(x.shape, p, x.device).to(x.dtype).div_(1 - p) if training else x
+        if not training:
+            return input
+        return input * masks.take(input.shape, p, input.device).to(input.dtype).div_(1 - p)
+
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor | None:  # fmt: skip
+        masks, given = self._chance.masks, (query, key, value)
+        if masks is None or not all(_is_plain(one, dropout_p) for one in given) or query.dim() != 4:
+            return None
+        kept = masks.take((*query.shape[:-1], key.shape[-2]), dropout_p, query.device)
+        return attention_that_drops(*given, kept, dropout_p, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _is_plain(tensor: torch.Tensor, p: float) -> bool:
+    """Whether torch drops elements of it as a CPU does."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and 0 < p < 1
+
+
+class _InDrawing(TorchFunctionMode):
+    """Each call is looked at."""
+
+    def __init__(self, drawing: _DrawingCalls) -> None:
+        super().__init__()
+        self._drawing = drawing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._drawing.call(func, args, kwargs or {}) if func in DRAWING else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _named(drawing: _DrawingCalls) -> Iterator[None]:
+    """Dropout and attention are other functions by their names, for this thread."""
+    here = get_ident()
+
+    def another(func: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return drawing.call(func, args, kwargs) if get_ident() == here else func(*args, **kwargs)
+
+        return call
+
+    names = ("dropout", "scaled_dot_product_attention")
+    with patch.multiple(F, **{name: another(getattr(F, name)) for name in names}):
+        yield
+
+
+def _holds_drawing(model: nn.Module) -> bool:
+    """Whether a file that the model's classes stand in has drawing functions under names of its own."""
+    drawing = set(map(id, DRAWING))
+    homes = {kind.__module__ for kind in set(map(type, model.modules()))}
+    own = [vars(sys.modules[home]) for home in homes if home in sys.modules and home.partition(".")[0] != "torch"]
+    return any(not drawing.isdisjoint(map(id, space.values())) for space in own)
 
 
 def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:

@@ -5,13 +5,11 @@ count is seen by the targets that the loss is a mean over, and by the loss of al
 
     eager_step(model, batch, trainable, rule, chance) -> EagerStep
     loss_again(model, batch, trainable, rule, chance) -> loss   of another forward
-    undisturbed(model)                       context: gradients, buffers, attributes, modes, random numbers stay
     joined(microbatches) -> batch            None if they do not fit together
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,13 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from csc import devices
 from csc.capture.batch import device_of
-from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.check.chance import Chance
 from csc.check.numbers import WithoutChance
+from csc.check.undisturbed import Snapshot
 
 Batch = Mapping[str, Any]
 ALIKE = 1e-4  # the relative difference of two losses that are the same
-CONTAINERS = (list, dict, set, OrderedDict)  # the last one of hooks
 
 
 @dataclass(frozen=True)
@@ -46,32 +43,34 @@ class EagerStep:
 
 
 def eager_step(
-    model: nn.Module,
+    model: nn.Module | Snapshot,
     batch: Batch | Sequence[Batch],
     trainable: Set[str],
     rule: str = "auto",
     chance: Chance | None = None,
 ) -> EagerStep:
-    """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was.
+    """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was; one that stands is so
+    before, and need not be looked at again.
 
     trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
     listed microbatches combine: "mean", "sum", "tokens" (counted targets of the loss), or "auto", as in one batch of
     all of them. chance: what stands for random numbers, if not constants.
     """
-    with _as_in_training(model, trainable, chance) as mode:
-        parameters = list(model.named_parameters())
-        for name, parameter in parameters:
-            parameter.requires_grad_(name in trainable)
+    standing = model if isinstance(model, Snapshot) else Snapshot(model)
+    with _as_in_training(standing, trainable, chance) as mode:
+        for name, parameter in standing.parameters.items():
+            if parameter.requires_grad is not (name in trainable):
+                parameter.requires_grad_(name in trainable)
             parameter.grad = None
-        loss, sure = _loss(model, batch, rule)
+        loss, sure = _loss(standing.model, batch, rule)
         if trainable:
             loss.backward()
-        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        gradients = {name: p.grad for name, p in standing.parameters.items() if p.grad is not None}
     return EagerStep(float(loss.detach()), gradients, mode.unknown, sure)
 
 
 def loss_again(
-    model: nn.Module,
+    model: nn.Module | Snapshot,
     batch: Batch | Sequence[Batch],
     trainable: Set[str],
     rule: str = "auto",
@@ -80,15 +79,16 @@ def loss_again(
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
     """
-    with _as_in_training(model, trainable, chance):
-        return float(_loss(model, batch, rule)[0].detach())
+    standing = model if isinstance(model, Snapshot) else Snapshot(model)
+    with _as_in_training(standing, trainable, chance):
+        return float(_loss(standing.model, batch, rule)[0].detach())
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, trainable: Set[str], chance: Chance | None) -> Iterator[Chance]:
+def _as_in_training(standing: Snapshot, trainable: Set[str], chance: Chance | None) -> Iterator[Chance]:
     """What is afterwards as before, and draws the same each time."""
-    with torch.set_grad_enabled(bool(trainable)), undisturbed(model), training(model), without_kv_cache(model):
-        devices.seed(device_of(model), 0)
+    with torch.set_grad_enabled(bool(trainable)), standing.in_training():
+        devices.seed(standing.device, 0)
         with chance or WithoutChance() as mode:
             yield mode
 
@@ -200,38 +200,3 @@ class _Counting(TorchFunctionMode):
             if not count and bool(loss.isnan().all()):
                 return 0
         return None
-
-
-def _has(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor is this one, NaN included."""
-    return bool(((tensor == value) | ((tensor != tensor) & (value != value))).all())
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """What a step changes in a model is as it was afterwards; so are torch's generators."""
-    gradients = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    attributes = [(own, dict(own)) for own in map(vars, model.modules())]
-    containers = [
-        (own, own.copy() if own else ()) for _, all_ in attributes for own in all_.values() if type(own) in CONTAINERS
-    ]
-    held = (one for _, own in attributes for one in own["_buffers"].values() if one is not None)
-    buffers = [(one, one._version, one.clone()) for one in held]
-    try:
-        with devices.forked(device_of(model)):
-            yield
-    finally:
-        for parameter, trains, gradient in gradients:
-            parameter.requires_grad_(trains)
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, version, value in buffers:
-                if buffer._version != version or not _has(buffer, value):  # batch norm counts no versions
-                    buffer.copy_(value)
-        for own, before in attributes:
-            own.clear()
-            own.update(before)
-        for container, before_ in containers:
-            if container or before_:  # most are empty
-                container.clear()
-                container.extend(before_) if isinstance(container, list) else container.update(before_)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,23 +80,23 @@ def check(
     ready: Sequence[Mapping[str, Any]],
     options: Options,
     steady: bool = False,
-    masks: Callable[[], SameMasks] | None = None,
+    masks: SameMasks | None = None,
     draws: bool = True,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
     own_step: what the program makes of the batch with the model's weights; asked for after eager PyTorch has run.
     trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
-    the model's forward does the same each time. masks: of the dropout in own_step, from the first one on; None: nothing
-    is left to chance there. Where eager PyTorch cannot take them, or may have had them in other places, nothing is
-    compared. draws: whether the program draws anything. DifferenceError that names the region where both part,
-    InputError if the model is another function in each step; the model and its gradients are as before in any case.
+    the model's forward does the same each time. masks: of the dropout in own_step; None: nothing is left to chance
+    there. Where eager PyTorch cannot take them, or may have had them in other places, nothing is compared. draws:
+    whether the program draws anything. DifferenceError that names the region where both part, InputError if the model
+    is another function in each step; the model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
     rule = options.loss_weight
-    eager = Reference(model, batch if rule == "auto" else ready, trainable, rule, masks, draws)
     try:
+        eager = Reference(model, batch if rule == "auto" else ready, trainable, rule, masks, draws)
         right = eager.step()
     except torch.OutOfMemoryError:
         return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
@@ -111,6 +112,7 @@ def check(
     began = time.perf_counter()
     found = own_step()
     own = time.perf_counter() - began
+    eager.look_again()
     drawn = right.unknown | found.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
@@ -245,9 +247,10 @@ class _Precision:
 
 def too_much(model: nn.Module) -> str:
     """Why the whole model cannot run here beside the program; "" if it can."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    parameters = list(model.parameters())
+    if any(tensor.is_meta for tensor in chain(parameters, model.buffers())):
         return "the model has no weights here"
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    held = sum(parameter.nbytes for parameter in parameters)
     if 3 * held > ROOM * room_of(model):  # weights, and two sets of gradients
         return f"weights and two sets of gradients of the whole model are {3 * held / 1e9:.0f} GB"
     return ""

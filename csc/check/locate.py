@@ -21,10 +21,11 @@ from torch import fx, nn
 from csc.capture.batch import device_of
 from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.check.compiling import Compiles
-from csc.check.eager import EagerStep, eager_step, undisturbed
+from csc.check.eager import EagerStep, eager_step
 from csc.check.judge import judge
 from csc.check.numbers import WithoutChance
 from csc.check.one_step import step_of
+from csc.check.undisturbed import undisturbed
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes

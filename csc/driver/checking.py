@@ -26,11 +26,12 @@ from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
-from csc.check.eager import EagerStep, undisturbed
+from csc.check.eager import EagerStep
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
 from csc.check.one_step import ComparedStep, compared_step, step_of
 from csc.check.same_masks import SameMasks
+from csc.check.undisturbed import undisturbed
 from csc.codegen.directory import install
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step
@@ -177,12 +178,13 @@ class Checking:
         with devices.forked(asked.trainer.device):
             return seeds.draw()
 
-    def _masks(self, asked: Comparison, drawn: int) -> Callable[[], SameMasks] | None:
+    def _masks(self, asked: Comparison, drawn: int) -> SameMasks | None:
         """Of a step with this seed."""
-        draws, count = asked.trainer.program.manifest.draws, len(asked.ready)
-        return (lambda: SameMasks(draws, drawn, count)) if drawn != seeds.NO_CHANCE else None
+        if drawn == seeds.NO_CHANCE:
+            return None
+        return SameMasks(asked.trainer.program.manifest.draws, drawn, len(asked.ready))
 
-    def _with_masks(self, asked: Comparison, masks: Callable[[], SameMasks]) -> bool:
+    def _with_masks(self, asked: Comparison, masks: SameMasks) -> bool:
         """Compare the training step with an eager one that has its dropout. False: nothing came of it, nothing is left
         of it.
         """
@@ -251,7 +253,7 @@ class Checking:
         asked: Comparison,
         own_step: Callable[[], EagerStep],
         keeps: bool = False,
-        masks: Callable[[], SameMasks] | None = None,
+        masks: SameMasks | None = None,
     ) -> Checked:
         """What the comparison finds; the log has it, and the cache remembers it. keeps: the own step is kept, too.
         masks: of its dropout.

@@ -172,6 +172,29 @@ class Plain(small.Dropped):
         return F.cross_entropy(self.head(self.embed(tokens))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Attending(small.Dropped):
+    """Drops weights of attention; dropout is called in another way."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(input=self.embed(tokens), p=0.1, training=self.training)
+        heads = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        shared = heads[:, :2]
+        mixed = F.scaled_dot_product_attention(heads, shared, shared, mask, dropout_p=0.2, scale=0.7, enable_gqa=True)
+        hidden = hidden + mixed.transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Held(small.Dropped):
+    """Holds the function that drops."""
+
+    by = staticmethod(F.dropout)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.by(self.embed(tokens), 0.1)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class Half(Plain):
     """Computes in 16 bits, with parameters of 32."""
 
@@ -180,17 +203,29 @@ class Half(Plain):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def test_operations_are_looked_at_where_something_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere that would double a step of milliseconds; dropout is drawn without it, too."""
+def test_operations_are_looked_at_where_something_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Elsewhere that would double a step of milliseconds; dropout is drawn without it, too, if it is called by name, or
+    by a name of the model's own file. However it is called, eager PyTorch gets the program's masks.
+    """
     looked_at: list[str] = []
     look = WithoutChance.__torch_dispatch__
     monkeypatch.setattr(
         WithoutChance, "__torch_dispatch__", lambda *given, **named: looked_at.append("") or look(*given, **named)
     )
-    for kind, some in ((Plain, False), (small.Dropped, False), (Noisy, True), (Again, True)):
+    kinds = [(Plain, False), (small.Dropped, False), (Attending, False), (Noisy, True), (Again, True), (Held, True)]
+    for kind, some in kinds:
         looked_at.clear()
-        compiled(kind(), microbatches=2).train_step(BATCH)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "csc"):
+            compiled(kind(), microbatches=2).train_step(BATCH)
         assert bool(looked_at) == some, kind
+        assert ("beside the step itself" in caplog.text) == (kind not in (Noisy, Again)), (kind, caplog.text)
+    monkeypatch.setitem(globals(), "own_name", F.dropout)
+    looked_at.clear()
+    compiled(Attending(), microbatches=2).train_step(BATCH)
+    assert not looked_at
 
 
 def test_whether_16_bits_are_computed_with_is_found_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:

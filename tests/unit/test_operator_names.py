@@ -48,6 +48,7 @@ NAMES = {
     "csc.passes.split": "a pattern: the product that ends a gradient",
     "csc.passes.tensor_graph": "writes the calls of a shard",
     "csc.passes.written_out": "a pattern: attention written out",
+    "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
 }
 # Their lists of operators: {file: names of the lists}.
 LISTS = {

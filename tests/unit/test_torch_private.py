@@ -23,15 +23,17 @@ from torch.utils.checkpoint import checkpoint
 
 from csc.torch_private import autograd as private_autograd
 from csc.torch_private import distributed_checkpoint as private_checkpoints
+from csc.torch_private import dropped_attention as private_attention
 from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
+from csc.torch_private import lists as private_lists
 from csc.torch_private import processes as private_processes
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
 
 ROOMS = (
-    private_autograd, private_checkpoints, private_exported, private_hooks, private_processes, private_sizes,
-    private_traces,
+    private_attention, private_autograd, private_checkpoints, private_exported, private_hooks, private_lists,
+    private_processes, private_sizes, private_traces,
 )  # fmt: skip
 
 
@@ -756,3 +758,32 @@ def test_allowed(tmp_path: Path) -> None:
     Tells(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
     assert {name for _, name in named} >= {"Metadata", "_StorageInfo", "Size", "bfloat16"}
     assert named <= private_checkpoints.allowed().keys()
+
+
+def test_attention_that_drops() -> None:
+    """It is F.scaled_dot_product_attention with those weights dropped that the mask says; the rest is scaled."""
+    query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
+    key, value, mask = key[:, :2], value[:, :2], torch.ones(5, 5, dtype=torch.bool).tril()
+    kept = torch.rand(2, 4, 5, 5) > 0.4
+    found = private_attention.attention_that_drops(query, key, value, kept, 0.4, mask, False, 0.5, True)
+    weights = (query @ key.repeat_interleave(2, 1).mT * 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    right = (weights * kept / 0.6) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(found, right)
+    all_kept = torch.ones_like(kept)
+    for causal in (True, False):
+        plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        found = private_attention.attention_that_drops(query, key, value, all_kept, 0.5, None, causal, None, True)
+        torch.testing.assert_close(found / 2, plain)
+
+
+def test_norms() -> None:
+    tensors = [torch.randn(3, 4), torch.tensor(-2.0), torch.zeros(0)]
+    assert private_lists.norms([]) == []
+    assert private_lists.norms(tensors) == [float(torch.linalg.vector_norm(one)) for one in tensors]
+
+
+def test_norms_of_differences() -> None:
+    ones, others = [torch.randn(3, 4), torch.tensor(2.0)], [torch.randn(3, 4), torch.tensor(-1.0)]
+    right = [float(torch.linalg.vector_norm(one - other)) for one, other in zip(ones, others)]
+    assert private_lists.norms_of_differences(ones, others) == right
+    assert private_lists.norms_of_differences([], []) == []

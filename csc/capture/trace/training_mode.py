@@ -1,12 +1,14 @@
 """A model as a trace runs it, and as it was before afterwards: contexts.
 
 training(model)      without_kv_cache(model)      as_traced(model, layers): both, and all else that a trace needs
+uncached(caching(modules))    the second one, for a model that is looked at once
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -22,22 +24,31 @@ from csc.torch_private.traces import (
 )
 
 
+def caching(modules: Iterable[nn.Module]) -> list[Any]:
+    """The configurations of HF models that say whether a key/value cache is filled."""
+    have = (one for one in modules if "config" in vars(one) or hasattr(type(one), "config"))
+    found = {id(one.config): one.config for one in have if one.config is not None}
+    return [one for one in found.values() if hasattr(one, "use_cache")]
+
+
 @contextmanager
-def without_kv_cache(model: nn.Module) -> Iterator[None]:
+def uncached(configurations: Sequence[Any]) -> Iterator[None]:
     """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph. With it
-    they also take packed documents (positions that start again) for one sequence.
+    they also take packed documents (positions that start again) for one sequence. configurations: see `caching`.
     """
-    configs = {
-        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "use_cache")
-    }
-    before = {key: config.use_cache for key, config in configs.items()}
+    before = [one.use_cache for one in configurations]
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for one in configurations:
+            one.use_cache = False
         yield
     finally:
-        for key, config in configs.items():
-            config.use_cache = before[key]
+        for one, was in zip(configurations, before):
+            one.use_cache = was
+
+
+def without_kv_cache(model: nn.Module) -> AbstractContextManager[None]:
+    """A model whose configurations are so."""
+    return uncached(caching(model.modules()))
 
 
 @contextmanager
