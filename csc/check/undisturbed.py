@@ -35,14 +35,17 @@ class Snapshot:
         self.device = device_of(model)
         self.modules, self.parameters = list(model.modules()), dict(model.named_parameters())
         self._gradients = [(p, p.requires_grad, p.grad) for p in self.parameters.values()]
-        self._own = list(map(vars, self.modules))
-        self._before = list(map(dict.copy, self._own))
-        self._names = list(chain.from_iterable(self._before))
-        self._values = list(chain.from_iterable(map(dict.values, self._before)))
-        containers = list(compress(self._values, map(CONTAINERS.__contains__, map(type, self._values))))
+        own = list(map(vars, self.modules))
+        held = list(chain.from_iterable(map(dict.values, own)))
+        containers = list(compress(held, map(CONTAINERS.__contains__, map(type, held))))
+        full = list(filter(None, containers))
         self._empty = list(filterfalse(None, containers))  # most are, and stay so
-        self._full = [(own, own.copy()) for own in containers if own]
-        buffers = (one for own in self._before for one in own["_buffers"].values() if one is not None)
+        self._others = [(one, one.copy()) for one in full if not isinstance(one, dict)]
+        self._dicts = [*own, *(one for one in full if isinstance(one, dict))]
+        self._before = [one.copy() for one in self._dicts]  # an OrderedDict in its own order
+        self._sizes, self._names = list(map(len, self._before)), list(chain.from_iterable(self._before))
+        self._values = list(chain.from_iterable(map(dict.values, self._before)))
+        buffers = (one for module in own for one in module["_buffers"].values() if one is not None)
         self._buffers = [(one, one._version, one.clone()) for one in buffers]
         self._configurations = caching(self.modules)
 
@@ -72,21 +75,21 @@ class Snapshot:
             for buffer, version, value in self._buffers:
                 if buffer._version != version or not _is(buffer, value):  # batch norm counts no versions
                     buffer.copy_(value)
-        if not self._attributes_hold():
-            for own, before in zip(self._own, self._before):
+        if not self._dicts_hold():
+            for own, before in zip(self._dicts, self._before):
                 own.clear()
                 own.update(before)
-        for container, contents in self._full:
+        for container, contents in self._others:
             container.clear()
             container.extend(contents) if isinstance(container, list) else container.update(contents)
         for container in filter(None, self._empty):
             container.clear()
 
-    def _attributes_hold(self) -> bool:
+    def _dicts_hold(self) -> bool:
         return (
-            list(map(len, self._own)) == list(map(len, self._before))
-            and all(map(is_, chain.from_iterable(self._own), self._names))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._own)), self._values))
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._dicts), self._names))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
         )
 
 
