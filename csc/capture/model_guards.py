@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,12 +27,14 @@ from torch import nn
 
 from csc import devices
 from csc.capture.reached import Reached
+from csc.capture.versions import Holds, Versioned, counted, members_hold
 from csc.kernels.opaque import is_opaque
-from csc.torch_private.hooks import gradient_hooks
+from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks
 
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
 DEPTH = 3  # of configurations within configurations
+TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device")
 Slot = tuple[str, str]  # the path of what holds it, its name there
 BESIDE = "<beside>"  # in place of a path: of what a forward writes that is no slot, in words
 
@@ -79,11 +82,11 @@ class ModelGuards:
         self._before = {path: dict(own) for path, own in holders.items()}
         self.was_training, self.was_autocast = model.training, autocasts()
         self._kinds = _kinds(model)
-        self._all = list(holders.values())
-        self._sizes = list(map(len, self._all))
-        self._filled = [own for own in self._all if own]
-        self._names = list(chain.from_iterable(self._filled))
-        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
+        every = list(holders.values())
+        self._empty = [own for own in every if not own]
+        held: list[tuple[Any, Holds]] = [
+            (own, partial(members_hold, own, list(own), list(dict.values(own)))) for own in every if own
+        ]
         self._contents = {
             (path, name): (value, _copied(value))
             for path, own in holders.items()
@@ -92,7 +95,9 @@ class ModelGuards:
             and not _is_holder(name, value)
             and (path, name) not in self._ignored
         }
-        self._held = list(self._contents.values())
+        held += [(value, partial(_same, value, before)) for value, before in self._contents.values()]
+        self._counted = Versioned((own, holds) for own, holds in held if counted(own))
+        self._others = [holds for own, holds in held if not counted(own)]
         self._buffers = [buffer for _, buffer in _buffers(model)]
         self._versions = [buffer._version for buffer in self._buffers]
         self._tensors = {  # that are attributes, neither parameters nor buffers
@@ -106,30 +111,34 @@ class ModelGuards:
         }
         self._written = [(tensor, tensor._version) for tensor in self._tensors.values()]
         self._parameters = list(model.parameters())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        self._dtypes = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        self._trainable, self._dtypes = self._trains(), self._kept_as()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
-        watched = frozenset(map(id, chain(self._all, (value for value, _ in self._held))))
+        watched = frozenset(map(id, chain(every, (value for value, _ in self._contents.values()))))
         beside = {text for path, text in ignored if path == BESIDE}
         self._rest = reached(model, watched, self._is_ignored, beside)
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
         return (
-            list(map(len, self._all)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._filled), self._names))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
-            and [parameter.requires_grad for parameter in self._parameters] == self._trainable
-            and not any(map(gradient_hooks, self._parameters))  # as when it was compiled: csc refuses them
+            not any(self._empty)
+            and self._counted.hold()
+            and all(holds() for holds in self._others)
+            and self._trains() == self._trainable
+            and not any_gradient_hooks(self._parameters)  # as when it was compiled: csc refuses them
             and [buffer._version for buffer in self._buffers] == self._versions
             and all(tensor._version == version for tensor, version in self._written)
-            and all(_same(value, before) for value, before in self._held)
-            and [(parameter.dtype, parameter.device) for parameter in self._parameters] == self._dtypes
+            and self._kept_as() == self._dtypes
             and list(map(type, self._modules)) == self._classes
             and self._rest.holds()
             and self._world() == self._switches
         )
+
+    def _trains(self) -> list[bool]:
+        return list(map(TRAINS, self._parameters))
+
+    def _kept_as(self) -> list[Any]:
+        return list(map(KEPT_AS, self._parameters))
 
     def changed(self) -> Changed:
         """What differs. Attributes that the model's forward writes itself, and values equal to those before, do not."""

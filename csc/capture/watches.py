@@ -12,6 +12,7 @@ Terms
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -19,14 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
 from typing import Any, TypeGuard
+
+from csc.capture.versions import Versioned, counted, members_hold
 
 ABSENT = object()
 Read = Callable[[], list[Any]]
 Names = tuple[str, ...]
 Watch = tuple[str, Names, Read, list[Any]]
-CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+CODE, DEFAULTS = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__defaults__")
 
 
 def values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list[Any]:
@@ -97,48 +99,37 @@ class Together:
         kinds: dict[Any, list[Watch]] = defaultdict(list)
         for watch in watches:
             kinds[_kind(watch)].append(watch)
-        others = kinds.pop(None, [])
-        self._others = [(read, before) for _, _, read, before in others]
-        self._named = [(read.args, names) for _, names, read, _ in others if is_of_members(read)]
-        self._empty, self._dicts = _firsts(kinds.pop("empty", [])), _firsts(kinds[dict])
-        self._classes, self._containers = _firsts(kinds[MappingProxyType]), _firsts(kinds[elements])
-        sized = (kinds[dict], kinds[MappingProxyType], kinds[elements])
-        self._sizes = [len(before) for kind in sized for _, _, _, before in kind]
-        self._keys = list(self._keys_now())
-        self._gets = [space.get for space in _firsts(kinds[looked_up])]
-        self._looked_up = [names for _, names, _, _ in kinds[looked_up]]
+        self._empty = _firsts(kinds["empty"])
+        mappings = list(map(counted, _firsts(kinds["counted"])))
+        self._counted = Versioned(zip(filter(None, mappings), map(_holds, kinds["counted"])))
+        self._ordered = list(map(_holds, kinds["ordered"]))
+        self._others = [(read, before) for _, _, read, before in kinds[None]]
+        self._named = [(read.args, names) for _, names, read, _ in kinds[None] if is_of_members(read)]
+        self._containers = _firsts(kinds[elements])
+        self._sizes = [len(before) for _, _, _, before in kinds[elements]]
         objects = kinds[attributes]
         self._objects = [one for one, (_, names, _, _) in zip(_firsts(objects), objects) for _ in names]
         self._attributes = [name for _, names, _, _ in objects for name in names]
-        self._before = [
-            value for kind in (*sized, kinds[looked_up], objects) for _, _, _, before in kind for value in before
-        ]
+        self._before = [value for kind in (kinds[elements], objects) for _, _, _, before in kind for value in before]
         self._variables = dict(chain.from_iterable(zip(names, before) for _, names, _, before in kinds[environment]))
 
     def hold(self) -> bool:
         """Whether each holds the very values that it had."""
-        now = chain(
-            chain.from_iterable(map(dict.values, self._dicts)),
-            chain.from_iterable(map(MappingProxyType.values, self._classes)),
-            chain.from_iterable(self._containers),
-            chain.from_iterable(map(map, self._gets, self._looked_up, repeat(repeat(ABSENT)))),
-            map(getattr, self._objects, self._attributes, repeat(ABSENT)),
-        )
         return (
             not any(self._empty)
-            and self._sizes_now() == self._sizes
-            and all(map(is_, self._keys_now(), self._keys))
-            and all(map(is_, now, self._before))
+            and self._counted.hold()
+            and all(holds() for holds in self._ordered)
+            and list(map(len, self._containers)) == self._sizes
+            and all(map(is_, self._now(), self._before))
             and self._variables_hold()
             and all(names_of(*given) == names for given, names in self._named)
             and all(identical(read(), before) for read, before in self._others)
         )
 
-    def _sizes_now(self) -> list[int]:
-        return [*map(dict.__len__, self._dicts), *map(len, self._classes), *map(len, self._containers)]
-
-    def _keys_now(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(map(dict.__iter__, self._dicts)), chain.from_iterable(self._classes))
+    def _now(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(self._containers), map(getattr, self._objects, self._attributes, repeat(ABSENT))
+        )
 
     def _variables_hold(self) -> bool:
         if not self._variables:
@@ -148,18 +139,36 @@ class Together:
 
 
 class Codes:
-    """Functions with their code and defaults."""
+    """Functions with their code and defaults. What all of them lead to is read at once, and compared by identity, equal
+    things of the same type being as good; defaults, which may be equal and of another type, once more.
+    """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self._functions = functions
         self._before = list(self._now())
+        self._with_defaults = [one for one in functions if DEFAULTS(one) is not None]
+        self._defaults = list(map(DEFAULTS, self._with_defaults))
+        self._led_to = gc.get_referents(*functions)
 
     def hold(self) -> bool:
         """Whether each has the very ones that it had."""
-        return all(map(is_, self._now(), self._before))
+        led_to = gc.get_referents(*self._functions)
+        if _equal(led_to, self._led_to) and all(map(is_, map(DEFAULTS, self._with_defaults), self._defaults)):
+            return True
+        holds = all(map(is_, self._now(), self._before))  # others have attributes, or annotations that were asked for
+        if holds:
+            self._led_to = led_to
+        return holds
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(map(CODE, self._functions))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # comparing is the user's code
+        return False
 
 
 def is_of_members(read: Read) -> TypeGuard[partial[list[Any]]]:
@@ -172,11 +181,27 @@ def _kind(watch: Watch) -> Any:
     _, _, read, before = watch
     if not isinstance(read, partial) or (read.func is values and len(read.args) > 1):
         return None
-    if read.func is not values:
-        return read.func if read.func in (elements, looked_up, attributes, environment) else None
-    if type(read.args[0]) is dict and not before:
+    if read.func in (elements, attributes, environment):
+        return read.func
+    if read.func is values and type(read.args[0]) is dict and not before:
         return "empty"
-    return next((kind for kind in (dict, MappingProxyType) if isinstance(read.args[0], kind)), None)
+    if read.func not in (values, looked_up):
+        return None
+    return "counted" if counted(read.args[0]) else "ordered"
+
+
+def _holds(watch: Watch) -> Callable[[], bool]:
+    """Whether what it watches has what it had."""
+    _, names, read, before = watch
+    assert isinstance(read, partial)
+    mapping = read.args[0]
+    if read.func is values:
+        return partial(members_hold, mapping, [key for key, _ in items(mapping)], before)
+    return partial(_looked_up_hold, mapping, names, before)
+
+
+def _looked_up_hold(space: Mapping[str, Any], names: Names, before: Sequence[Any]) -> bool:
+    return identical(looked_up(space, names), before)
 
 
 def _firsts(watches: Sequence[Watch]) -> list[Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
+
+_BACKWARD, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooks_of_all_modules() -> list[tuple[str, Any]]:
@@ -37,3 +41,8 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     """Those that were registered on a parameter, to be called with its gradient or after that was added to `.grad`."""
     kinds = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return [hook for hooks in kinds if hooks for hook in hooks.values()]
+
+
+def any_gradient_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether any parameter has such a hook, in a loop of C."""
+    return any(map(_BACKWARD, parameters)) or any(map(_AFTER, parameters))

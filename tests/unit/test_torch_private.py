@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from csc.torch_private import autograd as private_autograd
+from csc.torch_private import dict_versions as private_versions
 from csc.torch_private import distributed_checkpoint as private_checkpoints
 from csc.torch_private import dropped_attention as private_attention
 from csc.torch_private import exported as private_exported
@@ -33,7 +36,7 @@ from csc.torch_private import traces as private_traces
 
 ROOMS = (
     private_attention, private_autograd, private_checkpoints, private_exported, private_hooks, private_lists,
-    private_processes, private_sizes, private_traces,
+    private_processes, private_sizes, private_traces, private_versions,
 )  # fmt: skip
 
 
@@ -787,3 +790,49 @@ def test_norms_of_differences() -> None:
     right = [float(torch.linalg.vector_norm(one - other)) for one, other in zip(ones, others)]
     assert private_lists.norms_of_differences(ones, others) == right
     assert private_lists.norms_of_differences([], []) == []
+
+
+def test_any_gradient_hooks() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert not private_hooks.any_gradient_hooks([one, other])
+    for register in (other.register_hook, other.register_post_accumulate_grad_hook):
+        handle = register(lambda *given: None)
+        assert private_hooks.any_gradient_hooks([one, other])
+        handle.remove()
+        assert not private_hooks.any_gradient_hooks([one, other])
+
+
+class _Plain:
+    def write(self, value: Any) -> None:
+        self.one = value
+
+
+WRITES: dict[str, Callable[[_Plain, dict[str, Any]], Any]] = {
+    "entry": lambda one, own: own.update(one=2.5),
+    "name": lambda one, own: own.update(three=own.pop("two")),
+    "default": lambda one, own: own.setdefault("three", 1),
+    "joined": lambda one, own: own.__ior__({"one": 3}),
+    "taken": lambda one, own: own.popitem(),
+    "emptied": lambda one, own: own.clear(),
+    "attribute": lambda one, own: one.write(3),
+    "attribute that is gone": lambda one, own: delattr(one, "two"),
+    "attribute of any object": lambda one, own: object.__setattr__(one, "one", 3),
+    "class": lambda one, own: setattr(_Plain, "more", 1),
+    "class without": lambda one, own: delattr(_Plain, "more"),
+}
+
+
+def test_dict_version() -> None:
+    """Each kind of write makes another number, attributes that a loop of Python writes and classes included; reading
+    makes none.
+    """
+    for name, write in WRITES.items():
+        one = _Plain()
+        for value in range(100):  # until the interpreter has a short way of its own
+            one.write(value)
+        one.two = 2  # type: ignore[attr-defined]
+        own = gc.get_referents(vars(_Plain))[0] if name.startswith("class") else vars(one)
+        before = private_versions.dict_version(own)
+        assert own.get("one", 0) is not None and [*own, *own.items()] and private_versions.dict_version(own) == before
+        write(one, vars(one))
+        assert private_versions.dict_version(own) != before, name

@@ -1,0 +1,57 @@
+"""Mappings whose writes Python counts: one number says that nothing was written, whatever they hold.
+
+    Versioned([(mapping, holds), ...]).hold() -> bool      whether all hold; asked of those that were written to alone
+    counted(mapping) -> dict | None                        whose number is that of the mapping; None: nobody counts
+    members_hold(mapping, keys, values) -> bool            whether it has these very ones, in this order
+
+A number says nothing of the order in an OrderedDict, which has one of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+from csc.torch_private.dict_versions import dict_version
+
+Holds = Callable[[], bool]
+
+
+class Versioned:
+    """held: (mapping, whether it holds what it did), as it is now."""
+
+    def __init__(self, held: Iterable[tuple[dict[Any, Any], Holds]]) -> None:
+        pairs = list(held)
+        self._mappings, self._asked = [mapping for mapping, _ in pairs], [holds for _, holds in pairs]
+        versions = list(map(dict_version, self._mappings))
+        self._versions: list[int | None] = [number if holds() else None for number, holds in zip(versions, self._asked)]
+
+    def hold(self) -> bool:
+        """Whether each holds what it did."""
+        now: list[int | None] = list(map(dict_version, self._mappings))
+        if now == self._versions:
+            return True
+        written = (holds for holds, old, new in zip(self._asked, self._versions, now) if old != new)
+        if not all(holds() for holds in written):
+            return False
+        self._versions = now
+        return True
+
+
+def counted(mapping: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """The dict that counts the writes of a mapping: itself, or that of a class, which Python shows through a proxy."""
+    one = gc.get_referents(mapping)[0] if isinstance(mapping, MappingProxyType) else mapping
+    return one if isinstance(one, dict) and not isinstance(one, OrderedDict) else None
+
+
+def members_hold(mapping: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    """See above. As a dict, if it is one: the values of its class may be made on demand."""
+    if isinstance(mapping, dict):
+        size, own, now = dict.__len__(mapping), dict.__iter__(mapping), iter(dict.values(mapping))
+    else:
+        size, own, now = len(mapping), iter(mapping), iter(mapping.values())
+    return size == len(keys) == len(values) and all(map(is_, own, keys)) and all(map(is_, now, values))
