@@ -53,13 +53,15 @@ def _labels(node: fx.Node, ignored: int) -> tuple[str, int]:
     """
     first = 0
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
-        name, bound = g.op_name(node), g.bind(node)
+        name = g.op_name(node)
         if name == SLICE:
+            bound = g.bind(node)
             last = node.meta["val"].dim() - 1
             if bound["dim"] not in (-1, last) or not _from(bound):
                 return "", 0
             first += bound["start"] or 0
         elif name in PADS:
+            bound = g.bind(node)
             sides = list(bound["pad"])
             if sides[0] or len(sides) > 2 or bound.get("mode", "constant") != "constant" or bound["value"] != ignored:
                 return "", 0

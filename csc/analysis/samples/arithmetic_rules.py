@@ -145,7 +145,8 @@ def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
             if count is not None and plain and isinstance(other, (int, float)) and value is terms[0]:
                 sign = -1 if g.op_name(node) == "aten::sub" else 1
                 return Whole(frozenset({(replace(count, added=sign * float(other)), 1)}))
-    return added(following, node, states)
+    nothing = [isinstance(value, (int, float)) and value == 0 for value in terms]  # where a loop over losses begins
+    return added(following, node, [state for state, is_none in zip(states, nothing) if not is_none])
 
 
 def added(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
