@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 
 import torch
 
@@ -15,6 +16,9 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
 # What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
+
+WRAPPED = "storage of TensorWrapper"  # what tensors are within a function that torch.func transforms
+TRANSFORMS = os.path.join("_functorch", "eager_transforms.py")
 
 
 def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients: str = "") -> CscError:
@@ -49,6 +53,14 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients
             where or changed[1].lstrip(".") or "model",
             "leave its forward without side effects: clamp or normalise the parameter itself where it is used "
             "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step",
+        )
+    within = traceback.extract_tb(root.__traceback__)
+    if WRAPPED in str(root) or any(TRANSFORMS in frame.filename for frame in within):
+        return InputError(
+            "the model differentiates a function in its forward (torch.func.grad, vjp, jacrev), which cannot be traced",
+            where or user_line(root),
+            "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
+            "trace with csc.opaque(module)",
         )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",

@@ -240,6 +240,18 @@ def test_a_gradient_through_equal_layers_is_refused_as_one_through_others() -> N
         _ = csc.compile(Penalised(list(layers)), example=batch(), cache=False).program
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, layer: torch.func.grad(lambda own: own.pow(2).sum())(x) * layer.scale,
+        lambda x, layer: torch.func.vjp(torch.tanh, x * layer.scale)[1](torch.ones_like(x))[0],
+    ],
+)
+def test_a_function_that_is_differentiated_is_refused_by_that_word(function: Function) -> None:
+    with pytest.raises(CscError, match=r"differentiates a function in its forward.*ask torch\.autograd\.grad"):
+        _ = csc.compile(stack(function), example=batch(), cache=False).program
+
+
 class Halving(Stack):
     """Writes to its batch."""
 
