@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -27,9 +27,11 @@ from torch import nn
 
 from csc import devices
 from csc.capture.reached import Reached
+from csc.capture.tensor_values import TensorValues
 from csc.capture.versions import Holds, Versioned, counted, members_hold
+from csc.capture.watches import items
 from csc.kernels.opaque import is_opaque
-from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks
+from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks, hooks_of_all_modules
 
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
@@ -82,7 +84,8 @@ class ModelGuards:
         self._before = {path: dict(own) for path, own in holders.items()}
         self.was_training, self.was_autocast = model.training, autocasts()
         self._kinds = _kinds(model)
-        every = list(holders.values())
+        self._of_all_modules = [(kind, hooks, dict(hooks)) for kind, hooks in hooks_of_all_modules()]
+        every = [*holders.values(), *(hooks for _, hooks, _ in self._of_all_modules)]
         self._empty = [own for own in every if not own]
         held: list[tuple[Any, Holds]] = [
             (own, partial(members_hold, own, list(own), list(dict.values(own)))) for own in every if own
@@ -98,8 +101,7 @@ class ModelGuards:
         held += [(value, partial(_same, value, before)) for value, before in self._contents.values()]
         self._counted = Versioned((own, holds) for own, holds in held if counted(own))
         self._others = [holds for own, holds in held if not counted(own)]
-        self._buffers = [buffer for _, buffer in _buffers(model)]
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._buffers = TensorValues((f"buffer {name}", buffer) for name, buffer in _buffers(model))
         self._tensors = {  # that are attributes, neither parameters nor buffers
             (path, name): value
             for path, own in holders.items()
@@ -109,10 +111,11 @@ class ModelGuards:
             and not value.is_inference()
             and not self._is_ignored(path, str(name))
         }
-        self._written = [(tensor, tensor._version) for tensor in self._tensors.values()]
+        self._written = TensorValues((_place(*slot), tensor) for slot, tensor in self._tensors.items())
         self._parameters = list(model.parameters())
         self._trainable, self._dtypes = self._trains(), self._kept_as()
         self._modules = list(model.modules())
+        self._own = list(map(vars, self._modules))
         self._classes = list(map(type, self._modules))
         watched = frozenset(map(id, chain(every, (value for value, _ in self._contents.values()))))
         beside = {text for path, text in ignored if path == BESIDE}
@@ -126,8 +129,9 @@ class ModelGuards:
             and all(holds() for holds in self._others)
             and self._trains() == self._trainable
             and not any_gradient_hooks(self._parameters)  # as when it was compiled: csc refuses them
-            and [buffer._version for buffer in self._buffers] == self._versions
-            and all(tensor._version == version for tensor, version in self._written)
+            and self._buffers.hold()
+            and self._written.hold()
+            and all(map(is_, map(vars, self._modules), self._own))
             and self._kept_as() == self._dtypes
             and list(map(type, self._modules)) == self._classes
             and self._rest.holds()
@@ -159,12 +163,7 @@ class ModelGuards:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
                 elif not _equal(old, self._contents.get((path, name), (old, old))[1], new):
                     structure.append(_place(path, name))
-        for (name, buffer), version in zip(_buffers(self._model), self._versions):
-            if buffer._version != version and _place("._buffers", name) not in structure:
-                structure.append(f"buffer {name}")
-        for ((path, name), tensor), (_, version) in zip(self._tensors.items(), self._written):
-            if tensor._version != version:
-                structure.append(_place(path, name))
+        structure += [*self._buffers.changed(), *self._written.changed()]
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(
@@ -172,6 +171,8 @@ class ModelGuards:
             )
         hooked = (name for name, parameter in self._model.named_parameters() if gradient_hooks(parameter))
         structure += [f"a hook on the gradient of {name}" for name in hooked]
+        hooks_of_all = (kind for kind, hooks, before in self._of_all_modules if not _same(hooks, before))
+        structure += [f"a hook of all modules ({kind})" for kind in hooks_of_all]
         structure += self._modes()
         structure += self._rest.changed()
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
@@ -221,7 +222,8 @@ def reached(
         for name, value in vars(module).items()
         if not _is_holder(name, value) and not is_ignored(path, name)
     ]
-    return Reached(roots, map(type, model.modules()), watched, beside)
+    elsewhere = frozenset(map(id, chain(model.modules(), model.parameters())))
+    return Reached(roots, map(type, model.modules()), watched, beside, elsewhere)
 
 
 def autocasts() -> bool:
@@ -315,15 +317,19 @@ def _configurations(path: str, value: Any, seen: set[int], depth: int) -> Iterat
 
 
 def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in CONTAINERS else value
+    """What a container has, in its order."""
+    if isinstance(value, dict):
+        return dict(items(value))
+    return list(value) if isinstance(value, list) else set(value)
 
 
 def _same(value: Any, before: Any) -> bool:
     """Whether a container has the things that it had: the same ones, or plain ones that are equal."""
+    if isinstance(value, dict):
+        now, were = items(value), items(before)
+        return len(now) == len(were) and all(map(_alike, chain(*now), chain(*were)))
     if len(value) != len(before):
         return False
-    if isinstance(value, dict):
-        return all(map(_alike, value, before)) and all(map(_alike, value.values(), before.values()))
     return all(map(_alike, value, before)) if not isinstance(value, set) else value == before
 
 

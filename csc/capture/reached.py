@@ -18,18 +18,21 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
-from opcode import EXTENDED_ARG, opmap
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from array import array
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
+from collections.abc import Iterable, Mapping, Set
+from operator import is_
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from csc.capture.code_names import CALLED_BY_PYTHON, globals_read, imported, names_read, texts
 from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.free_variables import LIBRARIES
+from csc.capture.tensor_values import TensorValues
 from csc.capture.watches import (
     ABSENT,
     CODE,
@@ -52,14 +55,15 @@ from csc.capture.watches import (
 
 DEEPEST, MOST = 12, 20_000
 CACHED = type(functools.lru_cache(len))
-FIRST = frozenset({"forward", "__call__"})
-NAMELESS = (nn.Module, nn.Parameter, ModuleType)  # watched elsewhere, or for what they are alone
+FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
+OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
+BYTES = (bytearray, array)
 
 
 class Reached:
     """roots: (path, value) to start from; classes: those of the modules. known: identities of containers that others
     watch, whose values are walked through all the same. ignored: what `changed` may not tell, since the model's
-    forward writes it itself.
+    forward writes it itself. elsewhere: identities of what others watch altogether: the model's modules, parameters.
     """
 
     def __init__(
@@ -68,11 +72,13 @@ class Reached:
         classes: Iterable[type],
         known: Set[int] = frozenset(),
         ignored: Set[str] = frozenset(),
+        elsewhere: Set[int] = frozenset(),
     ) -> None:
         self._known = known
         self._watches: list[Watch] = []
-        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._arrays: list[tuple[str, Any, bytes]] = []
+        self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
         self._cells: list[tuple[str, CellType]] = []
         self._spaces: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
@@ -88,7 +94,9 @@ class Reached:
             path, value, depth = self._waiting.popleft()
             if isinstance(value, type):
                 self._walk_classes(value, depth)
-            elif not isinstance(value, (*PLAIN, *NAMELESS)) and self._is_new(id(value), value):
+            elif id(value) in elsewhere or isinstance(value, (*PLAIN, ModuleType)):
+                continue
+            elif self._is_new(id(value), value):
                 self._walk(path, value, depth)
         self._waiting.clear()
         for path, space, names in self._spaces.values():
@@ -100,6 +108,8 @@ class Reached:
         if ignored:
             self._ignore(ignored)
         self._before = [CODE(function) for _, function in self._functions], list(map(_of_cell, self._cells))
+        self._values = TensorValues(self._tensors)
+        self._objects, self._dicts = [one for _, one, _ in self._attributes], [own for *_, own in self._attributes]
         self._together, self._codes = Together(self._watches), Codes([function for _, function in self._functions])
 
     def _ignore(self, ignored: Set[str]) -> None:
@@ -120,7 +130,8 @@ class Reached:
             self._together.hold()
             and self._codes.hold()
             and identical(list(map(_of_cell, self._cells)), self._before[1])
-            and all(tensor._version == version for _, tensor, version in self._tensors)
+            and self._values.hold()
+            and all(map(is_, map(vars, self._objects), self._dicts))
             and all(array.tobytes() == before for _, array, before in self._arrays)
         )
 
@@ -143,7 +154,8 @@ class Reached:
         for (path, cell), was in zip(self._cells, self._before[1]):
             if not _alike(was, _of_cell((path, cell))):
                 found.append(path)
-        found += [path for path, tensor, version in self._tensors if tensor._version != version]
+        found += self._values.changed()
+        found += [_contents_of(path) for path, one, own in self._attributes if vars(one) is not own]
         found += [path for path, array, before in self._arrays if array.tobytes() != before]
         return list(dict.fromkeys(found))
 
@@ -155,10 +167,11 @@ class Reached:
         """
         now = {str(name): value for name, value in items(members) if str(name) not in left_out}
         names = dict.fromkeys((*before, *now))
-        if path.startswith("class "):
+        of_class = isinstance(members, MappingProxyType)
+        if of_class:
             names = dict.fromkeys(name for name in names if name in self._reached)
         found = [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
-        return found or ([] if path.startswith("class ") else [_contents_of(path)])
+        return found or ([] if of_class else [_contents_of(path)])
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -180,8 +193,9 @@ class Reached:
 
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            if not value.is_inference():
-                self._tensors.append((path, value, value._version))
+            self._tensors.append((path, value))
+        elif isinstance(value, BYTES):
+            self._arrays.append((path, memoryview(value), bytes(value)))
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
@@ -189,6 +203,10 @@ class Reached:
                 self._arrays.append((path, value, value.tobytes()))
         elif isinstance(value, dict):
             names = tuple(map(str, dict.keys(value)))
+            if isinstance(value, defaultdict):
+                self._watch(
+                    path, ("default_factory",), functools.partial(attributes, value, ("default_factory",)), depth
+                )
             if id(value) in self._known:
                 self._on(path, zip(names, list(dict.values(value))), depth)
             else:
@@ -212,7 +230,7 @@ class Reached:
             self._on(path, [("", value.__func__)], depth)
         elif isinstance(value, property):
             self._on(path, [("", value.fget)], depth)
-        elif _is_own(type(value).__module__) or isinstance(value, (SimpleNamespace, Namespace)):
+        elif _is_own(type(value).__module__) or isinstance(value, (nn.Module, *OF_DATA)):
             self._walk_object(path, value, depth)
 
     def _walk_object(self, path: str, value: Any, depth: int) -> None:
@@ -220,11 +238,16 @@ class Reached:
         if names:
             self._watch(path, names, functools.partial(attributes, value, names), depth)
         if isinstance(getattr(value, "__dict__", None), dict):
+            self._attributes.append((path, value, vars(value)))
             self._on(path, [("", vars(value))], depth)
         self._walk_classes(type(value), depth)
+        if isinstance(value, nn.Module):
+            self._walk_forward_of_torch(type(value))
 
     def _walk_classes(self, kind: type, depth: int) -> None:
         """Attributes and methods of a class and those above it; of torch's only whether they were replaced."""
+        if _is_own(type(kind).__module__):
+            self._walk_classes(type(kind), depth)
         for one in kind.__mro__:
             own = _is_own(one.__module__)
             if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
@@ -253,15 +276,15 @@ class Reached:
             if self._is_new(id(cell), cell):
                 self._cells.append((f"{path}.{name}", cell))
                 self._on(path, [(name, _of_cell(("", cell)))], depth)
-        read = _names_read(function.__code__)
-        asked = _texts(function.__code__) if read & {"environ", "getenv"} else ()
+        read = names_read(function.__code__)
+        asked = texts(function.__code__) if read & {"environ", "getenv"} else ()
         if asked:
             self._watch("environment variable", asked, functools.partial(environment, asked), depth)
         self._reach(read)
-        loaded = read & _globals_read(function.__code__)
+        loaded = read & globals_read(function.__code__)
         self._walk_names(f"global {function.__module__}", function.__globals__, loaded, read, depth)
         package = function.__globals__.get("__package__") or ""
-        for name in _imported(function.__code__):
+        for name in imported(function.__code__):
             module = sys.modules.get(f"{package}.{name}") or sys.modules.get(name)
             if isinstance(module, ModuleType) and _is_own(module.__name__):
                 self._walk_names(f"global {module.__name__}", vars(module), read, read, depth)
@@ -285,7 +308,7 @@ class Reached:
         """What the forward of a class of torch calls of torch."""
         forward = vars(kind).get("forward")
         if isinstance(forward, FunctionType) and not _is_own(kind.__module__):
-            names = _names_read(forward.__code__)
+            names = names_read(forward.__code__)
             modules = (forward.__globals__.get(name) for name in names)
             for module in modules:
                 if isinstance(module, ModuleType) and _is_torch(module):
@@ -340,57 +363,3 @@ def _is_torch(module: ModuleType) -> bool:
 def _slots(kind: type) -> Names:
     names = vars(kind).get("__slots__", ()) if _is_own(kind.__module__) else ()
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _texts(code: CodeType) -> tuple[str, ...]:
-    """The texts in code and in functions in it: some may be names of environment variables."""
-    return tuple(dict.fromkeys(one for part in _codes(code) for one in part.co_consts if isinstance(one, str)))
-
-
-def _names_read(code: CodeType) -> frozenset[str]:
-    """The names that code and functions in it look up, but for globals that it writes itself."""
-    codes = list(_codes(code))
-    written = {one.co_names[place] for one in codes for place in _arguments(one, "STORE_GLOBAL")}
-    return frozenset(name for one in codes for name in one.co_names) - written
-
-
-@functools.cache  # the functions of a library are met in every walk
-def _globals_read(code: CodeType) -> frozenset[str]:
-    """Of these names those that are looked up as globals, not as attributes."""
-    return frozenset(
-        name
-        for one in _codes(code)
-        for name in (
-            *(one.co_names[place >> 1] for place in _arguments(one, "LOAD_GLOBAL")),  # its last bit is a flag
-            *(one.co_names[place] for place in _arguments(one, "LOAD_NAME")),
-        )
-    )
-
-
-@functools.cache
-def _imported(code: CodeType) -> frozenset[str]:
-    """The modules that it imports while it runs."""
-    names = (one.co_names[place] for one in _codes(code) for place in _arguments(one, "IMPORT_NAME"))
-    return frozenset(name for name in names if name)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
-
-
-def _arguments(code: CodeType, operation: str) -> Iterator[int]:
-    """The arguments of the instructions of one kind, in order. Read off the bytes: `dis` makes objects of all
-    instructions, which took half of the time of compiling a model with adapters.
-    """
-    operations, arguments = code.co_code[::2], code.co_code[1::2]
-    place = operations.find(opmap[operation])
-    while place >= 0:
-        argument, before = arguments[place], place - 1
-        while before >= 0 and operations[before] == EXTENDED_ARG:
-            argument |= arguments[before] << 8 * (place - before)
-            before -= 1
-        yield argument
-        place = operations.find(opmap[operation], place + 1)

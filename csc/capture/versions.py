@@ -48,10 +48,15 @@ def counted(mapping: Mapping[Any, Any]) -> dict[Any, Any] | None:
     return one if isinstance(one, dict) and not isinstance(one, OrderedDict) else None
 
 
+def kind_of(mapping: Mapping[Any, Any]) -> Any:
+    """The class of Python whose methods read a mapping as it is: its own may make values on demand."""
+    return next((kind for kind in (OrderedDict, dict) if isinstance(mapping, kind)), type(mapping))
+
+
 def members_hold(mapping: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
-    """See above. As a dict, if it is one: the values of its class may be made on demand."""
-    if isinstance(mapping, dict):
-        size, own, now = dict.__len__(mapping), dict.__iter__(mapping), iter(dict.values(mapping))
-    else:
-        size, own, now = len(mapping), iter(mapping), iter(mapping.values())
-    return size == len(keys) == len(values) and all(map(is_, own, keys)) and all(map(is_, now, values))
+    """See above."""
+    kind = kind_of(mapping)
+    size = dict.__len__(mapping) if isinstance(mapping, dict) else len(mapping)
+    if not size == len(keys) == len(values):
+        return False
+    return all(map(is_, kind.__iter__(mapping), keys)) and all(map(is_, kind.values(mapping), values))

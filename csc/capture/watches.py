@@ -15,14 +15,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, TypeGuard
 
-from csc.capture.versions import Versioned, counted, members_hold
+from csc.capture.versions import Versioned, counted, kind_of, members_hold
 
 ABSENT = object()
 Read = Callable[[], list[Any]]
@@ -32,15 +32,15 @@ CODE, DEFAULTS = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrg
 
 
 def values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list[Any]:
-    """As a dict, if it is one: the values of its class may be made on demand."""
+    """As they are, in their order: the class of a mapping may make others on demand."""
     if left_out:
         return [value for name, value in items(members) if str(name) not in left_out]
-    return list(dict.values(members) if isinstance(members, dict) else members.values())
+    return list(kind_of(members).values(members))
 
 
 def items(members: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """See `values`."""
-    return list(dict.items(members) if isinstance(members, dict) else members.items())
+    return list(kind_of(members).items(members))
 
 
 def names_of(members: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> Names:
@@ -183,7 +183,7 @@ def _kind(watch: Watch) -> Any:
         return None
     if read.func in (elements, attributes, environment):
         return read.func
-    if read.func is values and type(read.args[0]) is dict and not before:
+    if read.func is values and type(read.args[0]) in (dict, OrderedDict) and not before:
         return "empty"
     if read.func not in (values, looked_up):
         return None

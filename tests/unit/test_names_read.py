@@ -10,12 +10,12 @@ from types import CodeType, FunctionType
 import transformers.models.llama.modeling_llama
 import transformers.training_args
 
-from csc.capture import reached
+from csc.capture import code_names
 
 
 def by_dis(code: CodeType, *operations: str) -> set[str]:
     return {
-        one.argval for part in reached._codes(code) for one in dis.get_instructions(part) if one.opname in operations
+        one.argval for part in code_names._codes(code) for one in dis.get_instructions(part) if one.opname in operations
     }
 
 
@@ -29,8 +29,8 @@ def functions() -> list[FunctionType]:
 def test_names_are_those_that_dis_finds() -> None:
     for function in functions():
         code = function.__code__
-        assert reached._globals_read(code) == by_dis(code, "LOAD_GLOBAL", "LOAD_NAME"), function
-        assert reached._imported(code) == by_dis(code, "IMPORT_NAME") - {""}, function
+        assert code_names.globals_read(code) == by_dis(code, "LOAD_GLOBAL", "LOAD_NAME"), function
+        assert code_names.imported(code) == by_dis(code, "IMPORT_NAME") - {""}, function
 
 
 def test_a_function_of_more_names_than_a_byte_counts() -> None:
@@ -38,5 +38,5 @@ def test_a_function_of_more_names_than_a_byte_counts() -> None:
     text = "\n".join(["def many():", "    global written", *(f"    {name}" for name in names), "    written = 1"])
     space: dict[str, FunctionType] = {}
     exec(text, space)  # type: ignore[arg-type]
-    assert reached._globals_read(space["many"].__code__) == set(names)
-    assert "written" not in reached._names_read(space["many"].__code__) >= set(names)
+    assert code_names.globals_read(space["many"].__code__) == set(names)
+    assert "written" not in code_names.names_read(space["many"].__code__) >= set(names)
