@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from array import array
 from collections import ChainMap, UserDict, UserList, defaultdict, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from operator import is_
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -57,7 +56,6 @@ DEEPEST, MOST = 12, 20_000
 CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
 OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
-BYTES = (bytearray, array)
 
 
 class Reached:
@@ -77,7 +75,7 @@ class Reached:
         self._known = known
         self._watches: list[Watch] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._arrays: list[tuple[str, Any, bytes]] = []
+        self._arrays: list[tuple[str, Callable[[], bytes], bytes]] = []
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
         self._cells: list[tuple[str, CellType]] = []
@@ -132,7 +130,7 @@ class Reached:
             and identical(list(map(_of_cell, self._cells)), self._before[1])
             and self._values.hold()
             and all(map(is_, map(vars, self._objects), self._dicts))
-            and all(array.tobytes() == before for _, array, before in self._arrays)
+            and all(read() == before for _, read, before in self._arrays)
         )
 
     def changed(self) -> list[str]:
@@ -156,7 +154,7 @@ class Reached:
                 found.append(path)
         found += self._values.changed()
         found += [_contents_of(path) for path, one, own in self._attributes if vars(one) is not own]
-        found += [path for path, array, before in self._arrays if array.tobytes() != before]
+        found += [path for path, read, before in self._arrays if read() != before]
         return list(dict.fromkeys(found))
 
     def _members_changed(
@@ -194,13 +192,13 @@ class Reached:
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             self._tensors.append((path, value))
-        elif isinstance(value, BYTES):
-            self._arrays.append((path, memoryview(value), bytes(value)))
+        elif isinstance(value, bytearray):
+            self._arrays.append((path, functools.partial(bytes, value), bytes(value)))  # a view would keep its size
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
             else:
-                self._arrays.append((path, value, value.tobytes()))
+                self._arrays.append((path, value.tobytes, value.tobytes()))
         elif isinstance(value, dict):
             names = tuple(map(str, dict.keys(value)))
             if isinstance(value, defaultdict):

@@ -33,7 +33,8 @@ from benchmarks.pipeline.emulated_ranks import BUSY, DOUBLE, TARGET, Measured, s
 from benchmarks.pipeline.emulated_ranks import EQUAL as CSC
 from benchmarks.pipeline.published import Row as Published
 from benchmarks.pipeline.published import error
-from benchmarks.pipeline.real import Real, _makespan, _work, together
+from benchmarks.pipeline.real import Real, _work, together
+from benchmarks.pipeline.real import makespan as measured_makespan
 from benchmarks.pipeline.simulated import Pair, Planned, Row, _pairs, evaluate, run
 from benchmarks.pipeline.summary import document, geomean, over_torch, summary
 from benchmarks.pipeline.torch_gradients import FROZEN
@@ -481,7 +482,7 @@ def test_only_computes_count_in_a_measured_run() -> None:
         (event(1, Action.recv(("F", 0, 1), 0), 0.0, 2.0), event(1, Action("W", 1, 0), 2.0, 5.0)),
     )
     timeline = Timeline("measured", ranks, (), ((), ()), (0.0, 0.0))
-    assert _makespan(timeline) == 4.0
+    assert measured_makespan(timeline) == 4.0
     assert _work(timeline) == {"F 0": 2.5, "W 1": 3.0}
 
 

@@ -54,6 +54,7 @@ def test_the_chosen_mesh_trains_as_eager_does(ranks: int, options: dict[str, Any
 
 
 def rank(ranks: int) -> None:
+    chosen_mesh.SECONDS = 2.0  # some layouts are enough
     found = compiled(MODELS["llama"](), ranks, microbatches=2)
     loss = float(found.train_step(BATCHES["llama"](4)))
     print(found.options.mesh, found.options.microbatches, found.options.zero, found.options.recompute)

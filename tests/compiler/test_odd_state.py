@@ -92,6 +92,7 @@ CHANGES: dict[str, Callable[[Odd], object]] = {
     "an entry by default": lambda m: m.by_default.pop("none"),
     "mapping of mappings": lambda m: m.chained.maps[0].update(a=0.5),
     "bytes": lambda m: m.raw.__setitem__(0, 2),
+    "more bytes": lambda m: m.raw.insert(0, 3),
     "all attributes of an object": lambda m: setattr(m.holder, "__dict__", {"factor": 0.5}),
     "all attributes of a module": lambda m: object.__setattr__(
         m.mix, "__dict__", {**vars(m.mix), "forward": lambda x: 2 * x}
