@@ -78,19 +78,21 @@ def _scaled_first(
     assert isinstance(small, fx.Node)
     if small.meta["val"].numel() == val.numel() or expanded.meta["val"].dtype != val.dtype:
         return None
-    if not all(_is_blind(reader, node, expanded) for reader in node.users):
+    with val.fake_mode:  # scaled, a value that is not dense lies otherwise than before
+        again = expanded.target(node.target(small.meta["val"], *node.args[1:]), *expanded.args[1:])  # type: ignore[operator]
+    if not all(_is_blind(reader, node, again) for reader in node.users):
         return None
     writer = Writer(graph, val.fake_mode)
     scaled = writer.named(node.name, node, node.target, mapping[small], *node.args[1:])
     return writer.named(f"{node.name}_expand", expanded, expanded.target, scaled, *expanded.args[1:])
 
 
-def _is_blind(reader: fx.Node, old: fx.Node, new: fx.Node) -> bool:
-    """Whether a call gives the same for an expanded value in the place of another one, laid out as before."""
+def _is_blind(reader: fx.Node, old: fx.Node, value: torch.Tensor) -> bool:
+    """Whether a call gives the same for this expanded value in the place of another one, laid out as before."""
     if g.op_name(reader) not in ARITHMETIC:
         return False
-    swapped = fx.map_arg(reader.args, lambda one: new if one is old else one)
+    given = fx.map_arg(reader.args, lambda one: value if one is old else one.meta["val"])
     val = reader.meta["val"]
     with val.fake_mode:
-        found = reader.target(*values_of(swapped), **values_of(reader.kwargs))  # type: ignore[operator]
+        found = reader.target(*given, **values_of(reader.kwargs))  # type: ignore[operator]
     return _alike(found, val)
