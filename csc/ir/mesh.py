@@ -191,6 +191,8 @@ class Mesh:
 
     def to_dict(self) -> dict[str, Any]:
         """The form that program.json holds; the order only where it is not the usual one."""
+        if self.is_open:
+            return {"ranks": self.ranks}
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in self.AXES}
         return sizes if self.order == self.AXES else sizes | {"order": "-".join(self.order)}
 

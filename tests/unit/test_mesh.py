@@ -93,6 +93,7 @@ def test_a_mesh_that_is_to_be_chosen() -> None:
     for form in (Mesh(ranks=6), "ranks=6", {"ranks": 6}):
         mesh = Mesh.of(form)
         assert (mesh.is_open, mesh.size, str(mesh)) == (True, 6, "ranks=6")
+        assert Mesh.of(mesh.to_dict()) == Mesh.parse(str(mesh)) == mesh
         with pytest.raises(InputError, match="the axes of ranks=6 are not chosen yet"):
             mesh.coordinates(0)
     assert not Mesh(pp=6).is_open
