@@ -1,6 +1,6 @@
 """What a model that cannot be traced did, and where, as a sentence.
 
-untraceable(error, asked) -> CscError
+untraceable(error, ...) -> CscError
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 # What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
-WRAPPED = "storage of TensorWrapper"  # what tensors are within a function that torch.func transforms
+WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
 TRANSFORMS = os.path.join("_functorch", "eager_transforms.py")
 
 
-def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients: str = "") -> CscError:
+def untraceable(
+    error: Exception, asked: frozenset[str] = frozenset(), gradients: str = "", transformed: str = ""
+) -> CscError:
     """The sentence for a model that export cannot trace: the cause, the user's line, the remedy.
 
     asked: the batch entries whose values the model asked for last. gradients: the line that asked autograd for some.
+    transformed: the first line that ran within a function that torch.func transforms.
     """
     root = _root_cause(error)
     where = _traced_line(error) or user_line(error)
@@ -55,10 +58,10 @@ def untraceable(error: Exception, asked: frozenset[str] = frozenset(), gradients
             "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step",
         )
     within = traceback.extract_tb(root.__traceback__)
-    if WRAPPED in str(root) or any(TRANSFORMS in frame.filename for frame in within):
+    if any(words in str(root) for words in WRAPPED) or any(TRANSFORMS in frame.filename for frame in within):
         return InputError(
             "the model differentiates a function in its forward (torch.func.grad, vjp, jacrev), which cannot be traced",
-            where or user_line(root),
+            where or user_line(root) or transformed,
             "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
             "trace with csc.opaque(module)",
         )

@@ -48,12 +48,12 @@ MODES = ("__torch_function__", "_run")  # functions of modes between the model's
 
 class AutogradQueries(TorchFunctionMode):
     """gradients: the line that last asked for a gradient; flags: the first of the model's own that asked whether a
-    tensor needs one. "": none did.
+    tensor needs one; transformed: the first within a function that torch.func transforms. "": none did.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients = self.flags = ""
+        self.gradients = self.flags = self.transformed = ""
         self.autocasts: list[bool] = []  # of the blocks that are open: whether gradients were on where it began
         self._replaced = {one for one in vars(torch.nn.functional).values() if _is_replaced(one)}
         self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
@@ -66,6 +66,8 @@ class AutogradQueries(TorchFunctionMode):
                 "this one calls",
                 "call your function by its own name in the model, and leave torch's where it was",
             )
+        if not self.transformed and in_functorch_transform():
+            self.transformed = calling_line()
         if func == DATA:
             return torch.Tensor.detach(*args)
         if func in FLAGS and not self.flags and not in_functorch_transform() and _is_asked_by_the_model():

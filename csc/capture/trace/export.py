@@ -37,6 +37,7 @@ class Exported:
     """deciding: the batch entries whose values the program was traced for; host: what is known to run there now;
     calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
     gradients: the line that asked autograd for some; asked_flags: the first that asked whether a tensor needs any;
+    transformed: the first within a function that torch.func transforms;
     changes: what the model wrote to itself; written_beside: and beside it; undecided: whether it asked of the batch
     alone what was not answered; decisions: what was.
     """
@@ -48,6 +49,7 @@ class Exported:
     asked: tuple[Any, ...] | None
     gradients: str
     asked_flags: str
+    transformed: str
     changes: Changes
     written_beside: frozenset[Slot]
     undecided: bool
@@ -108,7 +110,8 @@ def export(
         except Exception as error:  # some code cannot do with a symbolic number of samples; then with the one at hand
             if layers.hidden:  # perhaps it fails for something that was hidden from it
                 raise NotHidden(layers.hidden) from error
-            failed = untraceable(error, wrapped.watching.asked_last, wrapped.autograd.gradients)
+            autograd = wrapped.autograd
+            failed = untraceable(error, wrapped.watching.asked_last, autograd.gradients, autograd.transformed)
             failed.__cause__ = error
             if wrapped.watching.undecided:
                 raise Undecided from failed
@@ -155,6 +158,7 @@ def _exported(
         tuple(asked) if ones else None,
         wrapped.autograd.gradients,
         wrapped.autograd.flags,
+        wrapped.autograd.transformed,
         wrapped.changes,
         wrapped.written_beside,
         wrapped.watching.undecided,
