@@ -4,7 +4,8 @@
     counted(mapping) -> dict | None                        whose number is that of the mapping; None: nobody counts
     members_hold(mapping, keys, values) -> bool            whether it has these very ones, in this order
 
-A number says nothing of the order in an OrderedDict, which has one of its own.
+A number says nothing of the order in an OrderedDict, which has one of its own. Nor, from Python 3.12 on, does it count
+that an empty dict became a copy of another one (`update`): whether those are empty still is asked each time.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ class Versioned:
         self._mappings, self._asked = [mapping for mapping, _ in pairs], [holds for _, holds in pairs]
         versions = list(map(dict_version, self._mappings))
         self._versions: list[int | None] = [number if holds() else None for number, holds in zip(versions, self._asked)]
+        self._empty = self._empty_ones()
 
     def hold(self) -> bool:
         """Whether each holds what it did."""
         now: list[int | None] = list(map(dict_version, self._mappings))
-        if now == self._versions:
+        filled = any(map(dict.__len__, self._empty))
+        if now == self._versions and not filled:
             return True
-        written = (holds for holds, old, new in zip(self._asked, self._versions, now) if old != new)
+        written = (holds for holds, old, new in zip(self._asked, self._versions, now) if filled or old != new)
         if not all(holds() for holds in written):
             return False
-        self._versions = now
+        self._versions, self._empty = now, self._empty_ones()
         return True
+
+    def _empty_ones(self) -> list[dict[Any, Any]]:
+        return [mapping for mapping in self._mappings if not dict.__len__(mapping)]
 
 
 def counted(mapping: Mapping[Any, Any]) -> dict[Any, Any] | None:
