@@ -17,7 +17,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
-COLLECTIVES = ("all_reduce", "share")
+COLLECTIVES = ("all_gather", "all_reduce", "own_part", "share")
 
 
 def header(functions: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
     csc::all_reduce(x, group) -> total                       parts -> equal; backward: nothing, the gradient is equal
     csc::share(x, group) -> x                                equal -> shared; backward: an all-reduce
+    csc::own_part(x, dim, ranks, group) -> part              equal -> a shard of dim; backward: an all-gather
+    csc::all_gather(x, dim, ranks, group) -> whole           a shard -> equal; backward: a rank's own part
 
 Terms: see csc.ir.groups; *shared* is equal, but read by calls that differ from rank to rank, so that its gradient is
 parts. Parts are added in the order of the ranks, in float32 or float64: every rank has the same bits. group: the number
@@ -64,6 +66,28 @@ def _(x: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("csc::own_part", mutates_args=())
+def _own_part(x: torch.Tensor, dim: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
+    meeting = _MEETINGS.find(group)
+    size = x.shape[dim] // ranks
+    return x.narrow(dim, meeting.index * size, size).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("csc::all_gather", mutates_args=())
+def _all_gather(x: torch.Tensor, dim: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
+    return torch.cat(list(_MEETINGS.find(group).exchange([x.contiguous()] * ranks)), dim)
+
+
+@_own_part.register_fake
+def _(x: Any, dim: int, ranks: int, group: Any) -> Any:
+    return x.new_empty([size // ranks if place == dim else size for place, size in enumerate(x.shape)])
+
+
+@_all_gather.register_fake
+def _(x: Any, dim: int, ranks: int, group: Any) -> Any:
+    return x.new_empty([size * ranks if place == dim else size for place, size in enumerate(x.shape)])
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
@@ -71,5 +95,24 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 _all_reduce.register_autograd(lambda ctx, d: (csc.share(d, *ctx.saved_tensors), None), setup_context=_remember)
 _share.register_autograd(lambda ctx, d: (csc.all_reduce(d, *ctx.saved_tensors), None), setup_context=_remember)
 
+
+def _remember_shard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.dim, ctx.ranks, group = inputs
+    ctx.save_for_backward(group)
+
+
+def _gathered(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    return csc.all_gather(d, ctx.dim, ctx.ranks, *ctx.saved_tensors), None, None, None
+
+
+def _parted(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    return csc.own_part(d, ctx.dim, ctx.ranks, *ctx.saved_tensors), None, None, None
+
+
+_own_part.register_autograd(_gathered, setup_context=_remember_shard)
+_all_gather.register_autograd(_parted, setup_context=_remember_shard)
+
+ALL_GATHER = torch.ops.csc.all_gather.default
 ALL_REDUCE = torch.ops.csc.all_reduce.default
+OWN_PART = torch.ops.csc.own_part.default
 SHARE = torch.ops.csc.share.default

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from csc.passes.attention import attention
 from csc.passes.context import context
+from csc.passes.data_parallel import data_parallel
 from csc.passes.differentiate import differentiate
 from csc.passes.dropout import dropout
 from csc.passes.features import features
@@ -41,7 +42,7 @@ CAPTURE = "capture"
 
 # Up to `simplify` nothing depends on what is frozen; a new frozen set starts again behind it.
 TRACING: tuple[Pass, ...] = (
-    shapes, dropout, precision, attention, context, loss, head, regions, tensor, differentiate, simplify,
+    shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, differentiate, simplify,
 )  # fmt: skip
 DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)

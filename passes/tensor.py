@@ -33,7 +33,7 @@ def tensor(program: Program, options: Options) -> Program:
         return program
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    found = _Agreement(program, ranks, number).choices()
+    found = _Agreement(program, ranks, number, _of_shards(program)).choices()
     _check(found, ranks)
     return _applied(program, found, number)
 
@@ -88,6 +88,17 @@ class _Agreement:
                 changed |= shared
                 self.operators |= shared
         return {template for template, _ in changed}
+
+
+def _of_shards(program: Program) -> set[Use]:
+    """Uses of parameters whose gradients are parts since ranks share out samples: those stay whole."""
+    parts = {one.name for one in program.parameters if one.parts}
+    return {
+        (region.template, local)
+        for region in program.regions
+        for name, local in zip(region.parameters, program.templates[region.template].parameters, strict=True)
+        if name in parts
+    }
 
 
 def _made_of_the_batch(program: Program) -> set[str]:
@@ -155,7 +166,7 @@ def _parameters(program: Program, found: Mapping[str, ShardChoice]) -> tuple[Par
         for name, local in zip(region.parameters, template.parameters, strict=True):
             boxes[name] = choice.boxes.get(local, ())
             parts |= {name} if local in choice.shared_reads - choice.operators else set()
-    return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.name in parts) for p in program.parameters)
+    return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.parts or p.name in parts) for p in program.parameters)
 
 
 def _with_group(shared: fx.Graph, table: str, number: torch.Tensor) -> fx.Graph:

@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
     name = g.op_name(node)
-    if name == "csc::all_reduce":
+    if name in ("csc::all_reduce", "csc::all_gather"):
         return Exchange("tp", _bytes(g.bind(node)["x"]), 0, False, False)
     if name.startswith("csc::context_gather"):
         given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]

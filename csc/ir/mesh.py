@@ -9,6 +9,7 @@ elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, an
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
     .orders()                                          the mesh in every order of ranks, this one first
     Mesh(ranks=64)                  one that csc chooses      .is_open
+    .components                                        those that have another tp: (("vision_tower", 1),)
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
@@ -22,6 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
 from csc.ir.groups import Group
+
+
+OWN = ".tp"  # behind the name of a component with a tp of its own
 
 
 class Coordinates(NamedTuple):
@@ -44,6 +48,7 @@ class Mesh:
         tp: Parts of a layer.
         order: The axes as ranks count through them, the last one fastest: dp, cp and tp in this order, pp anywhere. Of
             axes of size 1 the place says nothing; meshes that differ in that alone are equal.
+        components: Components with a tp of their own, and this; on the same ranks, which share out its samples instead.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -57,6 +62,7 @@ class Mesh:
 
     order: tuple[str, ...] = ("dp", "pp", "cp", "tp")
     ranks: int | None = None
+    components: tuple[tuple[str, int], ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp", "tp")
 
@@ -76,7 +82,15 @@ class Mesh:
                 f"the order of ranks is {'-'.join(map(str, self.order))}", "mesh",
                 "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
             )  # fmt: skip
+        for component, tp in self.components:
+            _check_size(f"axis tp of {component}", tp)
+            if tp not in (1, self.tp):
+                raise InputError(
+                    f"{component} has tp={tp}, and the mesh has tp={self.tp}", "mesh",
+                    f"Give it tp=1, for which the {self.tp} ranks share out its samples, or {self.tp}",
+                )  # fmt: skip
         object.__setattr__(self, "order", self._plain_order())
+        object.__setattr__(self, "components", tuple(sorted(self.components)))
 
     def _plain_order(self) -> tuple[str, ...]:
         """The order, with axes of size 1 where they stand by default."""
@@ -194,6 +208,7 @@ class Mesh:
         if self.is_open:
             return {"ranks": self.ranks}
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in self.AXES}
+        sizes |= {f"{component}.tp": tp for component, tp in self.components}
         return sizes if self.order == self.AXES else sizes | {"order": "-".join(self.order)}
 
     def __str__(self) -> str:
@@ -201,6 +216,7 @@ class Mesh:
         if self.is_open:
             return f"ranks={self.ranks}"
         named = [f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1] or ["dp=1"]
+        named += [f"{component}.tp={tp}" for component, tp in self.components]
         order = "-".join(axis for axis in self.order if getattr(self, axis) > 1)
         return ",".join(named if self.order == self.AXES else [*named, f"order={order}"])
 
@@ -220,7 +236,7 @@ class Mesh:
                 continue
             if not equals or not size.isdecimal():
                 raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
-            if axis not in (*cls.AXES, "ranks"):
+            if axis not in (*cls.AXES, "ranks") and not axis.endswith(OWN):
                 raise InputError(f"there is no axis {axis!r}", f"mesh {text!r}", form)
             if axis in sizes:
                 raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
@@ -234,7 +250,7 @@ class Mesh:
         """Read any form of a mesh.
 
         Args:
-            mesh: A Mesh, a dict of sizes, text such as `pp=3,dp=2`, or a torch DeviceMesh whose axes have these names
+            mesh: A Mesh, a dict of sizes, one of such dicts by component, text such as `pp=3,dp=2`, or a torch DeviceMesh whose axes have these names
                 (it is known by its attributes, so that torch is not imported here).
 
         Raises:
@@ -245,7 +261,7 @@ class Mesh:
         if isinstance(mesh, str):
             return cls.parse(mesh)
         if isinstance(mesh, Mapping):
-            return cls._named(dict(mesh))
+            return cls._named(_flat(mesh) if any(isinstance(one, Mapping) for one in mesh.values()) else dict(mesh))
         names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
         if shape is None:
             raise InputError(
@@ -273,10 +289,13 @@ class Mesh:
     @classmethod
     def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
         """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
+        own = {name.removesuffix(OWN): size for name, size in sizes.items() if name.endswith(OWN)}
+        sizes = {name: size for name, size in sizes.items() if not name.endswith(OWN)}
         unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
             raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
-        found = cls(**{name: size for name, size in sizes.items() if name != "order"})
+        axes = {name: size for name, size in sizes.items() if name != "order"}
+        found = cls(**axes, components=tuple(own.items()))
         if "order" not in sizes:
             return found
         named = str(sizes["order"]).split("-")
@@ -295,3 +314,32 @@ class Mesh:
 def _check_size(what: str, size: object) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")
+
+
+def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of axes out of sizes by component, all on the same ranks: those of the component with the largest tp are the
+    mesh's; others may have more replicas and fewer parts.
+    """
+    for name, sizes in meshes.items():
+        if not isinstance(sizes, Mapping) or set(sizes) - set(Mesh.AXES):
+            raise InputError(
+                f"the mesh has {sizes!r} for {name}", "mesh",
+                'Map components to sizes of axes, {"vision_tower": dict(tp=1, dp=4), "language_model": dict(tp=4)}',
+            )  # fmt: skip
+        for axis, size in sizes.items():
+            _check_size(f"axis {axis} of {name}", size)
+    largest = max(meshes, key=lambda name: meshes[name].get("tp", 1))
+    whole = Mesh(**meshes[largest])
+    found: dict[str, Any] = whole.to_dict()
+    for name, sizes in meshes.items():
+        own = Mesh(**sizes)
+        apart = [axis for axis in ("pp", "cp") if sizes.get(axis, getattr(whole, axis)) != getattr(whole, axis)]
+        if apart or own.dp * own.tp != whole.dp * whole.tp:
+            what = f"{apart[0]}={sizes[apart[0]]}" if apart else f"dp * tp = {own.dp * own.tp}"
+            raise InputError(
+                f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
+                "Components run on the same ranks: give all of them the same dp * tp, and pp and cp to one alone; the "
+                "option context spreads an encoder's tokens over fewer cp ranks",
+            )  # fmt: skip
+        found[f"{name}{OWN}"] = own.tp
+    return found

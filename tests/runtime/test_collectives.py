@@ -23,13 +23,23 @@ from tests.launching import ranks
 
 csc = torch.ops.csc
 SHAPE = (4, 12, 3)
-# operator, (result on rank r of x on all ranks), (gradient on rank r of the gradients on all ranks)
+# operator on (x, group, its ranks), (result on rank r of x on all ranks), (gradient on rank r of the gradients on all ranks)
 Whole = Callable[[list[torch.Tensor], int], torch.Tensor]
 
 
 CASES: dict[str, tuple[Callable[..., torch.Tensor], Whole, Whole]] = {
-    "all_reduce": (lambda x, g: csc.all_reduce(x, g), lambda xs, r: sum(xs), lambda ds, r: ds[r]),
-    "share": (lambda x, g: csc.share(x, g), lambda xs, r: xs[r], lambda ds, r: sum(ds)),
+    "all_reduce": (lambda x, g, n: csc.all_reduce(x, g), lambda xs, r: sum(xs), lambda ds, r: ds[r]),
+    "share": (lambda x, g, n: csc.share(x, g), lambda xs, r: xs[r], lambda ds, r: sum(ds)),
+    "own_part": (
+        lambda x, g, n: csc.own_part(x, 1, n, g),
+        lambda xs, r: xs[r].chunk(len(xs), 1)[r],
+        lambda ds, r: torch.cat(ds, 1),
+    ),
+    "all_gather": (
+        lambda x, g, n: csc.all_gather(x, 0, n, g),
+        lambda xs, r: torch.cat(xs),
+        lambda ds, r: ds[r].chunk(len(ds))[r],
+    ),
 }  # type: ignore[dict-item]
 
 
@@ -48,7 +58,7 @@ def check(name: str, met: Met, rank: int, transposed: bool = False) -> None:
     xs, ds = values(name, met.ranks, transposed)
     with torch.enable_grad():
         x = xs[rank].requires_grad_()
-        result = call(x, met.number)
+        result = call(x, met.number, met.ranks)
         (dx,) = torch.autograd.grad(result, x, ds[rank])
     assert torch.equal(result, expected([x.detach() for x in xs], rank)) and result.is_contiguous()
     assert torch.equal(dx, gradient(ds, rank)) and dx.is_contiguous()
@@ -91,7 +101,7 @@ def test_fakes_say_what_comes_out(name: str) -> None:
     xs, ds = values(name, 2)
     with FakeTensorMode():
         x, group = torch.empty(SHAPE, requires_grad=True), torch.zeros((), dtype=torch.int64)
-        result = call(x, group)
+        result = call(x, group, 2)
         (dx,) = torch.autograd.grad(result, x, torch.empty(ds[0].shape))
     assert result.shape == expected(xs, 0).shape and result.is_contiguous()
     assert dx.shape == gradient(ds, 0).shape and dx.is_contiguous()

@@ -1,0 +1,57 @@
+"""Pass `data_parallel`: components of which each tensor-parallel rank computes some of the samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from csc.passes.encoder_context import component_of
+from csc.passes.sample_shards import SampleShards
+from csc.passes.tensor import GROUP
+
+from csc.analysis.cutting import shared_nodes
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.naming import unique
+from csc.ir.program import Options, Program
+
+
+def data_parallel(program: Program, options: Options) -> Program:
+    """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1.
+
+    Requires  passes `attention` and `context`.
+    Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
+              read is cut, what others read of them is gathered by its first reader; nothing on shards mixes samples.
+              Its parameters are whole on every rank, and their gradients parts of a sum over tp.
+    Before    %x = conv2d(%pixel_values, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
+    After     %x = conv2d(csc.own_part(%pixel_values, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
+    """
+    known = {info.component for info in program.modules.values()}
+    for component, _ in options.mesh.components:
+        if component not in known:
+            raise InputError(
+                f"the mesh names {component!r}, which is no component of the model", "mesh",
+                f"components: {', '.join(sorted(known))}",
+            )  # fmt: skip
+        if component in dict(options.context):
+            raise InputError(
+                f"{component} has a tp of its own in the mesh, and a number of ranks in context", "mesh",
+                "spread either its samples or its tokens",
+            )  # fmt: skip
+    for component, tp in options.mesh.components:
+        if tp < options.mesh.tp:
+            program = _spread(program, component, options.mesh.tp)
+    return program
+
+
+def _spread(program: Program, component: str, ranks: int) -> Program:
+    tables = shared_nodes(program.graph)
+    inside = {n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component}
+    if not inside:
+        return program  # of a batch without its samples
+    with program.fake_mode:
+        number = torch.empty((), dtype=torch.int64)
+    shards = SampleShards(program.graph, inside, component, ranks, program.fake_mode)
+    graph = shards.run(unique("tp", {node.name for node in program.graph.nodes}), number, GROUP)
+    parameters = tuple(replace(one, parts=one.parts or one.name in shards.parts) for one in program.parameters)
+    return replace(program, graph=graph, parameters=parameters)

@@ -1,0 +1,211 @@
+"""The calls of one component on a rank's own samples, in the graph of a whole model.
+
+Terms
+  samples  what the first dimension counts of what the component reads first: images, clips. Followed through its calls
+           by csc.analysis.tensor_axes
+  shard    a value's entries of a rank's own samples; what has no samples is whole, and equal on all ranks
+  inside   the calls of the component; a call inside on shards reads nothing but shards and what is whole
+
+    SampleShards(graph, inside, component, ranks, mode).run(name, number, role) -> fx.Graph
+    .parts                       parameters whose gradients are parts of a sum over the ranks
+
+What cannot be is an InputError with the call: samples that do not divide, a call that mixes them, a random number for
+each of them, a mask of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from csc.kernels.collectives import ALL_GATHER, OWN_PART, SHARE
+from torch import fx
+
+from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
+from csc.analysis.operators.moves import SIZED_VIEWS
+from csc.analysis.operators.products import ATTENTION
+from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.table import relation
+from csc.analysis.tensor_axes import Trees
+from csc.errors import InputError
+from csc.ir import graph as g
+from csc.ir.rewrite import Writer
+from csc.torch_private.traces import FakeTensorMode
+
+STAYS = (None, "regrouped", "grouped", "joined")  # how a dimension of samples may end in a call
+
+
+class SampleShards:
+    def __init__(
+        self, graph: fx.Graph, inside: Collection[fx.Node], component: str, ranks: int, mode: FakeTensorMode
+    ) -> None:
+        self.old, self.inside, self.component, self.ranks = graph, inside, component, ranks
+        self.graph = fx.Graph()
+        self.writer = Writer(self.graph, mode)
+        self.trees = self._trees()
+        self.axis = self._samples()
+        self.dims = {node: dim for node in self.trees.of if (dim := self._dim(node)) is not None}
+        self.local = {node for node in inside if node in self.dims}
+        self.carrying = self._carrying()
+        self.wholes: dict[fx.Node, fx.Node] = {}  # shards too, once they are gathered
+        self.shards: dict[fx.Node, fx.Node] = {}  # what is local, and what enters
+        self.shared: dict[fx.Node, fx.Node] = {}
+        self.parts: set[str] = set()
+
+    def run(self, name: str, number: torch.Tensor, role: tuple[str, str]) -> fx.Graph:
+        """name, number, role: of the placeholder for the number of the rank's group."""
+        for node in g.placeholders(self.old):
+            self.wholes[node] = g.add_placeholder(self.graph, node.name, node.meta["val"], node.meta["role"])
+        self.group = g.add_placeholder(self.graph, name, number, role)
+        for node in g.calls(self.old):
+            if node in self.local:
+                self._on_shards(node)
+                continue
+            mixed = [used for used in node.all_input_nodes if used in self.local]
+            if node in self.inside and mixed:
+                self._refuse(node, "makes one result of several samples")
+            for used in mixed:
+                if used not in self.wholes:  # by its first reader, so that shards are what travels between stages
+                    shard, dim = self.shards[used], self.dims[used]
+                    self.wholes[used] = self._made(node, ALL_GATHER, shard, dim, self.ranks, self.group)
+            g.copy_node(self.graph, node, self.wholes)
+        self.graph.output(fx.map_arg(self.old.output_node().args[0], self.wholes.__getitem__))
+        return self.graph
+
+    # what is known of values
+
+    def _trees(self) -> Trees:
+        """Of what the component reads and computes, whatever others do with it."""
+        trees = Trees()
+        for node in self.old.nodes:
+            if node not in self.inside:
+                continue
+            for used in node.all_input_nodes:
+                if used not in trees.of:
+                    val = used.meta["val"]
+                    values = val if isinstance(val, (tuple, list)) else [val]
+                    trees.of[used] = [[leaf(size) for size in getattr(one, "shape", ())] for one in values]
+            trees.call(node)
+        return trees
+
+    def _samples(self) -> Dim:
+        """The axis that counts samples."""
+        first = next((one for one in self.trees.of if self._enters(one)), None)
+        if first is None:
+            raise InputError(
+                f"{self.component} reads nothing of the batch, so that it has no samples to share out", "mesh",
+                self._remedy(),
+            )  # fmt: skip
+        axis = found(flat(self.trees.of[first][0][0], "product")[0])
+        if axis.blocked:
+            raise InputError(
+                f"{self.component} cannot share out the first dimension of {first.name}: {axis.blocked} needs it whole",
+                "mesh", self._remedy(),
+            )  # fmt: skip
+        if axis.kind != "leaf" or axis.size % self.ranks:
+            raise InputError(
+                f"{self.component} has {axis.size} samples in a microbatch, which tp={self.ranks} ranks cannot share "
+                "out alike", "mesh", f"give each microbatch a multiple of {self.ranks} of them; or {self._remedy()}",
+            )  # fmt: skip
+        return axis
+
+    def _enters(self, node: fx.Node) -> bool:
+        """Whether a value is numbers that come from the batch, or from another component."""
+        if node in self.inside or not g.is_inexact(node) or not node.meta["val"].dim():
+            return False
+        return any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([node]))
+
+    def _dim(self, node: fx.Node) -> int | None:
+        """The dimension that counts samples, as its outermost factor; None: none does."""
+        having = [(place, dim) for dims in self.trees.of[node] for place, dim in enumerate(dims)
+                  if contains(dim, self.axis)]  # fmt: skip
+        if not having:
+            return None
+        places = {place for place, _ in having}
+        plain = all(found(flat(dim, "product")[0]) is self.axis and _once(dim, self.axis) for _, dim in having)
+        if len(places) > 1 or not plain or len(having) < len(self.trees.of[node]):
+            self._refuse(node, "joins samples to something else")
+        return places.pop()
+
+    def _carrying(self) -> set[fx.Node]:
+        """Values that lead a gradient to a parameter."""
+        reached: set[fx.Node] = set()
+        for node in self.old.nodes:
+            parameter = node.op == "placeholder" and node.meta["role"][0] == "parameter"
+            several = node.op == "call_function" and not isinstance(node.meta["val"], torch.Tensor)
+            if (parameter or any(used in reached for used in node.all_input_nodes)) and (several or g.is_inexact(node)):
+                reached.add(node)
+        return reached
+
+    # calls on shards
+
+    def _on_shards(self, node: fx.Node) -> None:
+        if draws(node):
+            self._refuse(node, "draws a random number for each sample")
+        if g.op_name(node) == ATTENTION and any(isinstance(one, fx.Node) for one in node.args[3:]):
+            self._refuse(node, "has a mask that is data")
+        known = relation(node)
+        for use in known.uses if known is not None else ():
+            dim = self.dims.get(use.node)
+            how = None if dim is None or (end := use.end(dim)) is None else end.how
+            if how not in STAYS:
+                self._refuse(node, "mixes samples")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._given(used, node))
+        listed = (known.sizes if known is not None else "") or ("size" if g.op_name(node) in SIZED_VIEWS else "")
+        if listed:
+            names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+            place, sizes = names.index(listed), self._sizes(node, 0)
+            if place < len(args):
+                args = (*args[:place], sizes, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, listed: sizes}
+        made = self._made(node, node.target, *args, **kwargs)
+        val = made.meta["val"]
+        for result, one in enumerate(val if isinstance(val, (tuple, list)) else [val]):
+            if list(one.shape) != self._sizes(node, result):
+                self._refuse(node, f"gives {list(one.shape)} where {self._sizes(node, result)} was expected")
+        self.shards[node] = made
+
+    def _given(self, used: fx.Node, reader: fx.Node) -> fx.Node:
+        """An operand of a call on shards."""
+        if used in self.dims:
+            if used not in self.shards:
+                whole, dim = self.wholes[used], self.dims[used]
+                self.shards[used] = self._made(reader, OWN_PART, whole, dim, self.ranks, self.group)
+            return self.shards[used]
+        if used not in self.carrying:
+            return self.wholes[used]
+        if used.op == "placeholder" and all(user in self.local for user in used.users):
+            self.parts.add(used.meta["role"][1])  # summed once a step
+            return self.wholes[used]
+        if used not in self.shared:
+            self.shared[used] = self._made(reader, SHARE, self.wholes[used], self.group)
+        return self.shared[used]
+
+    def _sizes(self, node: fx.Node, result: int) -> list[int]:
+        val = node.meta["val"]
+        one = val[result] if isinstance(val, (tuple, list)) else val
+        return [size // self.ranks if place == self.dims[node] else size for place, size in enumerate(one.shape)]
+
+    def _made(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        name = like.name if target is like.target else None
+        try:
+            return self.writer.named(name, like, target, *args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            self._refuse(like, f"does not run on some of the samples ({str(error).strip().splitlines()[0]})")
+
+    def _refuse(self, node: fx.Node, why: str) -> NoReturn:
+        raise InputError(
+            f"{g.op_name(node)} {why}, and the samples of {self.component} are on different ranks", g.place(node),
+            self._remedy(),
+        )  # fmt: skip
+
+    def _remedy(self) -> str:
+        return (
+            f"leave {self.component} out of the mesh, so that its layers are divided as those of other components are"
+        )
+
+
+def _once(dim: Dim, axis: Dim) -> bool:
+    return sum(one is axis for one in leaves(dim)) == 1
