@@ -23,8 +23,8 @@ def data_parallel(program: Program, options: Options) -> Program:
     Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
               read is cut, what others read of them is gathered by its first reader; nothing on shards mixes samples.
               Its parameters are whole on every rank, and their gradients parts of a sum over tp.
-    Before    %x = conv2d(%pixel_values, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
-    After     %x = conv2d(csc.own_part(%pixel_values, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
+    Before    %x = conv2d(%images, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
+    After     %x = conv2d(csc.own_part(%images, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
     """
     known = {info.component for info in program.modules.values()}
     for component, _ in options.mesh.components:

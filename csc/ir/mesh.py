@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple
 from csc.errors import InputError
 from csc.ir.groups import Group
 
-
 OWN = ".tp"  # behind the name of a component with a tp of its own
 
 
@@ -250,8 +249,8 @@ class Mesh:
         """Read any form of a mesh.
 
         Args:
-            mesh: A Mesh, a dict of sizes, one of such dicts by component, text such as `pp=3,dp=2`, or a torch DeviceMesh whose axes have these names
-                (it is known by its attributes, so that torch is not imported here).
+            mesh: A Mesh, a dict of sizes, one of such dicts by component, text such as `pp=3,dp=2`, or a torch
+                DeviceMesh whose axes have these names (it is known by its attributes, so that torch is not imported).
 
         Raises:
             InputError: It is none of these, or its axes stand in an order that no `order` names.
@@ -317,8 +316,8 @@ def _check_size(what: str, size: object) -> None:
 
 
 def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of axes out of sizes by component, all on the same ranks: those of the component with the largest tp are the
-    mesh's; others may have more replicas and fewer parts.
+    """Sizes of axes out of sizes by component, all on the same ranks: the mesh's are those of the component with the
+    largest tp; others may have more replicas and fewer parts.
     """
     for name, sizes in meshes.items():
         if not isinstance(sizes, Mapping) or set(sizes) - set(Mesh.AXES):

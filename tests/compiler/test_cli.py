@@ -76,7 +76,8 @@ def process(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
-        "shapes", "dropout", "precision", "attention", "context", "loss", "head", "regions", "tensor", "differentiate",
+        "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
+        "differentiate",
         "simplify", "freeze", "prune", "features", "recompute", "split", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
