@@ -23,7 +23,7 @@ from tests.launching import ranks
 
 csc = torch.ops.csc
 SHAPE = (4, 12, 3)
-# operator on (x, group, its ranks), (result on rank r of x on all ranks), (gradient there of the gradients on all ranks)
+# operator on (x, group, its ranks), (result on rank r of x on all ranks), (gradient there of those on all ranks)
 Whole = Callable[[list[torch.Tensor], int], torch.Tensor]
 
 
