@@ -2,8 +2,11 @@
 
     csc::all_reduce(x, group) -> total                       parts -> equal; backward: nothing, the gradient is equal
     csc::share(x, group) -> x                                equal -> shared; backward: an all-reduce
-    csc::own_part(x, dim, ranks, group) -> part              equal -> a shard of dim; backward: an all-gather
-    csc::all_gather(x, dim, ranks, group) -> whole           a shard -> equal; backward: a rank's own part
+    csc::own_part(x, dim, samples, ranks, repeat, group) -> part       equal -> shard; backward: an all-gather
+    csc::all_gather(x, dim, samples, ranks, group) -> whole            shard -> equal; backward: a rank's own part
+
+A shard has the entries of some of the samples that the outermost factor of dimension `dim` counts, as many on each
+rank: where they do not divide, the last slots repeat the last sample (zeros without `repeat`); no gather takes them.
 
 Terms: see csc.ir.groups; *shared* is equal, but read by calls that differ from rank to rank, so that its gradient is
 parts. Parts are added in the order of the ranks, in float32 or float64: every rank has the same bits. group: the number
@@ -66,26 +69,40 @@ def _(x: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
+def slots(samples: int, ranks: int) -> int:
+    """Of a shard."""
+    return -(-samples // ranks)
+
+
 @torch.library.custom_op("csc::own_part", mutates_args=())
-def _own_part(x: torch.Tensor, dim: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
-    meeting = _MEETINGS.find(group)
-    size = x.shape[dim] // ranks
-    return x.narrow(dim, meeting.index * size, size).clone(memory_format=torch.contiguous_format)
+def _own_part(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, group: torch.Tensor) -> torch.Tensor:
+    size, each = slots(samples, ranks), x.shape[dim] // samples
+    start = min(_MEETINGS.find(group).index * size, samples)
+    own = x.narrow(dim, start * each, min(size, samples - start) * each)
+    missing = size - own.shape[dim] // each
+    last = x.narrow(dim, (samples - 1) * each, each)
+    padding = [last if repeat else torch.zeros_like(last)] * missing
+    return torch.cat([own, *padding], dim).contiguous()
 
 
 @torch.library.custom_op("csc::all_gather", mutates_args=())
-def _all_gather(x: torch.Tensor, dim: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
-    return torch.cat(list(_MEETINGS.find(group).exchange([x.contiguous()] * ranks)), dim)
+def _all_gather(x: torch.Tensor, dim: int, samples: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
+    whole = torch.cat(list(_MEETINGS.find(group).exchange([x.contiguous()] * ranks)), dim)
+    return whole.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
 
 
 @_own_part.register_fake
-def _(x: Any, dim: int, ranks: int, group: Any) -> Any:
-    return x.new_empty([size // ranks if place == dim else size for place, size in enumerate(x.shape)])
+def _(x: Any, dim: int, samples: int, ranks: int, repeat: bool, group: Any) -> Any:
+    return x.new_empty(_resized(x, dim, samples, slots(samples, ranks)))
 
 
 @_all_gather.register_fake
-def _(x: Any, dim: int, ranks: int, group: Any) -> Any:
-    return x.new_empty([size * ranks if place == dim else size for place, size in enumerate(x.shape)])
+def _(x: Any, dim: int, samples: int, ranks: int, group: Any) -> Any:
+    return x.new_empty(_resized(x, dim, slots(samples, ranks), samples))
+
+
+def _resized(x: torch.Tensor, dim: int, before: int, after: int) -> list[int]:
+    return [size // before * after if place == dim else size for place, size in enumerate(x.shape)]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -97,16 +114,16 @@ _share.register_autograd(lambda ctx, d: (csc.all_reduce(d, *ctx.saved_tensors), 
 
 
 def _remember_shard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.dim, ctx.ranks, group = inputs
+    _, ctx.dim, ctx.samples, ctx.ranks, *_, group = inputs
     ctx.save_for_backward(group)
 
 
-def _gathered(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return csc.all_gather(d, ctx.dim, ctx.ranks, *ctx.saved_tensors), None, None, None
+def _gathered(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
+    return csc.all_gather(d, ctx.dim, ctx.samples, ctx.ranks, *ctx.saved_tensors), None, None, None, None, None
 
 
-def _parted(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return csc.own_part(d, ctx.dim, ctx.ranks, *ctx.saved_tensors), None, None, None
+def _parted(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
+    return csc.own_part(d, ctx.dim, ctx.samples, ctx.ranks, False, *ctx.saved_tensors), None, None, None, None
 
 
 _own_part.register_autograd(_gathered, setup_context=_remember_shard)

@@ -52,6 +52,7 @@ def _spread(program: Program, component: str, ranks: int) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     shards = SampleShards(program.graph, inside, component, ranks, program.fake_mode)
-    graph = shards.run(unique("tp", {node.name for node in program.graph.nodes}), number, GROUP)
+    graph = shards.run(unique("tp_group", {node.name for node in program.graph.nodes}), number, GROUP)
+    note = f"{component}: {ranks} tp ranks share out {shards.axis.size} samples of a microbatch; its weights are whole"
     parameters = tuple(replace(one, parts=one.parts or one.name in shards.parts) for one in program.parameters)
-    return replace(program, graph=graph, parameters=parameters)
+    return replace(program, graph=graph, parameters=parameters, notes=(*program.notes, note))

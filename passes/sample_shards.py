@@ -3,14 +3,15 @@
 Terms
   samples  what the first dimension counts of what the component reads first: images, clips. Followed through its calls
            by csc.analysis.tensor_axes
-  shard    a value's entries of a rank's own samples; what has no samples is whole, and equal on all ranks
+  shard    a value's entries of a rank's own samples, as many on each rank: the last slots may repeat the last sample,
+           and their gradients are zero. What has no samples is whole, and equal on all ranks
   inside   the calls of the component; a call inside on shards reads nothing but shards and what is whole
 
     SampleShards(graph, inside, component, ranks, mode).run(name, number, role) -> fx.Graph
     .parts                       parameters whose gradients are parts of a sum over the ranks
 
-What cannot be is an InputError with the call: samples that do not divide, a call that mixes them, a random number for
-each of them, a mask of their own.
+What cannot be is an InputError with the call: one that mixes samples, a random number for each of them, a mask of their
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
-from csc.kernels.collectives import ALL_GATHER, OWN_PART, SHARE
+from csc.kernels.collectives import ALL_GATHER, OWN_PART, SHARE, slots
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
@@ -45,12 +46,13 @@ class SampleShards:
         self.writer = Writer(self.graph, mode)
         self.trees = self._trees()
         self.axis = self._samples()
-        self.dims = {node: dim for node in self.trees.of if (dim := self._dim(node)) is not None}
+        several = self.axis.size > 1
+        self.dims = {node: dim for node in self.trees.of if several and (dim := self._dim(node)) is not None}
         self.local = {node for node in inside if node in self.dims}
         self.carrying = self._carrying()
-        self.wholes: dict[fx.Node, fx.Node] = {}  # shards too, once they are gathered
-        self.shards: dict[fx.Node, fx.Node] = {}  # what is local, and what enters
-        self.shared: dict[fx.Node, fx.Node] = {}
+        self.wholes: dict[fx.Node, fx.Node] = {}  # values as calls outside see them
+        self.within: dict[fx.Node, fx.Node] = {}  # as calls inside see those that have no samples
+        self.shards: dict[fx.Node, fx.Node] = {}  # as calls on shards see the others
         self.parts: set[str] = set()
 
     def run(self, name: str, number: torch.Tensor, role: tuple[str, str]) -> fx.Graph:
@@ -61,15 +63,16 @@ class SampleShards:
         for node in g.calls(self.old):
             if node in self.local:
                 self._on_shards(node)
-                continue
-            mixed = [used for used in node.all_input_nodes if used in self.local]
-            if node in self.inside and mixed:
-                self._refuse(node, "makes one result of several samples")
-            for used in mixed:
-                if used not in self.wholes:  # by its first reader, so that shards are what travels between stages
-                    shard, dim = self.shards[used], self.dims[used]
-                    self.wholes[used] = self._made(node, ALL_GATHER, shard, dim, self.ranks, self.group)
-            g.copy_node(self.graph, node, self.wholes)
+            elif node in self.inside:
+                if any(used in self.local for used in node.all_input_nodes):
+                    self._refuse(node, "makes one result of several samples")
+                seen = {used: self._enter(used, node) for used in node.all_input_nodes}
+                self.within[node] = g.copy_node(self.graph, node, seen)
+            else:
+                for used in node.all_input_nodes:
+                    if used not in self.wholes:  # by its first reader: shards are what travels between stages
+                        self.wholes[used] = self._leave(used, node)
+                g.copy_node(self.graph, node, self.wholes)
         self.graph.output(fx.map_arg(self.old.output_node().args[0], self.wholes.__getitem__))
         return self.graph
 
@@ -98,15 +101,13 @@ class SampleShards:
                 self._remedy(),
             )  # fmt: skip
         axis = found(flat(self.trees.of[first][0][0], "product")[0])
-        if axis.blocked:
+        if axis.size > 1 and axis.kind != "leaf":
+            what = f"{self.component} takes the first dimension of {first.name} apart"
+            raise InputError(f"{what}, so that csc cannot tell what counts its samples", "mesh", self._remedy())
+        if axis.size > 1 and axis.blocked:
             raise InputError(
                 f"{self.component} cannot share out the first dimension of {first.name}: {axis.blocked} needs it whole",
                 "mesh", self._remedy(),
-            )  # fmt: skip
-        if axis.kind != "leaf" or axis.size % self.ranks:
-            raise InputError(
-                f"{self.component} has {axis.size} samples in a microbatch, which tp={self.ranks} ranks cannot share "
-                "out alike", "mesh", f"give each microbatch a multiple of {self.ranks} of them; or {self._remedy()}",
             )  # fmt: skip
         return axis
 
@@ -160,7 +161,7 @@ class SampleShards:
                 args = (*args[:place], sizes, *args[place + 1 :])
             else:
                 kwargs = {**kwargs, listed: sizes}
-        made = self._made(node, node.target, *args, **kwargs)
+        made = self._made(node.name, node, node.target, *args, **kwargs)
         val = made.meta["val"]
         for result, one in enumerate(val if isinstance(val, (tuple, list)) else [val]):
             if list(one.shape) != self._sizes(node, result):
@@ -169,27 +170,55 @@ class SampleShards:
 
     def _given(self, used: fx.Node, reader: fx.Node) -> fx.Node:
         """An operand of a call on shards."""
-        if used in self.dims:
-            if used not in self.shards:
-                whole, dim = self.wholes[used], self.dims[used]
-                self.shards[used] = self._made(reader, OWN_PART, whole, dim, self.ranks, self.group)
-            return self.shards[used]
-        if used not in self.carrying:
-            return self.wholes[used]
-        if used.op == "placeholder" and all(user in self.local for user in used.users):
-            self.parts.add(used.meta["role"][1])  # summed once a step
-            return self.wholes[used]
-        if used not in self.shared:
-            self.shared[used] = self._made(reader, SHARE, self.wholes[used], self.group)
-        return self.shared[used]
+        if used not in self.dims:
+            return self._enter(used, reader)
+        if used not in self.shards:
+            own = self._made(
+                f"own_{used.name}", reader, OWN_PART, self.wholes[used], self.dims[used], self.axis.size, self.ranks,
+                True, self.group,
+            )  # fmt: skip
+            own.meta["hint"] = f"own_{used.meta['role'][1] if used.op == 'placeholder' else used.name}"
+            self.shards[used] = own
+        return self.shards[used]
+
+    # the component's edge
+
+    def _enter(self, used: fx.Node, reader: fx.Node) -> fx.Node:
+        """A value without samples for calls inside: their gradients of it are parts."""
+        if used not in self.within:
+            own = used.op == "placeholder" and all(user in self.inside for user in used.users)
+            if used in self.carrying and own:
+                self.parts.add(used.meta["role"][1])  # summed once a step
+            shared = used in self.carrying and not own
+            self.within[used] = (
+                self._made(f"{used.name}_shared", reader, SHARE, self.wholes[used], self.group)
+                if shared else self.wholes[used]
+            )  # fmt: skip
+        return self.within[used]
+
+    def _leave(self, used: fx.Node, reader: fx.Node) -> fx.Node:
+        """A value of a call inside for those outside. One without samples is equal on all ranks; its gradient is one
+        rank's, as if it were a single sample's.
+        """
+        if used in self.local:
+            shard, dim, samples = self.shards[used], self.dims[used], self.axis.size
+        elif used not in self.carrying:
+            return self.within[used]
+        else:
+            shard, dim, samples = self.within[used], 0, 1
+            if not isinstance(shard.meta["val"], torch.Tensor) or not shard.meta["val"].dim():
+                self._refuse(used, "makes one result of all samples")
+        return self._made(f"{used.name}_whole", reader, ALL_GATHER, shard, dim, samples, self.ranks, self.group)
 
     def _sizes(self, node: fx.Node, result: int) -> list[int]:
         val = node.meta["val"]
         one = val[result] if isinstance(val, (tuple, list)) else val
-        return [size // self.ranks if place == self.dims[node] else size for place, size in enumerate(one.shape)]
+        most = slots(self.axis.size, self.ranks)
+        return [
+            size // self.axis.size * most if place == self.dims[node] else size for place, size in enumerate(one.shape)
+        ]
 
-    def _made(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        name = like.name if target is like.target else None
+    def _made(self, name: str, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         try:
             return self.writer.named(name, like, target, *args, **kwargs)
         except (RuntimeError, ValueError) as error:

@@ -27,18 +27,25 @@ SHAPE = (4, 12, 3)
 Whole = Callable[[list[torch.Tensor], int], torch.Tensor]
 
 
+def own(rank: int, ranks: int) -> slice:
+    """The slots of six samples that a rank has."""
+    return slice(rank * (size := -(-6 // ranks)), (rank + 1) * size)
+
+
 CASES: dict[str, tuple[Callable[..., torch.Tensor], Whole, Whole]] = {
     "all_reduce": (lambda x, g, n: csc.all_reduce(x, g), lambda xs, r: sum(xs), lambda ds, r: ds[r]),
     "share": (lambda x, g, n: csc.share(x, g), lambda xs, r: xs[r], lambda ds, r: sum(ds)),
     "own_part": (
-        lambda x, g, n: csc.own_part(x, 1, n, g),
-        lambda xs, r: xs[r].chunk(len(xs), 1)[r],
-        lambda ds, r: torch.cat(ds, 1),
+        lambda x, g, n: csc.own_part(x, 1, 6, n, True, g),
+        lambda xs, r: (
+            xs[r].unflatten(1, (6, 2))[:, [min(i, 5) for i in range(6 * 2)]][:, own(r, len(xs))].flatten(1, 2)
+        ),
+        lambda ds, r: torch.cat(ds, 1)[:, :12],
     ),
     "all_gather": (
-        lambda x, g, n: csc.all_gather(x, 0, n, g),
-        lambda xs, r: torch.cat(xs),
-        lambda ds, r: ds[r].chunk(len(ds))[r],
+        lambda x, g, n: csc.all_gather(x, 0, 4 * n - 1, n, g),
+        lambda xs, r: torch.cat(xs)[:-1],
+        lambda ds, r: torch.cat([ds[r], torch.zeros_like(ds[r][:1])]).chunk(len(ds))[r],
     ),
 }  # type: ignore[dict-item]
 
