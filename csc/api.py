@@ -67,7 +67,7 @@ def compile(
             function that makes one.
         mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
             csc.Mesh(ranks=64): csc chooses the axes for the example, and microbatches, zero and recompute where they
-            are not given; see docs/planning.md. Sizes by component, {"vision_tower": dict(tp=1, dp=2), ...}: docs/tensor.md.
+            are not given; see docs/planning.md. Sizes by component: see docs/tensor.md.
         example: One global batch, or a list of ready microbatches (or a function that makes it): names, dtypes and
             shapes are taken from it.
         freeze: Component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
