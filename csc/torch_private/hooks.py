@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +20,20 @@ def hooks_of_all_modules() -> list[tuple[str, Any]]:
     """
     found = vars(torch.nn.modules.module).items()
     return sorted((name, value) for name, value in found if name.startswith("_global_") and isinstance(value, dict))
+
+
+@contextmanager
+def no_new_registration_hooks() -> Iterator[None]:
+    """Takes away what was registered within it for buffers of all modules, which they get from then on: torch.export
+    leaves a hook of its own where a trace fails (torch 2.12).
+    """
+    hooks = modules._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for one in set(hooks) - before:
+            del hooks[one]
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:

@@ -329,7 +329,7 @@ def test_parameter_reads() -> None:
 
 def test_guard_on_data_dependent_sym_node() -> None:
     """What export raises, somewhere in the chain of causes, for a Python branch on a tensor's values."""
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Exception) as caught, private_hooks.no_new_registration_hooks():
         torch.export.export(Branch(), (torch.ones(3),), strict=False)
     chain: list[BaseException] = []
     error: BaseException | None = caught.value
@@ -490,7 +490,7 @@ def test_assume_several() -> None:
             return rows.sum() if rows.shape[0] == 0 else rows.sum() * 2
 
     torch.export.export(Selects(True), (torch.ones(3, 2),), strict=False)
-    with pytest.raises(private_sizes.GuardOnDataDependentSymNode):
+    with pytest.raises(private_sizes.GuardOnDataDependentSymNode), private_hooks.no_new_registration_hooks():
         torch.export.export(Selects(False), (torch.ones(3, 2),), strict=False)
     private_sizes.assume_several(0)  # a number is what it is
 
@@ -508,6 +508,17 @@ def test_hooks_of_all_modules() -> None:
     finally:
         handle.remove()
     assert found == [[double]] and private_hooks.hooks_of_all_modules() == before
+
+
+def test_no_new_registration_hooks() -> None:
+    def told(module: nn.Module, name: str, buffer: torch.Tensor) -> None: ...
+
+    with nn.modules.module.register_module_buffer_registration_hook(told):
+        before = [list(hooks.values()) for _, hooks in private_hooks.hooks_of_all_modules()]
+        with pytest.raises(ValueError, match="fails"), private_hooks.no_new_registration_hooks():
+            nn.modules.module.register_module_buffer_registration_hook(lambda module, name, buffer: None)
+            raise ValueError("fails")
+        assert [told] in before == [list(hooks.values()) for _, hooks in private_hooks.hooks_of_all_modules()]
 
 
 def test_hooks_of_tensor() -> None:

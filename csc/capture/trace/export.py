@@ -29,6 +29,7 @@ from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
 from csc.ir.asked import Decision
 from csc.ir.calls import Call
+from csc.torch_private.hooks import no_new_registration_hooks
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 
@@ -133,6 +134,7 @@ def _exported(
     asked: list[Any] = []
     with (
         as_traced(model, layers),
+        no_new_registration_hooks(),
         one_is_no_special_size(ones),
         conditions_of_models(lambda condition, sizes: asked.append(condition)),
         warnings.catch_warnings(),
