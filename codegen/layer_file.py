@@ -25,7 +25,8 @@ def header(functions: Sequence[str]) -> str:
     lines = ["import torch"]
     for module in operators(functions):
         lines.append(f"import csc.kernels.{module}  # the operators torch.ops.csc")
-    return "\n".join([*lines, "", "aten = torch.ops.aten", ""])
+    named = any(re.search(r"\baten\.", text) for text in functions)
+    return "\n".join([*lines, "", *(["aten = torch.ops.aten", ""] if named else [])])
 
 
 def operators(functions: Sequence[str]) -> list[str]:

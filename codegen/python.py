@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from csc.codegen.torch_calls import as_users_write
 from torch import fx
 
 from csc.errors import CscError
@@ -64,12 +65,16 @@ def literal(value: Any, names: Mapping[fx.Node, str]) -> str:
 
 
 def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], str]:
-    """The right-hand side of a node: `aten.mm.default(`, its operands, `)`; `pair[0]` without operands."""
+    """The right-hand side of a node: `torch.mm(`, its operands, `)`; `pair[0]` without operands."""
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]", [], ""
     target = node.target
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
+    written = None if node.meta.get("in_place") else as_users_write(node, target, names)
+    if written is not None:
+        opening, given = written
+        return opening, [item for value in given for item in _items(value, names, "")], ")"
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
     named = False  # csc's own: values come first, then settings by name
     operands: list[str] = []

@@ -19,21 +19,19 @@ def forward(image_features, w):
     # w[linear_2.weight]                                                                  # f32[48, 48]
     # w[linear_2.bias]                                                                    # f32[48]
     model_slice = aten.slice.Tensor(image_features, 1, 1, 2**63 - 1)                      # f32[2, 9, 32]  modeling_llava.py
-    linear_1_t = aten.t.default(w["linear_1.weight"])                                     # f32[32, 48]  modeling_llava.py
+    linear_1_t = torch.t(w["linear_1.weight"])                                            # f32[32, 48]  modeling_llava.py
     linear_1_clone = aten.clone.default(model_slice, memory_format=torch.contiguous_format)  # f32[2, 9, 32]  modeling_llava.py
     del model_slice
     linear_1_unsafe_view = aten._unsafe_view.default(linear_1_clone, [18, 32])            # f32[18, 32]  modeling_llava.py
-    linear_1_mm = aten.mm.default(linear_1_unsafe_view, linear_1_t)                       # f32[18, 48]  modeling_llava.py
-    del linear_1_unsafe_view, linear_1_t
+    linear_1_mm = torch.mm(linear_1_unsafe_view, linear_1_t); del linear_1_unsafe_view, linear_1_t  # f32[18, 48]  modeling_llava.py
     linear_1_unsafe_view_1 = aten._unsafe_view.default(linear_1_mm, [2, 9, 48]); del linear_1_mm  # f32[2, 9, 48]  modeling_llava.py
-    linear_1 = aten.add.Tensor(linear_1_unsafe_view_1, w["linear_1.bias"])                # f32[2, 9, 48]  modeling_llava.py
-    del linear_1_unsafe_view_1
+    linear_1 = torch.add(linear_1_unsafe_view_1, w["linear_1.bias"]); del linear_1_unsafe_view_1  # f32[2, 9, 48]  modeling_llava.py
     act = aten.gelu.default(linear_1)                                                     # f32[2, 9, 48]  activations.py
-    linear_2_view = aten.view.default(act, [18, 48])                                      # f32[18, 48]  modeling_llava.py
-    linear_2_t = aten.t.default(w["linear_2.weight"])                                     # f32[48, 48]  modeling_llava.py
-    linear_2_addmm = aten.addmm.default(w["linear_2.bias"], linear_2_view, linear_2_t)    # f32[18, 48]  modeling_llava.py
+    linear_2_view = act.view(18, 48)                                                      # f32[18, 48]  modeling_llava.py
+    linear_2_t = torch.t(w["linear_2.weight"])                                            # f32[48, 48]  modeling_llava.py
+    linear_2_addmm = torch.addmm(w["linear_2.bias"], linear_2_view, linear_2_t)           # f32[18, 48]  modeling_llava.py
     del linear_2_view, linear_2_t
-    linear_2 = aten.view.default(linear_2_addmm, [2, 9, 48]); del linear_2_addmm          # f32[2, 9, 48]  modeling_llava.py
+    linear_2 = linear_2_addmm.view(2, 9, 48); del linear_2_addmm                          # f32[2, 9, 48]  modeling_llava.py
     saved = (linear_1_clone, linear_1, act)
     return linear_2, saved
 
@@ -50,21 +48,21 @@ def backward_weight(stashed, w):
     """W: gradients of the parameters that train, by local name."""
     (d_linear_2, linear_1_clone, linear_1, act) = stashed; del stashed
     linear_1_unsafe_view = aten._unsafe_view.default(linear_1_clone, [18, 32]); del linear_1_clone  # f32[18, 32]  modeling_llava.py
-    linear_2_view = aten.view.default(act, [18, 48]); del act                             # f32[18, 48]  modeling_llava.py
-    d_linear_2_view = aten.view.default(d_linear_2, [18, 48]); del d_linear_2             # f32[18, 48]  modeling_llava.py
-    d_linear_2_mm = aten.mm.default(d_linear_2_view, w["linear_2.weight"])                # f32[18, 48]  modeling_llava.py
-    d_linear_2_t = aten.t.default(d_linear_2_view)                                        # f32[48, 18]  modeling_llava.py
-    d_linear_2_mm_1 = aten.mm.default(d_linear_2_t, linear_2_view); del d_linear_2_t, linear_2_view  # f32[48, 48]  modeling_llava.py
-    d_linear_2_sum = aten.sum.dim_IntList(d_linear_2_view, [0], True); del d_linear_2_view  # f32[1, 48]  modeling_llava.py
-    d_linear_2_view_1 = aten.view.default(d_linear_2_sum, [48]); del d_linear_2_sum       # f32[48]  modeling_llava.py
-    d_linear_2_view_2 = aten.view.default(d_linear_2_mm, [2, 9, 48]); del d_linear_2_mm   # f32[2, 9, 48]  modeling_llava.py
+    linear_2_view = act.view(18, 48); del act                                             # f32[18, 48]  modeling_llava.py
+    d_linear_2_view = d_linear_2.view(18, 48); del d_linear_2                             # f32[18, 48]  modeling_llava.py
+    d_linear_2_mm = torch.mm(d_linear_2_view, w["linear_2.weight"])                       # f32[18, 48]  modeling_llava.py
+    d_linear_2_t = torch.t(d_linear_2_view)                                               # f32[48, 18]  modeling_llava.py
+    d_linear_2_mm_1 = torch.mm(d_linear_2_t, linear_2_view); del d_linear_2_t, linear_2_view  # f32[48, 48]  modeling_llava.py
+    d_linear_2_sum = torch.sum(d_linear_2_view, [0], True); del d_linear_2_view           # f32[1, 48]  modeling_llava.py
+    d_linear_2_view_1 = d_linear_2_sum.view(48); del d_linear_2_sum                       # f32[48]  modeling_llava.py
+    d_linear_2_view_2 = d_linear_2_mm.view(2, 9, 48); del d_linear_2_mm                   # f32[2, 9, 48]  modeling_llava.py
     d_act_gelu_backward = aten.gelu_backward.default(d_linear_2_view_2, linear_1)         # f32[2, 9, 48]  activations.py
     del d_linear_2_view_2, linear_1
-    d_linear_1_sum = aten.sum.dim_IntList(d_act_gelu_backward, [0, 1], True)              # f32[1, 1, 48]  modeling_llava.py
-    d_linear_1_view = aten.view.default(d_linear_1_sum, [48]); del d_linear_1_sum         # f32[48]  modeling_llava.py
-    d_linear_1_view_1 = aten.view.default(d_act_gelu_backward, [18, 48]); del d_act_gelu_backward  # f32[18, 48]  modeling_llava.py
-    d_linear_1_t = aten.t.default(d_linear_1_view_1); del d_linear_1_view_1               # f32[48, 18]  modeling_llava.py
-    d_linear_1_mm = aten.mm.default(d_linear_1_t, linear_1_unsafe_view)                   # f32[48, 32]  modeling_llava.py
+    d_linear_1_sum = torch.sum(d_act_gelu_backward, [0, 1], True)                         # f32[1, 1, 48]  modeling_llava.py
+    d_linear_1_view = d_linear_1_sum.view(48); del d_linear_1_sum                         # f32[48]  modeling_llava.py
+    d_linear_1_view_1 = d_act_gelu_backward.view(18, 48); del d_act_gelu_backward         # f32[18, 48]  modeling_llava.py
+    d_linear_1_t = torch.t(d_linear_1_view_1); del d_linear_1_view_1                      # f32[48, 18]  modeling_llava.py
+    d_linear_1_mm = torch.mm(d_linear_1_t, linear_1_unsafe_view)                          # f32[48, 32]  modeling_llava.py
     del d_linear_1_t, linear_1_unsafe_view
     return {
         "linear_1.weight": d_linear_1_mm,
