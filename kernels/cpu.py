@@ -5,7 +5,8 @@ other, with the mask as a bias where a tile is partial. What no query of the blo
 The backward gives the kernel the block's output and log-sum-exp, so each block yields its exact share of dK and dV;
 they are added in float32 (float64 for float64) in ascending order of blocks: deterministic. Sequences that share a row
 and do not see each other are blocks of their own. A block that is all there is is the kernel's own call, and a mask
-that is exactly causal is the kernel's own causal one.
+that is exactly causal is the kernel's own causal one. There, and without a mask, the kernel groups heads itself, as it
+does for PyTorch's attention without a mask.
 
     forward(q, k, v, mask, tiles, scale, softcap) -> (out, lse)
     backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap) -> (dq, dk, dv)      laid out as out is
@@ -89,8 +90,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of a block's queries, and its shares of those of the keys and values that it sees."""
     q_block, k_block, v_block = _cut(block, q, k, v)
-    d_block, out_block = d_out[block.samples, :, block.rows], out[block.samples, :, block.rows]
-    lse_block = lse[block.samples, :, block.rows]
+    d_block, out_block, lse_block = (x if block.whole else x[block.samples, :, block.rows] for x in (d_out, out, lse))
     if block.blind is not None:
         lse_block = lse_block.masked_fill(block.blind, 0.0)
     if softcap:
@@ -102,21 +102,19 @@ def _backward(
             d_block, q_block, k_block, v_block, out_block, lse_block, 0.0, block.causal,
             attn_mask=block.bias, scale=scale,
         )  # fmt: skip
-    if q.shape[1] == k.shape[1]:
+    if by_head[0].shape[1] == k.shape[1]:
         return d_q, by_head[0], by_head[1]
     d_k, d_v = (share.unflatten(1, (k.shape[1], -1)).sum(2) for share in by_head)
     return d_q, d_k, d_v
 
 
 def _cut(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Its part of q, and of k and v, whose heads are repeated: the kernel's own grouping rounds unlike a model's."""
-    group = q.shape[1] // k.shape[1]
-
-    def chosen(x: torch.Tensor) -> torch.Tensor:
-        if isinstance(block.keys, slice):
-            part = x[block.samples, :, block.keys]
-        else:
-            part = x[block.samples].index_select(2, block.keys)
-        return part if group == 1 else part.repeat_interleave(group, 1)
-
-    return q[block.samples, :, block.rows], chosen(k), chosen(v)
+    """Its part of q, and of k and v. Heads of these are repeated, as models with a mask do, unless it is `grouped`."""
+    group = 1 if block.grouped else q.shape[1] // k.shape[1]
+    if block.whole:
+        parts = [q, k, v]
+    elif isinstance(block.keys, slice):
+        parts = [q[block.samples, :, block.rows], *(x[block.samples, :, block.keys] for x in (k, v))]
+    else:
+        parts = [q[block.samples, :, block.rows], *(x[block.samples].index_select(2, block.keys) for x in (k, v))]
+    return tuple(parts if group == 1 else [parts[0], *(x.repeat_interleave(group, 1) for x in parts[1:])])

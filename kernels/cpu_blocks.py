@@ -26,7 +26,9 @@ class Block:
     """Queries `rows` of the samples `samples` against `keys` (a slice or slots).
 
     bias: 0 or -inf, [b, 1, rows, keys], or None where all see all. blind: bool [b, 1, rows], queries that see nothing;
-    None: there are none. causal: query i sees the keys up to i, and there is no bias. whole: there is no other block.
+    None: there are none. causal: query i sees the keys up to i, and there is no bias. whole: there is no other block,
+    and it has every query and key. grouped: the kernel is given the key heads as they are, as PyTorch's attention does
+    without a mask; it then adds gradients of a group's heads in an order of its own.
     """
 
     samples: slice
@@ -36,6 +38,7 @@ class Block:
     blind: torch.Tensor | None = None
     causal: bool = False
     whole: bool = False
+    grouped: bool = False
 
 
 def blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: float) -> Sequence[Block]:
@@ -44,10 +47,8 @@ def blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: flo
     if mask is None or tiles is None:
         height = ROWS if softcap else max(queries, 1)
         starts = range(0, queries, height)
-        return [
-            Block(slice(0, batch), slice(start, min(start + height, queries)), slice(None), whole=len(starts) == 1)
-            for start in starts
-        ]
+        rows = [slice(start, min(start + height, queries)) for start in starts]
+        return [Block(slice(0, batch), one, slice(None), whole=len(rows) == 1, grouped=not softcap) for one in rows]
     known = mask.known.get((batch, q.dtype, bool(softcap)))
     if known is None:
         found = list(_of_mask(mask, tiles, batch, q.dtype, bool(softcap)))
@@ -60,9 +61,9 @@ def blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: flo
 def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool) -> Iterator[Block]:
     everyone = slice(0, batch)
     if not written_out and _is_causal(mask):
-        yield Block(everyone, slice(0, mask.queries), slice(0, mask.keys), causal=True)
+        yield Block(everyone, slice(0, mask.queries), slice(0, mask.keys), causal=True, grouped=True)
         return
-    sequences = _sequences(mask)
+    sequences = _sequences(mask, grouped=not written_out)
     if sequences is not None:
         yield from sequences
         return
@@ -100,7 +101,7 @@ def _is_causal(mask: Mask) -> bool:
     return bool((first <= 0).all()) and bool((behind == places).all())
 
 
-def _sequences(mask: Mask) -> list[Block] | None:
+def _sequences(mask: Mask, grouped: bool) -> list[Block] | None:
     """A block for each run of queries that see the same range of keys, if the mask is made of long ones: sequences in
     one row, each as if it were alone, to the bit. None for any other mask.
     """
@@ -112,7 +113,7 @@ def _sequences(mask: Mask) -> list[Block] | None:
     blocks, start = [], 0
     for (low, high), length in zip(ranges.tolist(), lengths.tolist()):
         if low < high:
-            blocks.append(Block(slice(None), slice(start, start + length), slice(low, high)))
+            blocks.append(Block(slice(None), slice(start, start + length), slice(low, high), grouped=grouped))
         start += length
     return blocks
 

@@ -184,15 +184,19 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         attention(q, k, v, wrong)
 
 
-def test_a_causal_mask_is_the_kernel_s_own() -> None:
-    """Bit for bit what a model without padding calls."""
-    q, k, v, d_out = (torch.randn(2, 4, 300, 16, generator=torch.Generator().manual_seed(i)) for i in range(4))
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_padding_it_is_the_kernel_s_own(heads: int, causal: bool) -> None:
+    """Bit for bit what a model without padding calls, heads grouped or not."""
+    draws = [torch.Generator().manual_seed(i) for i in range(4)]
+    q, d_out = (torch.randn(2, 4, 300, 16, generator=draw) for draw in draws[:2])
+    k, v = (torch.randn(2, heads, 300, 16, generator=draw) for draw in draws[2:])
     places = torch.arange(300, dtype=torch.int32)
-    mask = Mask(torch.stack([0 * places, places + 1], -1).expand(1, 1, -1, -1), None, None, 300)
+    mask = Mask(torch.stack([0 * places, places + 1], -1).expand(1, 1, -1, -1), None, None, 300) if causal else None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves, mask)
     found = torch.autograd.grad(out, leaves, d_out)
-    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=heads < 4)
     assert torch.equal(out, expected)
     for own, other in zip(found, torch.autograd.grad(expected, leaves, d_out), strict=True):
         assert torch.equal(own, other)
