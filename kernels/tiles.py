@@ -11,7 +11,8 @@ Terms
 
 Nothing here is Tq x Tk: a rule of a query is a range of keys, so it adds to two tiles at its ends and to a run of tiles
 between them (a difference array). Rules overlap, so their union is counted by inclusion and exclusion. Work is
-O(R Tq + predicates nQ nK), on the device of the mask, exact, in integers.
+O(R Tq + predicates nQ nK), on the device of the mask, exact, in integers. That takes a hundred calls, so a short mask
+on a CPU is written out instead, and few tiles are listed one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from itertools import combinations
 
 import torch
 from csc.kernels.mask import Mask
+
+SHORT = 2**16  # pairs of a mask on a CPU that takes less time written out
+FEW = 32  # tiles on a CPU that take less time one by one
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,10 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, nQ, nK]: visible pairs of every tile."""
     device, batch = mask.ranges.device, mask.batch
     rows, columns = -(-mask.queries // block_q), -(-mask.keys // block_k)
+    if device.type == "cpu" and batch * mask.queries * mask.keys <= SHORT:
+        rest = (0, columns * block_k - mask.keys, 0, rows * block_q - mask.queries)
+        seen = torch.nn.functional.pad(mask.dense(), rest).view(batch, rows, block_q, columns, block_k)
+        return seen.sum((2, 4), dtype=torch.int32)
     total = torch.zeros(batch, rows * columns, dtype=torch.int32, device=device)
     steps = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=device)
     row = torch.arange(mask.queries, device=device) // block_q
@@ -144,6 +152,8 @@ def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
     """From bool [B, n, m] each. Work is one look at every tile, then as many steps as there are tiles to visit."""
     batch, rows, columns = full.shape
     device = full.device
+    if device.type == "cpu" and full.numel() <= FEW:
+        return _few_lists(full, partial)
     wholes, rest = full.sum(-1).flatten(), partial.sum(-1).flatten()
     begin = torch.arange(batch * rows, device=device) * columns
     index = torch.zeros(batch * rows * columns, dtype=torch.int32, device=device)
@@ -153,3 +163,16 @@ def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
         index.scatter_(0, shift.index_select(0, row).add_(torch.arange(len(row), device=device)), column.int())
     total = torch.stack([wholes, wholes + rest], -1)
     return TileLists(index.view(batch, rows, columns), total.view(batch, rows, 2).int())
+
+
+def _few_lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
+    """As `_lists`, in Python."""
+    index, counts = [], []
+    for one, other in zip(full.flatten(0, 1).tolist(), partial.flatten(0, 1).tolist(), strict=True):
+        wholes = [column for column, there in enumerate(one) if there]
+        visited = wholes + [column for column, there in enumerate(other) if there]
+        index.append(visited + [0] * (len(one) - len(visited)))
+        counts.append([len(wholes), len(visited)])
+    batch, rows, columns = full.shape
+    listed, numbers = (torch.tensor(found, dtype=torch.int32) for found in (index, counts))
+    return TileLists(listed.view(batch, rows, columns), numbers.view(batch, rows, 2))
