@@ -98,7 +98,11 @@ class ModelGuards:
             and not _is_holder(name, value)
             and (path, name) not in self._ignored
         }
-        held += [(value, partial(_same, value, before)) for value, before in self._contents.values()]
+        for value, before in self._contents.values():
+            if type(value) in CONTAINERS and not value:
+                self._empty.append(value)
+            else:
+                held.append((value, partial(_same, value, before)))
         self._counted = Versioned((own, holds) for own, holds in held if counted(own))
         self._others = [holds for own, holds in held if not counted(own)]
         self._buffers = TensorValues((f"buffer {name}", buffer) for name, buffer in _buffers(model))
