@@ -38,6 +38,7 @@ log = logging.getLogger("csc")
 FORMAT = 1
 SHOWN = ("capture", "trace", "program")  # what users know of
 KINDS = (*SHOWN, "guards", "checked")
+INDUCTOR = "inductor"  # what torch's compiler keeps is no entry: a folder for each machine, filled and read by torch
 LIMIT = 2 * 10**9  # bytes
 LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
 KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")
@@ -225,7 +226,11 @@ class Store:
             return Entry(kind, key, 0.0, 0, size, {"name": "(damaged)"}) if place.exists() else None
 
     def clear(self, prefix: str = "") -> int:
-        """Remove the entries whose keys begin so; all of them without a prefix. How many of SHOWN were removed."""
+        """Remove the entries whose keys begin so; all of them without a prefix, and what Inductor has made. How many of
+        SHOWN were removed.
+        """
+        for folder in () if prefix else self.folder.glob(f"{INDUCTOR}-*"):
+            self._remove(folder)
         chosen = [(kind, key) for kind in KINDS for key in self.keys(kind, prefix)]
         return sum([self._remove(self._place(kind, key)) and kind in SHOWN for kind, key in chosen])
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
 from csc.cache.feature_entries import FeatureCache
+from csc.cache.inductor_folder import inductor_folder
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch
@@ -301,7 +302,8 @@ class ProgramSet:
                 self._shards |= self._training.shards_now
                 self._data = self._training.trained.own.data if self._training.trained is not None else None
             made = Trainer(
-                loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse, is_profiled=is_profiled,
+                loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse,
+                artifacts=inductor_folder(self._compiler.store) if options.fuse else None, is_profiled=is_profiled,
                 kept=self._shards, data=self._data,
             )  # fmt: skip
             if self._data is not None and made.own.data is not self._data:

@@ -3,7 +3,8 @@
 Terms: a *template function* is one of forward, backward_input, backward_weight in layers/NAME.py. Compiled, it is
 called as before, so rank files know nothing of it; equal layers, microbatches and ranks of a process share it.
 
-    fuse(package, device, later)        replaces the functions of an imported program's layer files, once
+    fuse(package, device, later, folder)    replaces the functions of an imported program's layer files, once
+    host_compiler()                         the C++ compiler that Inductor finds; None if there is none
 
 `w`, the parameters of a region, is handed on as a plain dict of the names that the function's text reads: what is
 compiled depends on no region's place in the model. What Inductor does not take runs as it is, and the log says why.
@@ -19,7 +20,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +31,13 @@ import torch
 log = logging.getLogger("csc")
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight")
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 CALLS = 64  # of a function for sizes that came later, before it is compiled: a step does not wait for what comes once
 
 
-def fuse(package: str, device: torch.device, later: bool = False) -> None:
+def fuse(package: str, device: torch.device, later: bool = False, folder: Path | None = None) -> None:
     """Compile the template functions of a program when they are first called; later: once they were called often.
+    folder: where what is made is kept, and taken from; None: where torch keeps what it compiles.
 
     Without a C++ compiler for a CPU nothing changes, but for a sentence in the log.
     """
@@ -43,24 +48,45 @@ def fuse(package: str, device: torch.device, later: bool = False) -> None:
     start = f"{package}.layers."
     for name, module in sorted(sys.modules.items()):
         if name.startswith(start) and name != f"{start}tables":
-            _fuse(module, CALLS if later else 0)
+            _fuse(module, CALLS if later else 0, folder)
+
+
+def host_compiler() -> str | None:
+    """Its path."""
+    names = (os.environ.get("CXX") or "g++", "g++", "clang++", "clang")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _lacks(device: torch.device) -> str:
     """What Inductor would need and is not there; empty if it has all."""
-    if device.type != "cpu" or any(map(shutil.which, (os.environ.get("CXX") or "g++", "g++", "clang++", "clang"))):
+    if device.type != "cpu" or host_compiler() is not None:
         return ""
     return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
 
 
-def _fuse(module: ModuleType, calls: int) -> None:
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[None]:
+    """What torch compiles meanwhile is kept there. The user's own compilations stay where they are."""
+    before = os.environ.get(FOLDER)
+    if folder is not None:
+        os.environ[FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if folder is not None and before is None:
+            os.environ.pop(FOLDER, None)
+        elif before is not None:
+            os.environ[FOLDER] = before
+
+
+def _fuse(module: ModuleType, calls: int, folder: Path | None) -> None:
     for name in FUNCTIONS:
         function = getattr(module, name, None)
         if not inspect.isfunction(function):  # not there, or done
             continue
         shown = f"{module.__name__.rpartition('.')[2]}.{name}"
         try:
-            setattr(module, name, Fused(shown, function, calls))
+            setattr(module, name, Fused(shown, function, calls, folder))
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
 
@@ -70,8 +96,8 @@ class Fused:
     names in the text: those could not be told from outside.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], calls: int) -> None:
-        self.name = name
+    def __init__(self, name: str, function: Callable[..., Any], calls: int, folder: Path | None) -> None:
+        self.name, self.folder = name, folder
         self.plain = function
         self.calls = calls  # to run as it is before it is compiled
         self._names = _read_of_w(function)
@@ -96,7 +122,8 @@ class Fused:
         assert self._compiled is not None
         start = time.perf_counter()
         try:
-            found = self._compiled(*given)
+            with _kept_in(self.folder):
+                found = self._compiled(*given)
         except compiler_errors() as error:
             self._compiled = None
             reason = str(error).strip().partition("\n")[0]

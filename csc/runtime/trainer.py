@@ -68,9 +68,10 @@ class Trainer:
     DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
-    fused: compile the templates' functions with Inductor; see csc.runtime.inductor. is_profiled: asked in each step
-    whether a profiler is on, which ranges are for (csc.runtime.ranges). kept: shards of a trainer before (`shards`).
-    data: what this process steps of parameters that data-parallel ranks divide, of a trainer before (`data`).
+    fused: compile the templates' functions with Inductor; see csc.runtime.inductor. artifacts: where it keeps what it
+    makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.ranges). kept:
+    shards of a trainer before (`shards`). data: what this process steps of parameters that data-parallel ranks divide,
+    of a trainer before (`data`).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -85,6 +86,7 @@ class Trainer:
         timeout: float = 600.0,
         meeting: Meeting | None = None,
         fused: bool = False,
+        artifacts: Path | None = None,
         is_profiled: Callable[[], bool] = bool,
         kept: Mapping[str, Kept] = MappingProxyType({}),
         data: DataShards | None = None,
@@ -94,7 +96,7 @@ class Trainer:
         self.transport = transport or _transport(program, self.device, timeout, meeting)
         self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
-        self._fused, self._is_profiled = fused, is_profiled
+        self._fused, self._artifacts, self._is_profiled = fused, artifacts, is_profiled
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -150,7 +152,7 @@ class Trainer:
         self.transport.compare_values(shared, own)
         of_rank = {rank: functions(program, rank) for rank in self.transport.ranks}
         if self._fused:
-            fuse(program.package, self.device, later=bool(self._members))
+            fuse(program.package, self.device, later=bool(self._members), folder=self._artifacts)
         return [
             Rank(
                 program,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,14 @@ class Model(nn.Module):
 def made(**options: Any) -> csc.CompiledModel:
     torch.manual_seed(0)
     model = Model()
-    return csc.compile(
-        model, example={"x": torch.randn(4, 5, WIDTH)}, cache=False, mesh="pp=2", microbatches=2, **options
-    )
+    every: dict[str, Any] = {"cache": False, "mesh": "pp=2", "microbatches": 2} | options
+    return csc.compile(model, example={"x": torch.randn(4, 5, WIDTH)}, **every)
+
+
+def artifacts(cache: Path) -> set[Path]:
+    """What Inductor has made."""
+    (folder,) = cache.glob("inductor-*")
+    return {file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.parent.name != "locks"}
 
 
 def step(compiled: csc.CompiledModel) -> dict[str, torch.Tensor]:
@@ -64,12 +70,16 @@ def step(compiled: csc.CompiledModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @needs_compiler
-def test_fused_steps_are_the_plain_ones_with_the_same_dropout(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_fused_steps_are_the_plain_ones_with_the_same_dropout(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over stages and microbatches; checked against eager at its first step; the same bits from step to step; each
-    function compiled once, whatever the number of layers; and an edited layer file is what is compiled.
+    function compiled once, whatever the number of layers, and kept; and an edited layer file is what is compiled.
     """
     caplog.set_level(logging.INFO, "csc")
-    plain, fused = made(), made(fuse=True, directory=tmp_path / "program")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CSC_CACHE", "1")
+    plain, fused = made(), made(fuse=True, cache=True, directory=tmp_path / "program")
     expected, found = step(plain), step(fused)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -81,6 +91,12 @@ def test_fused_steps_are_the_plain_ones_with_the_same_dropout(caplog: pytest.Log
         again = step(fused)
     for name, value in found.items():
         assert torch.equal(again[name], value), name
+    kept = artifacts(tmp_path / "cache")
+    assert {"fxgraph", "aotautograd"} <= {file.parts[0] for file in kept}
+    torch.compiler.reset()
+    step(made(fuse=True, cache=True))
+    assert artifacts(tmp_path / "cache") == kept, "nothing was compiled a second time"
+    assert str(tmp_path) not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), "the user's own stays where it was"
 
     file = next((tmp_path / "program").rglob("layers/layer__1.py"))
     text = file.read_text()
