@@ -61,14 +61,16 @@ class Losses:
 def weights(
     ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Generator[str, None, dict[int, float]]:
-    """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0.
+    """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0, and nothing
+    is counted.
 
     ranks: this rank in the program of each microbatch.
     """
     rank = ranks[0]
     manifest = rank.program.manifest
     count = len(microbatches)
-    if manifest.loss.weight == "sum":
+    alone = count * len(rank.group(Group.DATA)) == 1
+    if manifest.loss.weight == "sum" or alone:
         return dict.fromkeys(range(count), 1.0)
     if manifest.loss.weight == "mean":
         what, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
@@ -79,7 +81,7 @@ def weights(
     yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
     whole = _divisor(manifest, float(total))
     if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step
-        return dict.fromkeys(range(count), 1.0 if count * len(rank.group(Group.DATA)) == 1 else float("nan"))
+        return dict.fromkeys(range(count), float("nan"))
     return {mb: _divisor(manifest, float(n)) / whole for mb, n in enumerate(counts.tolist())}
 
 
@@ -114,15 +116,18 @@ def combine(
     manifest = rank.program.manifest
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
     dtype_at = manifest.mesh.dp * count
-    row = torch.zeros(dtype_at + 1 + len(astuple(counts)), dtype=torch.float64)
+    row = [0.0] * (dtype_at + 1 + len(astuple(counts)))
     if rank.position == 0 and rank.cp_rank == 0 and counts_once:
-        row[dtype_at + 1 :] = torch.tensor(astuple(counts))
+        row[dtype_at + 1 :] = map(float, astuple(counts))
     for mb, loss in losses.items():
         if weights[mb] != 0 and counts_once:
-            row[rank.replica * count + mb] = loss.double().cpu() * weights[mb]
+            row[rank.replica * count + mb] = float(loss) * weights[mb]
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
-            row[dtype_at] = _DTYPES.index(loss.dtype)
-    row = row.to(rank.device)
-    yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "loss over all ranks")
-    parts, dtype, found = row[:dtype_at].tolist(), int(row[dtype_at]), row[dtype_at + 1 :].tolist()
+            row[dtype_at] = float(_DTYPES.index(loss.dtype))
+    everyone = rank.group(Group.WORLD)
+    if len(everyone) > 1:
+        whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
+        yield from wait_sum(rank.endpoint, whole, everyone, "loss over all ranks")
+        row = whole.tolist()
+    parts, dtype, found = row[:dtype_at], int(row[dtype_at]), row[dtype_at + 1 :]
     return Losses(tuple(parts), _DTYPES[dtype], StepCounts(*found))
