@@ -112,7 +112,7 @@ def evaluate(case: Case, found: Numbers) -> Row:
             over_single=made.makespan / single,
             activations=max(made.peak_memory),
             memory=_with_state(stated, made),
-            chunks=len(made.stages) // case.ranks,
+            chunks=-(-len(made.stages) // case.ranks),
             layout=made.layout,
             plan_seconds=seconds,
         )

@@ -1,7 +1,8 @@
 """How long a search may go on: simulated actions, so that its result does not depend on the machine, and a clock.
 
     Budget(actions, seconds, tell)
-    budget.part(share) -> Budget       budget.spend(actions)       budget.spent       budget.left
+    budget.part(share) -> Budget       budget.at_most(actions) -> Budget
+    budget.spend(actions)              budget.spent       budget.left
     budget.tell(what, seconds)
 
 What a part spends, the whole has spent; what it leaves is there for the parts after it.
@@ -32,6 +33,10 @@ class Budget:
         part = Budget(self.left * share, None, self._tell)
         part._end, part._whole = self._end, self
         return part
+
+    def at_most(self, actions: float) -> Budget:
+        """A budget of so many actions, or what is left if that is less, under the same clock."""
+        return self.part(min(1.0, actions / self.left) if self.left > 0 else 1.0)
 
     def spend(self, actions: float) -> None:
         """Note that so many actions were simulated."""

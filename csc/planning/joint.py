@@ -5,7 +5,8 @@ Terms: see csc.planning.ways and csc.planning.screen. A *round* looks at many tr
     searched(problem, ways, fixed, budget, effort) -> JointPlan
 
 From many trials, looked at quickly, to few, searched well: the partitions of every placement under a few orders; units
-moved between stages of the best; the full search of orders on what is left. Nothing depends on time or chance, unless
+moved between stages of the best; the full search of orders on what is left; stages of the best on other ranks than
+those of the placements (csc.planning.free_placement). Nothing depends on time or chance, unless
 the budget's clock ends the search.
 """
 
@@ -19,6 +20,7 @@ from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages
 from csc.planning.budget import Budget
+from csc.planning.free_placement import rearranged
 from csc.planning.partition import candidates
 from csc.planning.partition_bound import Bound, lower_bound
 from csc.planning.problem import Problem, pipeline
@@ -70,9 +72,10 @@ def searched(
     budget: Budget,
     effort: float = 1.0,
     swaps: bool = False,
+    free: bool = False,
 ) -> JointPlan:
-    """The best plan found. fixed: the stages, if they are given. swaps: ranks may change places. InputError if the
-    memory is too small for any.
+    """The best plan found. fixed: the stages, if they are given. swaps: ranks may change places. free: and stages may
+    stand on any rank, in any number. InputError if the memory is too small for any.
     """
     bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
     enough = bound.seconds * (1 + 1e-6) if bound else 0.0
@@ -92,6 +95,8 @@ def searched(
     best_several = _refined(problem, close, 0.0, fixed is None, swaps, budget, effort)
     best = best_several if best_several is not None and best_several.seconds < limit else best_single
     assert best is not None
+    if free:
+        best = rearranged(problem, best, trials, budget, effort)
     orders = spared(best.work, best.orders)
     fits = fitting(problem, best.work)
     if fits is not None and not fits(orders, start_times(best.work, orders) or []):
@@ -143,7 +148,9 @@ def _tried(
 
 
 def _styles(home: Placement, ranks: int) -> Sequence[Style]:
-    return FEW if len(home) <= ranks else (*FEW, *TURNS) if len(home) <= 2 * ranks else TURNS
+    if len(home) <= 2 * ranks:
+        return FEW if len(home) <= ranks else (*FEW, *TURNS)
+    return TURNS if home == home[:ranks] * (len(home) // ranks) else FEW  # turns have no orders for other placements
 
 
 def _refined(

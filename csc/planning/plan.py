@@ -155,7 +155,8 @@ def _planned(
         return _finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
-        found = searched(search, ways, fixed, budget, effort, swaps=placement is None and fixed is None)
+        open_ = placement is None and fixed is None
+        found = searched(search, ways, fixed, budget, effort, swaps=open_, free=open_ and chunks is None)
         return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
     return _best(problem, ways, fixed, _named(search, schedule), _limits(problem, schedule))
 
