@@ -80,6 +80,19 @@ def test_every_layout_has_the_gradients_of_eager(
     assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
 
 
+def test_stages_on_any_ranks_have_the_gradients_of_eager(compiled: csc.CompiledModel, tmp_path: Path) -> None:
+    """As `auto` puts them, neither in turns nor in a V; the program on disk says so, too."""
+    changed = compiled.with_options(mesh="pp=3", hardware="cpu")
+    assert changed.program.schedule is not None
+    home = list(changed.program.schedule.placement.values())
+    assert len(home) % 3 or (home != home[:3] * (len(home) // 3) and home != home[:3] + home[2::-1])
+    result = verify(changed)
+    assert result.params_missing == () and result.params_checked > 0
+    assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
+    changed.write(tmp_path / "program")
+    assert list(parse((tmp_path / "program" / "schedule.txt").read_text()).placement.values()) == home
+
+
 @pytest.mark.parametrize("freeze", [None, long(["vision_tower"])])
 def test_all_schedules_of_the_same_stages_give_the_same_bits(
     compiled: csc.CompiledModel, freeze: list[str] | None
