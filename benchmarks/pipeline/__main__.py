@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +31,7 @@ def main() -> None:
         "--rows", type=Path, help="a file of simulated rows: those in it are not made again, new ones are added"
     )
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of every process: there are as many as cores, or more
     chosen = arguments.part or PARTS
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -80,8 +82,11 @@ def run(parts: Any, arguments: argparse.Namespace, progress: Callable[[str, int,
         found["held"] = memory.measure(1 if quick else len(memory.RUNS), progress)
     if "emulated" in parts:
         chosen = emulated_ranks.QUICK if quick else emulated_ranks.CASES
-        known = {case: numbers(case.configuration, [case.hardware])[case.hardware, case.frozen] for case in chosen}
-        link, runs = emulated_ranks.measure(chosen, known, steps=(2, 1) if quick else (3, 3), progress=progress)
+        traced = {
+            both: numbers(both[0], [both[1]]) for both in {(case.configuration, case.hardware) for case in chosen}
+        }
+        figures = {case: traced[case.configuration, case.hardware][case.hardware, case.frozen] for case in chosen}
+        link, runs = emulated_ranks.measure(chosen, figures, steps=(2, 1) if quick else (3, 3), progress=progress)
         jobs = [{"kind": "gradients", "name": name} for name in TORCH]
         gradients = [job | answer for job, answer in zip(jobs, emulated_ranks.work(jobs, 4))]
         found["emulated"] = (link, runs, gradients)
