@@ -2,12 +2,12 @@
 
 Terms
   encoder    of a program what no step runs (csc.ir.program.Features): features.py
-  unit       what one entry on disk is of: the fewest rows of the encoder's entries (an image, or its patches) that meet
-             no others of the microbatch in the encoder, where these are equally many; else a microbatch
+  unit       what one entry on disk is of: an image's rows of the encoder's entries, where images do not meet in the
+             encoder and their place does not count (csc.driver.unit_trials); else a microbatch
   identity   all that decides what an encoder makes of its entries: the model's code and configuration, what of it is
              computed, in which dtypes, and the weights
 
-    kept = KeptFeatures(cache, model)
+    kept = KeptFeatures(cache, model, made_by_host)
     kept.add(match, program)                   the program of microbatches like the one matched
     kept.complete(match, here) -> microbatch   as its program takes it; here: with values, else on the meta device
     kept.counts() -> {features_read, features_made}
@@ -33,7 +33,9 @@ from csc.cache.feature_entries import FeatureCache
 from csc.cache.keys import Opaque, model_key
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Match
-from csc.driver.apart import are_apart, divisions
+from csc.driver.apart import close
+from csc.driver.feature_units import Units, are_made_of_images, equal, packed, whole
+from csc.driver.unit_trials import UnitTrials
 from csc.errors import InputError
 from csc.runtime.loaded_program import LoadedProgram, encoder
 from csc.runtime.specs import FeatureSpec, ValueSpec
@@ -46,14 +48,20 @@ Entries = Mapping[str, torch.Tensor]
 
 @dataclass
 class KeptFeatures:
-    """Of one model. read, made: units taken from disk, and units encoded, by this process, until `counts` is asked."""
+    """Of one model. made_by_host: what its functions on the host make of entries. read, made: units taken from disk,
+    and units encoded, by this process, until `counts` is asked.
+    """
 
     cache: FeatureCache
     model: nn.Module
+    made_by_host: Callable[[Entries], Entries]
     read: int = 0
     made: int = 0
     _encoders: dict[Any, _Encoder] = field(default_factory=dict)  # by the key of microbatches
     _identities: dict[Any, tuple[Any, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._trials = UnitTrials(self.cache)
 
     def add(self, match: Match, program: LoadedProgram) -> None:
         """The program of microbatches like this one. InputError if the encoder has no weights here."""
@@ -99,25 +107,43 @@ class KeptFeatures:
         named = zip(one.spec.entries, one.spec.values, strict=True)
         if not here:
             return {**match.batch, **{e: torch.empty(v.shape, dtype=v.dtype, device="meta") for e, v in named}}
-        features = self._features(one, {name: match.batch[name] for name in one.spec.inputs})
+        features = self._features(one, match)
         return {**match.batch, **{entry: features[value.name] for entry, value in named}}
 
     @torch.no_grad()
-    def _features(self, one: _Encoder, entries: Entries) -> dict[str, torch.Tensor]:
+    def _features(self, one: _Encoder, match: Match) -> Entries:
+        entries = {name: match.batch[name] for name in one.spec.inputs}
         identity = self._identity(one)
-        count = self._units(one, identity, entries)
-        keys = [_key(identity, {name: entry.chunk(count)[n] for name, entry in entries.items()}) for n in range(count)]
-        found = [self.cache.read(key) for key in keys]
-        there = [unit for unit in found if unit is not None and _fits(unit, one.spec.values, count)]
+        units = self._units(one, identity, match.given, entries)
+        keys = units.keys(identity, entries)
+        found = [self._read(key, one.spec.values, units, number) for number, key in enumerate(keys)]
+        there = [unit for unit in found if unit is not None]
         if len(there) == len(keys):
             self.read += len(keys)
             return {v.name: _laid_out(v, [unit[v.name] for unit in there]) for v in one.spec.values}
         made = one.encode(entries)
-        for index, key in enumerate(keys):
-            if found[index] is None:
-                self.cache.write(key, {v.name: made[v.name].chunk(count)[index] for v in one.spec.values})
+        for key, kept, unit in zip(keys, found, units.cut.parts(made), strict=True):
+            if kept is None:
+                self.cache.write(key, unit)
+            elif any(not close(kept[name], unit[name].cpu()) for name in unit) and not self._trials.meets(identity):
+                log.warning(
+                    "features: what is kept of an image is not what the encoder makes of it among others; features "
+                    "serve whole microbatches alone from now on, and steps that read some of them had wrong ones"
+                )
+                self._trials.meet(identity)
         self.made += len(keys)
         return made
+
+    def _read(self, key: str, values: Sequence[ValueSpec], units: Units, number: int) -> Entries | None:
+        """What is kept of a unit. One of another program that happens to have the key is not."""
+        unit = self.cache.read(key)
+        fits = unit is not None and all(
+            value.name in unit
+            and unit[value.name].dtype == value.dtype
+            and tuple(unit[value.name].shape) == units.shape(value, number)
+            for value in values
+        )
+        return unit if fits else None
 
     def _identity(self, one: _Encoder) -> str:
         """Hashed anew where a weight was written, or is another tensor."""
@@ -131,25 +157,29 @@ class KeptFeatures:
             known = self._identities[(one.code, *one.weights)] = (now, digest.hexdigest())
         return known[1]
 
-    def _units(self, one: _Encoder, identity: str, entries: Entries) -> int:
-        """How many a microbatch has. The disk remembers it."""
-        if one.units is None:
-            sizes = [(name, list(entry.shape)) for name, entry in entries.items()]
-            key = hashlib.sha256(json.dumps(["units", identity, sizes]).encode()).hexdigest()
-            known = self.cache.read(key)
-            tried = divisions([entry.shape for entry in entries.values()], [value.shape for value in one.spec.values])
-            if known is not None and "units" in known and int(known["units"]) in (*tried, 1):
-                one.units = int(known["units"])
-            else:
-                one.units = next((count for count in tried if are_apart(one.encode, entries, count)), 1)
-                self.cache.write(key, {"units": torch.tensor(one.units)})
-            log.info("features: microbatches of %d units", one.units)
+    def _units(self, one: _Encoder, identity: str, given: Mapping[str, Any], entries: Entries) -> Units:
+        """Those of a microbatch: packed images, or as many equal ones as do not meet; else the whole of it."""
+        values, images = one.spec.values, packed(given, entries, one.spec.values)
+        if images is not None and one.of_images is None:
+            one.of_images = are_made_of_images(given, entries, self.made_by_host)
+        images = images if one.of_images else None
+        if images is not None and self._trials.allow(images, identity, one.encode, entries):
+            return images
+        if one.units is None or self._trials.meets(identity):
+            tried = equal(entries, values) if images is None else []
+            best = next((u for u in tried if self._trials.allow(u, identity, one.encode, entries)), None)
+            said, one.units = one.units, best or whole(entries, values)
+            if said != one.units:
+                log.info("features: %s", _said(one.units, images is not None))
         return one.units
 
 
 @dataclass
 class _Encoder:
-    """Of one program. code: a hash of what decides its features, but for the weights. units: of a microbatch."""
+    """Of one program. code: a hash of what decides its features, but for the weights. units: of its
+    microbatches, where they are no packed images. of_images: whether what it takes beside packed images is made of
+    these.
+    """
 
     spec: FeatureSpec
     forward: Callable[..., Any]
@@ -157,7 +187,8 @@ class _Encoder:
     constants: Mapping[str, torch.Tensor]
     device: torch.device
     code: str
-    units: int | None = None
+    units: Units | None = None
+    of_images: bool | None = None
 
     def encode(self, entries: Entries) -> dict[str, torch.Tensor]:
         """The features by value, on the encoder's device."""
@@ -182,26 +213,11 @@ def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:
     return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
 
-def _key(identity: str, unit: Entries) -> str:
-    digest = hashlib.sha256(identity.encode())
-    for name, entry in sorted(unit.items()):
-        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
-        digest.update(bytes_of(entry.detach().cpu().contiguous()))
-    return digest.hexdigest()
-
-
-def _fits(unit: Entries, values: Sequence[ValueSpec], count: int) -> bool:
-    """Whether an entry has what is wanted: one of another program that happens to have the key has not."""
-    return all(
-        value.name in unit
-        and unit[value.name].dtype == value.dtype
-        and tuple(unit[value.name].shape) == _unit_shape(value, count)
-        for value in values
-    )
-
-
-def _unit_shape(value: ValueSpec, count: int) -> tuple[int, ...]:
-    return value.shape if count == 1 else (value.shape[0] // count, *value.shape[1:])
+def _said(units: Units, images: bool) -> str:
+    if units.cut.count > 1:
+        return f"microbatches of {units.cut.count} units"
+    meet = "images meet in the encoder, or their place counts" if images else "nothing divides its rows"
+    return f"a microbatch is one unit ({meet}): its features serve where the same microbatch comes again"
 
 
 def _laid_out(value: ValueSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:

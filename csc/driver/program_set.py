@@ -79,7 +79,7 @@ class ProgramSet:
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
         training: the programs that train what these evaluate; features: where those of frozen encoders are kept.
         """
-        self.features = KeptFeatures(features, compiler.model) if features is not None else None
+        self.features = KeptFeatures(features, compiler.model, self._made_by_host) if features is not None else None
         self._training = training
         self._timeout = timeout
         self._meeting = meeting
@@ -257,6 +257,9 @@ class ProgramSet:
         if self.features is None:
             return [match.batch for match in matches]
         return [self.features.complete(match, self._reads_features(n, len(matches))) for n, match in enumerate(matches)]
+
+    def _made_by_host(self, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.guards.host.entries(self._compiler.model, entries)[0]
 
     def _complete_here(self, microbatch: Microbatch) -> dict[str, Any]:
         """A microbatch that is served as a program of which all ranks run here takes it."""
