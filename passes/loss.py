@@ -11,7 +11,7 @@ from torch import fx
 from csc.analysis.operators.moves import COPIES
 from csc.analysis.operators.reductions import LABELS
 from csc.analysis.operators.views import is_view
-from csc.analysis.samples.combining import combination
+from csc.analysis.samples.combining import assumed, proven
 from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -37,8 +37,7 @@ def loss(program: Program, options: Options) -> Program:
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
     (result,) = g.outputs(program.graph)
-    assert program.symbolic is not None
-    found = combination(program, program.symbolic)
+    program, found = _combination(program)
     weight = found.weight if options.loss_weight == "auto" else options.loss_weight
     counted = _named(program.graph, found.counted)
     if options.mesh.cp > 1 or not weight or (weight == "tokens" and counted is None):
@@ -61,6 +60,19 @@ def loss(program: Program, options: Options) -> Program:
         count = _counted(Writer(graph, program.fake_mode), mapping[counted])
     graph.output_node().args = ((mapping[result], count),)
     return replace(program, graph=graph)
+
+
+def _combination(program: Program) -> tuple[Program, Combination]:
+    """As another size of the capture has proven it for all, else as this one does."""
+    assert program.symbolic is not None
+    known, key = program.joints.combinations if program.joints is not None else {}, assumed(program)
+    if key in known:
+        return program, known[key]
+    found, always = proven(program, program.symbolic)
+    if always and program.joints is not None:
+        joints = replace(program.joints, combinations={**known, key: found})
+        program = replace(program, joints=joints)
+    return program, found
 
 
 def check_combination(program: Program, options: Options) -> None:

@@ -79,6 +79,7 @@ class ModelGuards:
         world: Callable[[], list[Any]] = list,
     ) -> None:
         self._world, self._switches = world, world()
+        self.ignored = frozenset(ignored)
         self._model, self._ignored = model, _of_equals(model, ignored)
         holders = dict(_holders(model))
         self._before = {path: dict(own) for path, own in holders.items()}

@@ -137,8 +137,9 @@ class ProgramSet:
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
-        written = self.guards.written | self._compiler.guards.written
-        self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches)
+        written, known = self.guards.written | self._compiler.guards.written, self.guards.model
+        if known is None or known.ignored != written or not known.holds():
+            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches)
 
     def check(
         self, matches: Sequence[Match], options: Options, batch: Any, progress: Progress, again: bool = True

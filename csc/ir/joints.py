@@ -1,4 +1,4 @@
-"""Joint graphs that were traced for other sizes of a batch: what is the same in this size is not traced again.
+"""What other sizes of a batch have shown of a capture: what is the same in this size is not traced or proven again.
 
 Terms
   template   csc.ir.program.Template, with its joint graph
@@ -14,7 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Joints:
-    """mode: the FakeTensorMode of all of them. templates: by key."""
+    """mode: the FakeTensorMode of all of them. templates: with joint graphs, by key. combinations: how losses combine,
+    as proven for every size, by what was assumed of the batch's entries.
+    """
 
     mode: Any
     templates: Mapping[str, Any] = field(default_factory=dict)
+    combinations: Mapping[Any, Any] = field(default_factory=dict)

@@ -15,8 +15,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from csc.analysis.operators.reductions import LABELS
-from csc.analysis.samples.combining import combination
-from csc.capture.capture import capture
+from csc.analysis.samples.combining import assumed, combination, proven
+from csc.capture.capture import capture, with_sizes_of
+from csc.capture.guards import Guards
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import Combination, Program
@@ -53,8 +54,17 @@ def batch() -> dict[str, torch.Tensor]:
 
 def captured(loss: Loss) -> tuple[nn.Module, Program, Combination]:
     model = Model(loss)
-    program = capture(model, {name: tensor[:3] for name, tensor in batch().items()})
-    return model, program, combination(program, program.graph)
+    guards = Guards()
+    program = capture(model, {name: tensor[:3] for name, tensor in batch().items()}, guards)
+    assert program.guards is not None
+    guards.add(program.guards)
+    found, always = proven(program, program.graph)
+    for samples, length in ((2, 7), (CLASSES, 8), (9, WIDTH)) if always else ():
+        resized = {name: torch.ones((samples, length)[: one.dim()], dtype=one.dtype) for name, one in batch().items()}
+        if guards.match(model, resized).capture is not None:
+            other = with_sizes_of(program, resized)
+            assert (combination(other, other.graph), assumed(other)) == (found, assumed(program))
+    return model, program, found
 
 
 def counts(model: nn.Module, program: Program, found: Combination, part: dict[str, torch.Tensor]) -> float:
@@ -308,6 +318,17 @@ FIXED: dict[str, Loss] = {  # len(x) makes a plain number of what the number of 
 def test_a_trace_for_one_number_of_samples_proves_nothing_of_it(name: str) -> None:
     _, _, found = captured(FIXED[name])
     assert found.weight == "" and "one number of samples" in found.problem
+
+
+def test_a_proof_is_for_all_sizes_where_none_is_that_of_another() -> None:
+    _, program, _ = captured(lambda p, y, w, **_: (p.mean(1) * w).sum() / (y != -100).sum())
+    assert [alone(program, samples, length) for samples, length in ((2, 7), (2, 10), (2, 1))] == [True, False, False]
+
+
+def alone(program: Program, samples: int, length: int) -> bool:
+    shapes = {one.name: (samples, length)[: len(one.shape)] for one in program.inputs}
+    sized = with_sizes_of(program, {name: torch.empty(shape) for name, shape in shapes.items()})
+    return proven(sized, sized.graph)[1]
 
 
 def test_rows_that_are_all_the_same_may_be_of_a_plain_number() -> None:

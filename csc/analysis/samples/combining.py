@@ -1,10 +1,16 @@
 """How the losses of microbatches make the loss of the whole batch, proven from the captured graph.
 
     combination(program, graph) -> Combination        graph: as captured, sizes in symbols
+    proven(program, graph) -> (Combination, bool)     and whether that holds for all sizes that the capture is for
+    assumed(program) -> key                           of what is assumed of entries: where it is equal, so is the proof
+
 
 The samples are followed from the batch to the loss (csc.analysis.samples.propagation). The loss is found to be a sum
 over them, or one divided by a number that adds up over microbatches; or the operation is named that makes it anything
 else.
+
+A proof holds for every size if it was made with more samples than the batch has, and no two sizes that are free were
+the same, nor one of them 1: then which dimensions an operation joins, splits and sums cannot have been a coincidence.
 """
 
 from __future__ import annotations
@@ -39,25 +45,37 @@ FACTORS = (5, 3, 2)  # more samples than a batch has: a dimension that counts th
 
 
 def combination(program: Program, graph: fx.Graph) -> Combination:
+    """As `proven`, of this size."""
+    return proven(program, graph)[0]
+
+
+def proven(program: Program, graph: fx.Graph) -> tuple[Combination, bool]:
     """Never raises: what cannot be proven is the Combination's problem.
 
     An entry whose rows turn out to be no samples (a number for each layer) is whole, if with that the loss is proven.
     """
     primary = _primary(program)
     if primary is None:
-        return Combination(problem="the batch has no entry with samples", where="batch")
-    found = _followed(program, graph, primary, ())
+        return Combination(problem="the batch has no entry with samples", where="batch"), False
+    found, always = _followed(program, graph, primary, ())
     if found.problem:
         others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
         for number in range(1, len(others) + 1):
             for whole in combinations(others[:MOST], number):
-                again = _followed(program, graph, primary, whole)
+                again, _ = _followed(program, graph, primary, whole)
                 if not again.problem and again.weight:
-                    return replace(again, whole=whole)
-    return found
+                    return replace(again, whole=whole), False
+    return found, always and not found.problem
 
 
-def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collection[str]) -> Combination:
+def assumed(program: Program) -> tuple[Any, ...]:
+    """Of entries, beside the capture's own sizes."""
+    primary = _primary(program)
+    alike = tuple((one.name, len(one.shape), primary is not None and _is_alike(one, primary)) for one in program.inputs)
+    return primary.name if primary is not None else "", alike
+
+
+def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collection[str]) -> tuple[Combination, bool]:
     for shapes, scaled in _sizes(program, whole):
         try:
             at_size = sized(graph, shapes)
@@ -69,10 +87,25 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
         found = _verdict(loss, states[loss], primary.name)
-        return replace(found, problem=f"{found.problem} ({ONE_NUMBER})") if found.problem and not scaled else found
-    return Combination(
-        problem="the graph runs on no batch of the sizes it was traced for", where="model", rows=primary.name
-    )
+        if found.problem and not scaled:
+            found = replace(found, problem=f"{found.problem} ({ONE_NUMBER})")
+        return found, scaled and _are_unlike(program, primary, at_size, shapes)
+    problem = "the graph runs on no batch of the sizes it was traced for"
+    return Combination(problem=problem, where="model", rows=primary.name), False
+
+
+def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether free sizes of entries that are read are all others in these shapes, and more than 1. Entries with a
+    number for each token have those of the tokens.
+    """
+    free = dict[str, int]()
+    read = {node.meta["role"][1] for node in g.placeholders(graph) if node.meta["role"][0] == "input" and node.users}
+    for one in (one for one in program.inputs if one.name in read):
+        tokens = one.name != primary.name and _is_alike(one, primary)
+        for expression, size in list(zip(_expressions(program, one), shapes[one.name]))[2 if tokens else 0 :]:
+            if not isinstance(expression, int):
+                free[str(expression)] = size
+    return len(set(free.values())) == len(free) and 1 not in free.values()
 
 
 def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:
