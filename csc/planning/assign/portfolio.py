@@ -142,7 +142,8 @@ def _best(score: Score, own: Sequence[int]) -> list[list[int]]:
         runs = SampleRuns(step, own)
         kinds.append(by_length)
     level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: score.cost(one[0], None))
-    best, targets = _first(score, [(level, equal), (_smallest_outside(level, step), equal)])
+    start = [level, _smallest_outside(level, step.shares, len(step.orders)), *_by_whole(step, own)]
+    best, targets = _first(score, [(groups, equal) for groups in start])
     ramps = list(_ramps(count, len(step.orders)))
     best, targets = _first(score, [(best, targets), *zip(filling(ramps), ramps)] if ramps else [(best, targets)])
     drains = [np.minimum(targets, one[::-1]) for one in ramps]
@@ -193,13 +194,24 @@ def _ramps(count: int, ranks: int) -> Iterator[Floats]:
             yield rising
 
 
-def _smallest_outside(groups: list[list[int]], step: SampleCosts) -> list[list[int]]:
+def _smallest_outside(groups: list[list[int]], loads: Floats, ranks: int) -> list[list[int]]:
     """The smallest microbatch first, the next ones last, as many as make the drain: where they are nearly equal that is
-    worth more than another filling.
+    worth more than another filling. loads: of each sample.
     """
-    ascending = sorted(groups, key=lambda group: float(step.shares[group].sum()))
-    ranks = len(step.orders)
+    ascending = sorted(groups, key=lambda group: float(loads[group].sum()))
     return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
+
+
+def _by_whole(step: SampleCosts, own: Sequence[int]) -> list[list[list[int]]]:
+    """What others make of a replica's samples by the seconds that each takes of all ranks together: longest first, and
+    as many samples in each microbatch, both reordered (DistTrain, arXiv 2408.04275); so no step is longer than theirs.
+    """
+    whole = (step.samples @ step.rank_rates[1:]).sum(axis=1)
+    count, ranks, mine = step.microbatches, len(step.orders), whole[list(own)]
+    longest_first = _members(own, filled(mine[:, None] / (mine.sum() or 1.0), np.ones(count)), count)
+    ordered = sorted(own, key=lambda one: -whole[one])
+    as_many = [part.tolist() for part in np.array_split(np.array(ordered), count)]
+    return [longest_first, *(_smallest_outside(groups, whole, ranks) for groups in (longest_first, as_many))]
 
 
 def _check_alone(step: SampleCosts, room: Sequence[float], numbers: Sequence[int]) -> None:

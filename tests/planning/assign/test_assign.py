@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance.rivals import RIVALS, Question
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Schedule, parse
 from csc.planning.assign.bound import bound
@@ -59,6 +60,18 @@ def test_each_sample_once_in_the_time_that_it_says(case: tuple[SampleCosts, Sche
     assert found == assign(step, moves=moves)
     assert found.seconds >= bound(step) * (1 - 1e-9)
     assert moves == 0 or found.seconds <= assign(step, moves=0).seconds * (1 + 1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_no_step_of_one_replica_is_longer_than_those_of_others(case: tuple[SampleCosts, Schedule]) -> None:
+    """Whose assignments csc can price."""
+    step = replace(case[0], replicas=1)
+    whole = (step.samples @ step.rank_rates[1:]).sum(axis=1)
+    asked = Question(step, np.zeros(len(whole)), whole, 0, 0.0)
+    own = assign(step, moves=0).seconds
+    for name in ("LPT", "DistTrain") if whole.sum() else ():
+        assert own <= step.seconds_of(RIVALS[name](asked)[0]) * (1 + 1e-9), name
 
 
 def assignments(step: SampleCosts) -> Iterator[list[list[list[int]]]]:
