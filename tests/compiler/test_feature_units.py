@@ -132,6 +132,27 @@ def test_what_images_have_of_others_is_seen(by: Any, alone: bool, tmp_path: Path
     assert ("is one unit" in caplog.text) is not alone
 
 
+def test_odd_images_and_files_that_are_cut_short(tmp_path: Path) -> None:
+    """Equal images, one of a single patch, another shape of as many rows, a video; then every file is damaged."""
+    model = Packed(lambda hidden, grid: 2.0)
+    options: Any = {"example": patches([TWO, TWO], [1, 2]), "freeze": ["patches", "out"], "check": False}
+    kept = csc.compile(model, **options, cache_features=tmp_path)
+    odd = [
+        ([TWO, TWO], [1, 1], 2), ([TWO, TWO, TWO], [1, 1, 1], 0), ([[1, 1, 1], TWO], [5, 1], 2), ([[1, 1, 1]], [5], 0),
+        ([[1, 1, 4], TWO], [1, 1], 2), ([[1, 4, 1], TWO], [1, 1], 2), ([[3, 2, 2], TWO], [6, 1], 2),
+        ([TWO, [3, 2, 2]], [1, 6], 0),
+    ]  # fmt: skip
+    for grid, seeds, made in odd:
+        close(step(kept, patches(grid, seeds)), eager(model, patches(grid, seeds)))
+        assert counts(kept)[0] == made
+    for file in tmp_path.rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:20])
+    again = csc.compile(model, **options, cache_features=tmp_path)
+    for made in (2, 0):
+        close(step(again, patches([TWO, [1, 1, 1]], [1, 5])), eager(model, patches([TWO, [1, 1, 1]], [1, 5])))
+        assert counts(again)[0] == made
+
+
 class Shared(nn.Module):
     """What rows have of something that all rows share."""
 
