@@ -5,7 +5,7 @@ Terms
              not named stays as it is
   probe      what the function makes of noise that is the same in all parts with as many rows
 
-    equal_cuts(entries, results) -> [Cut]            into as many equal parts as all sizes allow; most parts first
+    equal_cuts(entries, results) -> [Cut]            into as many equal parts as all sizes allow, down to one
     are_apart(encode, entries, cut) -> bool
     probes(encode, entries, cut) -> [{result: rows}]       of each part
     close(one, other) -> bool                        to rounding
@@ -47,10 +47,10 @@ class Cut:
 
 
 def equal_cuts(entries: Mapping[str, Sequence[int]], results: Mapping[str, Sequence[int]]) -> list[Cut]:
-    """Of tensors of these shapes; none where they cannot be cut."""
+    """Of tensors of these shapes; none where one has no rows."""
     shapes = [*entries.values(), *results.values()]
-    most = gcd(*(shape[0] for shape in shapes)) if all(shapes) else 1
-    return [equal_cut(entries, results, count) for count in range(most, 1, -1) if most % count == 0]
+    most = gcd(*(shape[0] for shape in shapes)) if all(shapes) else 0
+    return [equal_cut(entries, results, count) for count in range(most, 0, -1) if most % count == 0]
 
 
 def equal_cut(entries: Mapping[str, Sequence[int]], results: Mapping[str, Sequence[int]], count: int) -> Cut:

@@ -6,7 +6,7 @@ Terms
 
     packed(given, entries, values) -> Units | None
     are_made_of_images(given, entries, made) -> bool
-    equal(entries, values) -> [Units]       a unit has as many rows as every other; most units first
+    equal(entries, values) -> [Units]       a unit has as many rows as every other; most units first, one last
     whole(entries, values) -> Units         the microbatch is one
 """
 
@@ -26,10 +26,13 @@ from csc.runtime.weights import bytes_of
 
 @dataclass(frozen=True)
 class Units:
-    """Of a microbatch. beside: of each its row of the grid, as text; () where it has none."""
+    """Of a microbatch. beside: of each its row of the grid, as text; () where it has none. context: what else its
+    features depend on.
+    """
 
     cut: Cut
     beside: tuple[str, ...] = ()
+    context: str = ""
 
     @property
     def labels(self) -> list[str]:
@@ -45,7 +48,7 @@ class Units:
 
     def keys(self, identity: str, entries: Entries) -> list[str]:
         """Of each unit, by its values."""
-        digests = [hashlib.sha256(identity.encode()) for _ in range(self.cut.count)]
+        digests = [hashlib.sha256(f"{identity}{self.context}".encode()) for _ in range(self.cut.count)]
         for name, rows in sorted(self.cut.entries.items()):
             for digest, part in zip(digests, entries[name].split(rows) if rows else [entries[name]], strict=True):
                 digest.update(f"{name} {part.dtype} {list(part.shape)}\n".encode())
@@ -56,8 +59,9 @@ class Units:
 
 
 def whole(entries: Entries, values: Sequence[ValueSpec]) -> Units:
-    """A microbatch as one unit."""
-    return Units(Cut({name: _all(one.shape) for name, one in entries.items()}, {v.name: _all(v.shape) for v in values}))
+    """A microbatch as one unit, whatever its rows have of each other: it is none among others."""
+    rows = {name: _all(one.shape) for name, one in entries.items()}
+    return Units(Cut(rows, {value.name: _all(value.shape) for value in values}), context="whole")
 
 
 def equal(entries: Entries, values: Sequence[ValueSpec]) -> list[Units]:

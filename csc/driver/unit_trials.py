@@ -89,6 +89,7 @@ class UnitTrials:
             here = {name: _sampled(value) for name, value in probe.items()}
             there = self._probe(_hash("probe", identity, beyond, label), here, among)
             if there.keys() != {*here, AMONG} or any(not _alike(there[name], here[name]) for name in here):
+                self.meet(identity)  # elsewhere it is another: what lies beside a unit counts
                 return False, False
             shown = shown or not torch.equal(there[AMONG], _number(among))
         return True, shown
