@@ -17,7 +17,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
-COLLECTIVES = ("all_gather", "all_reduce", "own_part", "share")
+COLLECTIVES = ("all_gather", "all_reduce", "gather_pieces", "own_part", "scatter_pieces", "share")
 
 
 def header(functions: Sequence[str]) -> str:
@@ -94,7 +94,8 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
     if variant.saves is not None:
         lines += _recomputation(variant)
     for axis in template.divided:
-        what = f"{axis.size // axis.ranks} of {axis.size} {axis.name}: {', '.join(map(comment, axis.parameters))}"
+        held = f"1 / {axis.ranks // axis.size}" if axis.ranks > axis.size else str(axis.size // axis.ranks)
+        what = f"{held} of {axis.size} {axis.name}: {', '.join(map(comment, axis.parameters))}"
         lines += _listed("Shard", what)
     frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
     if frozen and any(variant.dw):

@@ -4,6 +4,9 @@
     csc::share(x, group) -> x                                equal -> shared; backward: an all-reduce
     csc::own_part(x, dim, samples, ranks, repeat, group) -> part       equal -> shard; backward: an all-gather
     csc::all_gather(x, dim, samples, ranks, group) -> whole            shard -> equal; backward: a rank's own part
+    csc::gather_pieces(x, group, dim, each) -> whole         shard -> shared, of `each` neighbours: their pieces behind
+                                                             each other; backward: a reduce-scatter
+    csc::scatter_pieces(d, group, dim, each) -> piece        that
 
 A shard has the entries of some of the samples that the outermost factor of dimension `dim` counts, as many on each
 rank: where they do not divide, the last slots repeat the last sample (zeros without `repeat`); no gather takes them.
@@ -37,6 +40,9 @@ class GroupExchange(Protocol):
         has for this one, in the same order: to be read only.
         """
 
+    def among(self, each: int) -> GroupExchange:
+        """The exchange of this rank with its neighbours: of the first `each` ranks, or of the next so many."""
+
 
 _MEETINGS: Numbered[GroupExchange] = Numbered("a collective runs on the ranks of a compiled program only")
 numbered = _MEETINGS.number
@@ -61,6 +67,27 @@ def _all_reduce(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("csc::share", mutates_args=())
 def _share(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("csc::gather_pieces", mutates_args=())
+def _gather_pieces(x: torch.Tensor, group: torch.Tensor, dim: int, each: int) -> torch.Tensor:
+    return torch.cat(list(_MEETINGS.find(group).among(each).exchange([x.contiguous()] * each)), dim)
+
+
+@_gather_pieces.register_fake
+def _(x: Any, group: Any, dim: int, each: int) -> Any:
+    return x.new_empty([size * each if place == dim else size for place, size in enumerate(x.shape)])
+
+
+@torch.library.custom_op("csc::scatter_pieces", mutates_args=())
+def _scatter_pieces(d: torch.Tensor, group: torch.Tensor, dim: int, each: int) -> torch.Tensor:
+    pieces = [one.contiguous() for one in d.chunk(each, dim)]
+    return _sum(_MEETINGS.find(group).among(each).exchange(pieces))
+
+
+@_scatter_pieces.register_fake
+def _(d: Any, group: Any, dim: int, each: int) -> Any:
+    return d.new_empty([size // each if place == dim else size for place, size in enumerate(d.shape)])
 
 
 @_all_reduce.register_fake
@@ -129,7 +156,20 @@ def _parted(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
 _own_part.register_autograd(_gathered, setup_context=_remember_shard)
 _all_gather.register_autograd(_parted, setup_context=_remember_shard)
 
+
+def _remember_pieces(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, group, ctx.dim, ctx.each = inputs
+    ctx.save_for_backward(group)
+
+
+def _of_pieces(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
+    return csc.scatter_pieces(d, *ctx.saved_tensors, ctx.dim, ctx.each), None, None, None
+
+
+_gather_pieces.register_autograd(_of_pieces, setup_context=_remember_pieces)
+
 ALL_GATHER = torch.ops.csc.all_gather.default
 ALL_REDUCE = torch.ops.csc.all_reduce.default
 OWN_PART = torch.ops.csc.own_part.default
 SHARE = torch.ops.csc.share.default
+GATHER_PIECES = torch.ops.csc.gather_pieces.default

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from csc.passes.tensor_choice import ShardChoice, chosen
+from csc.passes.tensor_choice import OddAxis, ShardChoice, chosen
 from torch import fx
 
+from csc.analysis.divisions import fits
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import unique
@@ -113,13 +114,16 @@ def _made_of_the_batch(program: Program) -> set[str]:
 def _check(found: Mapping[str, ShardChoice], ranks: int) -> None:
     """InputError if an axis does not divide, or none was found."""
     odd = [odd for choice in found.values() for odd in choice.odd]
-    sizes = {axis.size for choice in found.values() for axis in choice.axes} | {size for _, size, _ in odd}
     if odd:
-        largest = next(n for n in range(ranks, 0, -1) if all(size % n == 0 for size in sizes))
-        name, size, parameter = odd[0]
+        sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
+        largest = next(
+            n for n in range(ranks - 1, 0, -1)
+            if all(one.divides(n) for one in odd) and all(fits(size, groups, n) for size, groups in sizes)
+        )  # fmt: skip
+        first = odd[0]
         raise InputError(
-            f"{size} {name} of {parameter} cannot be divided by tp={ranks}", "mesh",
-            f"the largest tp below it that divides this model is {largest}",
+            f"{first.size} {first.what} of {first.parameter} cannot be divided by tp={ranks}{_readers(first, ranks)}",
+            "mesh", f"the largest tp below it that divides this model is {largest}",
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
@@ -127,6 +131,15 @@ def _check(found: Mapping[str, ShardChoice], ranks: int) -> None:
             f"tp={ranks} divides nothing of this model: csc found neither heads nor hidden features in a layer", "mesh",
             "leave tp at 1" + "".join(f"; {reason}" for reason in reasons[:3]),
         )  # fmt: skip
+
+
+def _readers(odd: OddAxis, ranks: int) -> str:
+    """Why several ranks cannot have one key head together."""
+    if odd.why:
+        return f", and several ranks cannot have one of them: {odd.why}"
+    if ranks > odd.size and odd.groups > 1:
+        return f", nor can the {odd.groups} query heads that read each of them"
+    return ""
 
 
 def _applied(program: Program, found: Mapping[str, ShardChoice], number: torch.Tensor) -> Program:

@@ -18,6 +18,7 @@ from csc.passes.tensor_graph import ShardedGraph, Undivided
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, block, contains
+from csc.analysis.divisions import Division, fits
 from csc.analysis.tensor_axes import Trees, dimensions, sharded
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
@@ -33,11 +34,29 @@ OWN_BACKWARD = {"csc::incoming", "csc::own_gradient", "csc::checkpointed", "csc:
 
 
 @dataclass(frozen=True)
+class OddAxis:
+    """size: how many entries. groups: see DividedAxis. why: what does not allow that several ranks have one entry, and
+    allowed: numbers of ranks with which it is allowed.
+    """
+
+    what: str
+    size: int
+    groups: int
+    parameter: str
+    why: str = ""
+    allowed: tuple[int, ...] = ()
+
+    def divides(self, ranks: int) -> bool:
+        """Whether so many ranks can have it."""
+        return ranks in self.allowed if self.why else fits(self.size, self.groups, ranks)
+
+
+@dataclass(frozen=True)
 class ShardChoice:
     """graph: of one rank; None: the template stays as it is. boxes: of parameters that are divided, for each rank.
 
     shared_reads, equal_reads: whole parameters that calls on shards, and others, read. operators: of the former those
-    whose gradient is summed in the graph. odd: (what, how many, a parameter) of axes that do not divide. reasons: why
+    whose gradient is summed in the graph. odd: axes that do not divide. reasons: why
     something stays whole.
     """
 
@@ -48,7 +67,7 @@ class ShardChoice:
     shared_reads: frozenset[str] = frozenset()
     equal_reads: frozenset[str] = frozenset()
     operators: frozenset[str] = frozenset()
-    odd: tuple[tuple[str, int, str], ...] = ()
+    odd: tuple[OddAxis, ...] = ()
     reasons: tuple[str, ...] = ()
 
 
@@ -70,6 +89,18 @@ class _Axis:
     name: str
     dim: Dim
     parameters: tuple[str, ...]
+    groups: Dim | None = None  # of key heads: of the query heads that read one
+
+    @property
+    def readers(self) -> int:
+        """Query heads for each key head; 1 of another axis."""
+        return 1 if self.groups is None else self.groups.size
+
+    def division(self, ranks: int) -> Division | None:
+        """By so many ranks, if they can."""
+        if not fits(self.dim.size, self.readers, ranks):
+            return None
+        return Division(self.dim, ranks, self.groups if self.dim.size % ranks else None)
 
     @property
     def what(self) -> str:
@@ -93,7 +124,7 @@ class _TemplateSearch:
         self.trees = dimensions(template.graph, ids)
         self.evaluate = Evaluation(mode)
         self.inexact = {g.placeholders(template.graph)[i] for i in template.inexact}
-        self.odd: list[_Axis] = []
+        self.odd: list[OddAxis] = []
         self.whole: list[tuple[_Axis, object]] = []  # what stays so, and why
 
     def choice(self, whole: Collection[str]) -> ShardChoice:
@@ -102,40 +133,68 @@ class _TemplateSearch:
         for axis in self._by_worth([one for one in self._candidates() if not set(one.parameters) & set(whole)]):
             if self._meets(axis, axes):
                 continue
-            if axis.dim.size % self.ranks:
+            if axis.division(self.ranks) is None:
                 if axis.what == VOCABULARY:
                     self.whole.append((axis, f"{axis.dim.size} words cannot be divided by {self.ranks}"))
                 else:
-                    self.odd.append(axis)
+                    self.odd.append(OddAxis(axis.what, axis.dim.size, axis.readers, axis.parameters[0]))
                 continue
             try:
                 made = self._divided([*axes, axis], self.ranks)
             except Undivided as error:
-                self.whole.append((axis, error))
+                self._refuse(axis, error)
                 continue
             axes.append(axis)
-        odd = tuple((axis.what, axis.dim.size, axis.parameters[0]) for axis in self.odd)
         if made is None:
             reads = frozenset(self.template.parameters)
-            return ShardChoice(equal_reads=reads, odd=odd, reasons=self._reasons({}))
-        boxes = _boxes(self.trees, axes, self.ranks)
+            return ShardChoice(equal_reads=reads, odd=tuple(self.odd), reasons=self._reasons({}))
+        boxes = self._boxes(axes)
         return ShardChoice(
             graph=made.graph,
             meets=made.meets,
-            axes=tuple(DividedAxis(axis.what, axis.dim.size, self.ranks, axis.parameters) for axis in axes),
+            axes=tuple(
+                DividedAxis(axis.what, axis.dim.size, self.ranks, axis.parameters, axis.readers) for axis in axes
+            ),
             boxes=boxes,
             shared_reads=frozenset(made.shared_reads),
             equal_reads=frozenset(made.equal_reads),
             operators=frozenset(self.operators),
-            odd=odd,
+            odd=tuple(self.odd),
             reasons=self._reasons(boxes),
         )
 
+    def _refuse(self, axis: _Axis, error: Undivided) -> None:
+        """Of an axis that a call does not allow to be divided, by more ranks than it has entries or by any."""
+        shared = axis.division(self.ranks) is not None and axis.dim.size < self.ranks
+        allowed = tuple(ranks for ranks in range(2, self.ranks) if shared and self._allows(axis, ranks))
+        if not allowed:
+            self.whole.append((axis, error))
+            return
+        found = OddAxis(axis.what, axis.dim.size, axis.readers, axis.parameters[0], str(error), (1, *allowed))
+        self.odd.append(found)
+
+    def _allows(self, axis: _Axis, ranks: int) -> bool:
+        """Whether so many ranks can divide an axis."""
+        if axis.division(ranks) is None:
+            return False
+        try:
+            self._divided([axis], ranks)
+        except Undivided:
+            return False
+        return True
+
     def _divided(self, axes: Sequence[_Axis], ranks: int) -> ShardedGraph:
+        divisions = [division for axis in axes if (division := axis.division(ranks)) is not None]
         return ShardedGraph(
-            self.template.graph, self.inexact, self.trees, [axis.dim for axis in axes], ranks, self.mode, self.evaluate,
-            self.number, self.operators,
+            self.template.graph, self.inexact, self.trees, divisions, self.mode, self.evaluate, self.number,
+            self.operators,
         ).run()  # fmt: skip
+
+    def _boxes(self, axes: Sequence[_Axis]) -> dict[str, tuple[Box, ...]]:
+        return {
+            name: tuple(self.trees.boxes(name, division, rank) for rank in range(self.ranks))
+            for axis in axes if (division := axis.division(self.ranks)) is not None for name in axis.parameters
+        }  # fmt: skip
 
     def _reasons(self, divided: Mapping[str, object]) -> tuple[str, ...]:
         """Of parameters that could have been divided and are not."""
@@ -155,24 +214,25 @@ class _TemplateSearch:
             if name.startswith(POSITIONS):
                 continue
             if held and not dim.blocked:
-                yield _Axis(name, dim, tuple(held))
+                yield _Axis(name, dim, tuple(held), self.trees.groups(dim))
             elif dim.blocked != EDGE and any(len(self.trees.parameters[one]) > 1 for one in held):
                 self.whole.append((_Axis(name, dim, tuple(held)), f"{dim.blocked} needs them together"))
 
     def _by_worth(self, candidates: Sequence[_Axis]) -> list[_Axis]:
         """Those that can be divided, by what it saves; each alone, by as many ranks as it has entries if they do not
-        divide.
+        divide. Query heads are divided with their key heads, if these can be.
         """
-        found = []
+        found: list[tuple[float, _Axis]] = []
         for axis in candidates:
             try:
-                tried = self._divided([axis], self.ranks if axis.dim.size % self.ranks == 0 else axis.dim.size)
+                tried = self._divided([axis], self.ranks if axis.division(self.ranks) is not None else axis.dim.size)
             except Undivided as error:
-                self.whole.append((axis, error))
+                self._refuse(axis, error)
                 continue
             if tried.flops >= LEAST_WORTH * tried.summed or axis.what == VOCABULARY:
                 found.append((tried.flops / max(tried.summed, 1), axis))
-        return [axis for _, axis in sorted(found, key=lambda one: -one[0])]
+        read = [axis.groups for _, axis in found]
+        return [axis for _, axis in sorted(found, key=lambda one: -one[0]) if axis.dim not in read]
 
     def _meets(self, axis: _Axis, others: Sequence[_Axis]) -> bool:
         """Whether a parameter has the axis and another one."""
@@ -183,10 +243,3 @@ class _TemplateSearch:
 def _block(trees: Trees, node: fx.Node) -> None:
     for dim in trees.of[node][0]:
         block(dim, EDGE)
-
-
-def _boxes(trees: Trees, axes: Sequence[_Axis], ranks: int) -> dict[str, tuple[Box, ...]]:
-    return {
-        name: tuple(trees.boxes(name, axis.dim, rank, ranks) for rank in range(ranks))
-        for axis in axes for name in axis.parameters
-    }  # fmt: skip

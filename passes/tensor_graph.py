@@ -1,13 +1,14 @@
 """The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums between ranks.
 
 Terms
-  axis     a leaf of the trees of dimensions (csc.analysis.dimension_trees) that is divided: heads, hidden features
-  cut      of a value: one of its dimensions has an axis, so that a rank holds a shard of it; other values are equal
+  axis, cut, pieces, loose      see csc.passes.local_values
   part     what a rank has of a sum over an axis: of a contraction, or of a reduction; it is summed where it is made
   shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A parameter
            needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
 
-    Divided(graph, inexact, trees, axes, ranks, mode, evaluate, number).run()
+Calls go on with pieces as far as they can; the first that cannot reads the head, which csc::gather_pieces makes.
+
+    ShardedGraph(graph, inexact, trees, divisions, mode, evaluate, number).run()
     .graph, .meets, .shared_reads, .equal_reads, .flops, .summed
 
 Each call is allowed by name. One that is not, on a shard, is Undivided, with the call; so is one whose result does not
@@ -22,14 +23,16 @@ from math import prod
 from typing import Any
 
 import torch
-from csc.kernels.collectives import ALL_REDUCE, SHARE
+from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
 from csc.kernels.vocabulary import DIVIDED_LOSS, ROWS
+from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim, contains, divides_all, shard_index, shard_size
+from csc.analysis.dimension_trees import Dim, flat, leaves
+from csc.analysis.divisions import Division
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
-from csc.analysis.operators.moves import SIZED_VIEWS
+from csc.analysis.operators.moves import PARTS, SIZED_VIEWS
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation
@@ -46,15 +49,8 @@ WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.defa
 ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
 
 
-class Undivided(Exception):
-    """A call that cannot run on shards: the reason is a phrase with the call as its subject."""
-
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(f"{g.op_name(node)} at {g.place(node)} {reason}")
-
-
 class ShardedGraph:
-    """Copies a template's graph for one of `ranks` ranks, which all run the same.
+    """Copies a template's graph for one of the ranks, which all run the same.
 
     inexact: the placeholders of activations that a gradient is asked for. operators: names of the parameters' roles
     whose gradient a call in the graph has to add up. flops: of the calls that are divided, before they are; summed: the
@@ -62,15 +58,18 @@ class ShardedGraph:
     """
 
     def __init__(
-        self, graph: fx.Graph, inexact: Collection[fx.Node], trees: Trees, axes: Sequence[Dim], ranks: int,
+        self, graph: fx.Graph, inexact: Collection[fx.Node], trees: Trees, divisions: Sequence[Division],
         mode: FakeTensorMode, evaluate: Evaluation, number: torch.Tensor, operators: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.old, self.trees, self.axes, self.ranks, self.operators = graph, trees, axes, ranks, operators
+        self.old, self.divisions, self.operators = graph, divisions, operators
+        self.values = LocalValues(trees, divisions)
         self.mode, self.number, self.inexact = mode, number, inexact
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, evaluate)
         self.mapping: dict[fx.Node, Any] = {}
         self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
+        self.heads: dict[fx.Node, fx.Node] = {}  # of those, by the old node
+        self.keeps = False  # whether the call at hand goes on with pieces
         self.carrying = self._carrying()
         self.shared_reads: set[str] = set()  # parameters, by the names of their roles
         self.equal_reads: set[str] = set()
@@ -83,7 +82,7 @@ class ShardedGraph:
             self._call(node)
         self.graph.output(fx.map_arg(self.old.output_node().args[0], self.mapping.__getitem__))
         for node in g.outputs(self.old):
-            if self._is_cut(node):
+            if self.values.is_cut(node):
                 raise Undivided(node, "leaves as a shard")
         g.erase_dead(self.graph)
         return self
@@ -111,10 +110,11 @@ class ShardedGraph:
             if node.meta["role"][0] == "parameter" and group is None:
                 group = self._group()
             val = node.meta["val"]
-            if self._is_cut(node):
-                self._check_one_axis(node)
+            if self.values.is_cut(node):
+                self.values.check_one_axis(node)
+                self.values.check_pieces(node)
                 with self.mode:
-                    val = torch.empty(self._sizes(node), dtype=val.dtype, device=val.device)
+                    val = torch.empty(self.values.sizes(node), dtype=val.dtype, device=val.device)
             self.mapping[node] = g.add_placeholder(self.graph, node.name, val, node.meta["role"])
         self.group = group or self._group()
 
@@ -123,31 +123,35 @@ class ShardedGraph:
         name = next(name for name in ("tp", "tp_group", "_tp_group") if name not in names)
         return g.add_placeholder(self.graph, name, self.number, ("shared", name))
 
-    # what is known of a value
+    # pieces of key heads
 
-    def _dims(self, node: fx.Node) -> list[list[Dim]]:
-        return self.trees.of.get(node, [[]])
+    def _goes_on(self, node: fx.Node, name: str, cut: Sequence[fx.Node]) -> bool:
+        """Whether a call gives pieces if it is given some."""
+        pieces = [used for used in cut if used in self.values.in_pieces]
+        if not pieces or any(map(self.values.is_loose, cut)) or name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
+            return False
+        if name in PRODUCTS or name in PARTS or self._ends(node, pieces[0], "summed"):
+            return True
+        return all(self._along(used) in map(_leaves, self.values.dims(node)[0]) for used in pieces)
 
-    def _has_axis(self, dim: Dim) -> bool:
-        return any(contains(dim, axis) for axis in self.axes)
+    def _along(self, node: fx.Node) -> list[int]:
+        place = self.values.knows_no_groups(node)
+        return [] if place is None else _leaves(self.values.dims(node)[0][place])
 
-    def _is_cut(self, node: fx.Node) -> bool:
-        return any(self._has_axis(dim) for dims in self._dims(node) for dim in dims)
-
-    def _cut_dims(self, node: fx.Node) -> list[int]:
-        return [place for place, dim in enumerate(self._dims(node)[0]) if self._has_axis(dim)]
-
-    def _sizes(self, node: fx.Node, result: int = 0) -> list[int]:
-        return [shard_size(dim, self.axes, self.ranks) for dim in self._dims(node)[result]]
-
-    def _check_one_axis(self, node: fx.Node) -> None:
-        """Undivided unless a rank's shard is its own in full: one axis, in one dimension, in every stretch of it."""
-        for dims in self._dims(node):
-            having = [(dim, axis) for dim in dims for axis in self.axes if contains(dim, axis)]
-            if len(having) > 1:
-                raise Undivided(node, "would be divided in two ways")
-            if any(not divides_all(dim, axis) for dim, axis in having):
-                raise Undivided(node, "joins what is divided to what is not")
+    def _gathered(self, node: fx.Node) -> fx.Node:
+        """The heads that a value has a piece of."""
+        if node not in self.heads:
+            place = self.values.knows_no_groups(node)
+            assert place is not None
+            dim = self.values.dims(node)[0][place]
+            division = self.values.division(dim)
+            if division is None or len(flat(dim, "sum")) > 1:
+                raise Undivided(node, "joins heads of several ranks to others")
+            self.heads[node] = self.writer.named(
+                f"{node.name}_heads", node, GATHER_PIECES, self.mapping[node], self.group, place, division.each
+            )  # fmt: skip
+            self.summed += self.heads[node].meta["val"].numel()
+        return self.heads[node]
 
     # calls
 
@@ -155,14 +159,21 @@ class ShardedGraph:
         if node.target is operator.getitem:
             several, which = node.args
             self.mapping[node] = self.writer.named(node.name, node, node.target, self.mapping[several], which)  # type: ignore[index]
+            if several in self.values.in_pieces and self.values.knows_no_groups(node) is not None:
+                self.values.in_pieces.add(node)
             return
-        cut = [used for used in node.all_input_nodes if self._is_cut(used) and not self._is_unread(node, used)]
-        if not cut and not self._is_cut(node):
-            self.equal_reads |= {used.meta["role"][1] for used in node.all_input_nodes if _is_parameter(used)}
+        cut = [used for used in node.all_input_nodes if self.values.is_cut(used) and not self._is_unread(node, used)]
+        if not cut and not self.values.is_cut(node):
+            self.equal_reads |= {used.meta["role"][1] for used in node.all_input_nodes if is_parameter(used)}
             g.copy_node(self.graph, node, self.mapping)
             return
-        self._check_one_axis(node)
+        self.values.check_one_axis(node)
         name = g.op_name(node)
+        self.keeps = self._goes_on(node, name, cut)
+        if self.keeps and any(
+            self.values.knows_no_groups(node, result) is not None for result in range(len(self.values.dims(node)))
+        ):
+            self.values.in_pieces.add(node)
         if draws(node):
             raise Undivided(node, "draws random numbers for what is divided")
         if not cut and name not in MAKES_SHARDS:
@@ -177,7 +188,7 @@ class ShardedGraph:
             self._loss(node)
         elif name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
             self._attention(node)
-        elif name in ("aten::slice", "aten::split", "aten::split_with_sizes"):
+        elif name in PARTS:
             self._part(node, name)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
@@ -188,9 +199,11 @@ class ShardedGraph:
 
     def _given(self, node: fx.Node) -> Any:
         """An operand of a call on shards."""
-        if self._is_cut(node) or node not in self.carrying:
+        if node in self.values.in_pieces and not self.keeps:
+            return self._gathered(node)
+        if self.values.is_cut(node) or node not in self.carrying:
             return self.mapping[node]
-        if _is_parameter(node):
+        if is_parameter(node):
             name = node.meta["role"][1]
             self.shared_reads.add(name)
             if name not in self.operators:
@@ -205,7 +218,7 @@ class ShardedGraph:
         """The call that stands for a node; Undivided unless it gives what the trees say."""
         made = self._made(node, node.name, target, *args, **kwargs)
         for result, val in enumerate(_results(made.meta["val"])):
-            sizes = self._sizes(node, result)
+            sizes = self.values.sizes(node, result)
             if list(val.shape) != sizes:
                 raise Undivided(node, f"gives {list(val.shape)} on shards, where {sizes} was expected")
         self.mapping[node] = made
@@ -218,7 +231,7 @@ class ShardedGraph:
             raise Undivided(node, f"does not run on shards ({said})") from error
 
     def _same(self, node: fx.Node) -> None:
-        if not self._is_cut(node):
+        if not self.values.is_cut(node):
             raise Undivided(node, "loses track of what is divided")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
         self._put(node, node.target, *args, **kwargs)
@@ -230,9 +243,9 @@ class ShardedGraph:
         listed = found.sizes if found is not None and found.sizes else "size"
         place = [argument.name for argument in node.target._schema.arguments].index(listed)  # type: ignore[union-attr]
         if place < len(args):
-            args = (*args[:place], self._sizes(node), *args[place + 1 :])
+            args = (*args[:place], self.values.sizes(node), *args[place + 1 :])
         else:
-            kwargs = {**kwargs, listed: self._sizes(node)}
+            kwargs = {**kwargs, listed: self.values.sizes(node)}
         self._put(node, node.target, *args, **kwargs)
 
     def _part(self, node: fx.Node, name: str) -> None:
@@ -240,19 +253,21 @@ class ShardedGraph:
         bound = g.bind(node)
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
-        dims = self._dims(operand)[0]
+        dims = self.values.dims(operand)[0]
         dim = bound["dim"] % len(dims)
-        if dim not in self._cut_dims(operand):
+        if dim not in self.values.cut_dims(operand):
             self._same(node)
             return
         if name != "aten::slice":
-            sizes = [self._sizes(node, result)[dim] for result in range(len(self._dims(node)))]
+            sizes = [self.values.sizes(node, result)[dim] for result in range(len(self.values.dims(node)))]
             self._put(node, aten.split_with_sizes.default, self._given(operand), sizes, dim)
             return
         size = dims[dim].size
         start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
+        division = self.values.division(dims[dim])
+        assert division is not None
         try:
-            start, stop = (shard_index(dims[dim], one, self.axes, self.ranks) for one in (start, stop))
+            start, stop = (division.index(dims[dim], one, self.keeps) for one in (start, stop))
         except ValueError as error:
             raise Undivided(node, f"cuts where no shard ends ({error})") from error
         self._put(node, node.target, self._given(operand), dim, start, stop, step)
@@ -261,7 +276,9 @@ class ShardedGraph:
         """Each rank its key heads, with the query heads that read them."""
         query, key, value = node.args[:3]
         assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-        if any(self._cut_dims(one) != [one.meta["val"].dim() - 3] for one in (query, key, value)):
+        one_head = key.meta["val"].shape[-3] == 1 and not self.values.is_cut(key) and not self.values.is_cut(value)
+        by_heads = (query,) if one_head else (query, key, value)
+        if any(self.values.cut_dims(one) != [one.meta["val"].dim() - 3] for one in by_heads):
             raise Undivided(node, "can be divided by its heads alone")
         self.flops += 4 * query.meta["val"].numel() * key.meta["val"].shape[-2]
         self._same(node)
@@ -275,8 +292,10 @@ class ShardedGraph:
         if not contracted:
             self._same(node)
             return
-        if set(contracted) != {left, right} or self._is_cut(node):
+        if set(contracted) != {left, right} or self.values.is_cut(node):
             raise Undivided(node, "sums over what one operand alone is divided by")
+        if any(map(self.values.is_loose, contracted)):
+            raise Undivided(node, "sums over key heads that several ranks have")
         added = [one for one in node.args if isinstance(one, fx.Node) and one not in (left, right)]
         if any(factor != 1 for name, factor in g.bind(node).items() if name in ("alpha", "beta")) or node.kwargs:
             raise Undivided(node, "scales its operands")
@@ -287,7 +306,7 @@ class ShardedGraph:
         name = f"{node.name}_sum" if added else node.name
         total = self._total(node, part, name)
         for bias in added:
-            self.equal_reads |= {bias.meta["role"][1]} if _is_parameter(bias) else set()
+            self.equal_reads |= {bias.meta["role"][1]} if is_parameter(bias) else set()
             total = self._made(node, node.name, aten.add.Tensor, total, self.mapping[bias])
         self.mapping[node] = total
 
@@ -298,13 +317,17 @@ class ShardedGraph:
         if not self._ends(node, operand, "summed"):
             self._same(node)
             return
-        if self._is_cut(node):
+        if self.values.is_cut(node):
             raise Undivided(node, "sums over a part of what is divided")
+        if self.values.is_loose(operand):
+            raise Undivided(node, "sums over key heads that several ranks have")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
         part = self._made(node, f"{node.name}_part", node.target, *args, **kwargs)
         mean = g.op_name(node) == "aten::mean"
         total = self._total(node, part, f"{node.name}_sum" if mean else node.name)
-        self.mapping[node] = self._made(node, node.name, aten.div.Tensor, total, self.ranks) if mean else total
+        self.mapping[node] = (
+            self._made(node, node.name, aten.div.Tensor, total, self.divisions[0].ranks) if mean else total
+        )
 
     def _look_up(self, node: fx.Node) -> None:
         """Each rank in its own rows: a part, since others have zeros."""
@@ -322,7 +345,7 @@ class ShardedGraph:
         bound = g.bind(node)
         logits, labels = bound["self"], bound["target"]
         plain = bound["weight"] is None and not bound["label_smoothing"] and bound["reduction"] in (MEAN, SUM)
-        if self._cut_dims(logits) != [1] or logits.meta["val"].dim() != 2 or not plain or g.is_inexact(labels):
+        if self.values.cut_dims(logits) != [1] or logits.meta["val"].dim() != 2 or not plain or g.is_inexact(labels):
             raise Undivided(node, "is no plain mean or sum over labels")
         self.summed += 3 * labels.meta["val"].numel()
         several = self._made(
@@ -348,12 +371,14 @@ class ShardedGraph:
         found = relation(node)
         uses = [use for use in found.uses if use.node is operand] if found is not None else []
         return any(
-            (end := use.end(dim)) is not None and end.how == how for use in uses for dim in self._cut_dims(operand)
+            (end := use.end(dim)) is not None and end.how == how
+            for use in uses
+            for dim in self.values.cut_dims(operand)
         )
 
 
-def _is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"][0] == "parameter"
+def _leaves(dim: Dim) -> list[int]:
+    return [id(leaf) for leaf in leaves(dim)]
 
 
 def _results(val: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ Terms
     stretches(dim, sizes) -> [Dim]         dim as a sum of these sizes
     block(dim, reason)
     ranges(dim, axis, rank, ranks) -> [(start, stop)]       what of dim belongs to a rank's shard of a leaf
-    shard_size(dim, axes, ranks), shard_index(dim, index, axes, ranks)      sizes and places as a rank has them
+    shard_size(dim, parts), shard_index(dim, index, parts)  sizes and places as a rank has them, of leaves cut in parts
 
 Dims are refined in place: a leaf that turns out to be a product is one wherever it stands. What does not fit (sizes
 that do not divide, a sum that is a product elsewhere) is blocked, not guessed.
@@ -20,7 +20,7 @@ that do not divide, a sum that is a product elsewhere) is blocked, not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
@@ -220,33 +220,33 @@ def ranges(dim: Dim, axis: Dim, rank: int, ranks: int) -> list[tuple[int, int]]:
     return joined
 
 
-def shard_size(dim: Dim, axes: Sequence[Dim], ranks: int) -> int:
-    """How long a dim is on each rank, where these leaves are divided."""
+def shard_size(dim: Dim, parts: Mapping[Dim, int]) -> int:
+    """How long a dim is on each rank, where these leaves are divided into so many parts."""
     dim = found(dim)
     if not dim.parts:
-        return dim.size // ranks if any(dim is found(axis) for axis in axes) else dim.size
-    sizes = [shard_size(part, axes, ranks) for part in dim.parts]
+        return dim.size // next((number for axis, number in parts.items() if dim is found(axis)), 1)
+    sizes = [shard_size(part, parts) for part in dim.parts]
     return sum(sizes) if dim.kind == "sum" else prod(sizes)
 
 
-def shard_index(dim: Dim, index: int, axes: Sequence[Dim], ranks: int) -> int:
+def shard_index(dim: Dim, index: int, parts: Mapping[Dim, int]) -> int:
     """Where a place between two stretches of a dim is on a rank. ValueError for a place that a shard does not have."""
     dim = found(dim)
-    if not any(contains(dim, axis) for axis in axes):
+    if not any(contains(dim, axis) for axis in parts):
         return index
     if index in (0, dim.size):
-        return shard_size(dim, axes, ranks) if index else 0
+        return shard_size(dim, parts) if index else 0
     if dim.kind == "sum":
         before = 0
         for part in dim.parts:
             if index <= part.size:
-                return before + shard_index(part, index, axes, ranks)
-            index, before = index - part.size, before + shard_size(part, axes, ranks)
+                return before + shard_index(part, index, parts)
+            index, before = index - part.size, before + shard_size(part, parts)
     elif dim.kind == "product":
         inner = product(dim.parts[1:])
         if index % inner.size == 0:
-            outer = shard_index(dim.parts[0], index // inner.size, axes, ranks)
-            return outer * shard_size(inner, axes, ranks)
+            outer = shard_index(dim.parts[0], index // inner.size, parts)
+            return outer * shard_size(inner, parts)
     raise ValueError(f"index {index} of {dim.size} lies within what is divided")
 
 

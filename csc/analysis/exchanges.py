@@ -24,6 +24,8 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 
 DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
+SCATTERED = "csc::scatter_pieces"
+PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
 AXES: Mapping[str, Group] = {"tp": Group.TENSOR, "cp": Group.CONTEXT}
 Wires = Mapping[str, tuple[int, Wire]]
@@ -44,6 +46,10 @@ def exchange(node: fx.Node) -> Exchange | None:
     name = g.op_name(node)
     if name in ("csc::all_reduce", "csc::all_gather"):
         return Exchange("tp", _bytes(g.bind(node)["x"]), 0, False, False)
+    if name in PIECES:
+        bound = g.bind(node)
+        given = next(iter(bound.values()))
+        return Exchange("tp", _bytes(given), bound["each"], name == SCATTERED, False)
     if name.startswith("csc::context_gather"):
         given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())

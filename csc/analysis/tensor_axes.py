@@ -9,7 +9,7 @@ Terms
 
     trees = dimensions(graph)
     trees.axes() -> {name: Dim}                       of the leaves in parameters, and of tokens and samples
-    trees.boxes(parameter, axis, rank, ranks)         trees.text(parameter, dim): `heads * 4 + heads * 4`
+    trees.boxes(parameter, division, rank)            trees.text(parameter, dim): `heads * 4 + heads * 4`
 
 Dimensions come from the table of operator rules, one walk over the graph: what an operation carries along is one leaf,
 a reshape makes products, parts and joins make sums. An operation that needs a dimension whole, or that the table does
@@ -36,12 +36,12 @@ from csc.analysis.dimension_trees import (
     leaf,
     leaves,
     product,
-    ranges,
     stretches,
     unify,
 )  # fmt: skip
+from csc.analysis.divisions import Division
 from csc.analysis.operators.moves import EMBEDDING
-from csc.analysis.operators.products import ATTENTION
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
 from csc.analysis.operators.reductions import CLASSES, LABELS
 from csc.analysis.operators.relation import End, Use
 from csc.analysis.operators.table import relation
@@ -72,6 +72,7 @@ class Trees:
         self.of: dict[fx.Node, list[list[Dim]]] = {}
         self.parameters: dict[str, list[Dim]] = {}
         self.named: list[tuple[str, Dim]] = []
+        self.queries: list[Dim] = []  # heads of queries
 
     def axes(self) -> dict[str, Dim]:
         """By name, in the order of the graph; those of one name that are different leaves are numbered."""
@@ -87,12 +88,20 @@ class Trees:
                 result[f"{name}#{again}" if again else name] = axis
         return result
 
-    def boxes(self, parameter: str, axis: Dim, rank: int, ranks: int) -> Box:
+    def groups(self, heads: Dim) -> Dim | None:
+        """The leaf of the query heads that read one of these key heads; None if each reads its own."""
+        for dim in self.queries:
+            outer, *inner = flat(dim, "product")
+            if inner and outer is found(heads) and all(one.kind == "leaf" for one in inner):
+                return inner[0] if len(inner) == 1 else None
+        return None
+
+    def boxes(self, parameter: str, division: Division, rank: int) -> Box:
         """ValueError if the axis is blocked, or does not divide."""
-        axis = found(axis)
-        if axis.blocked or axis.size % ranks:
+        axis, ranks = found(division.axis), division.ranks
+        if axis.blocked or (axis.size % ranks and division.groups is None):
             raise ValueError(axis.blocked or f"{axis.size} entries cannot be divided by {ranks}")
-        return tuple(tuple(ranges(dim, axis, rank, ranks)) for dim in self.parameters[parameter])
+        return tuple(tuple(division.ranges(dim, rank)) for dim in self.parameters[parameter])
 
     def text(self, parameter: str, dim: int) -> str:
         """A dimension's tree in names of axes, those without a name of their own as sizes."""
@@ -194,9 +203,11 @@ class Trees:
 
     def _name(self, node: fx.Node, uses: Sequence[Use]) -> None:
         name = g.op_name(node)
-        if name == ATTENTION:
+        if name in (ATTENTION, CONTEXT_ATTENTION, SDPA) and len(self.of[uses[0].node][0]) == 4:
             query, key = (self.of[use.node][0] for use in uses[:2])
-            self.named += [("samples", query[0]), ("heads", key[1]), ("tokens", query[2])]
+            heads = key[1] if key[1].size > 1 else query[1]  # one that all queries read is nobody's shard
+            self.named += [("samples", query[0]), ("heads", heads), ("tokens", query[2])]
+            self.queries.append(query[1])
         for use in uses:
             for d, end in use.ends.items():
                 looked_up = name == EMBEDDING and end.how == "picked"

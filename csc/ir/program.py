@@ -5,8 +5,7 @@ Terms
   region     the smallest unit that is cut, differentiated and costed: a layer, an embedding, a projector, a head
   template   a region up to parameter names; equal layers share one
   variant    a template specialised to what a frozen set leaves to do: its F, B and W graphs
-  shared     the graph of everything that depends on the batch and on constants alone (masks, position tables);
-             each stage computes the part that it uses
+  shared     the graph of what depends on the batch and on constants alone (masks); a stage computes what it uses
 
 A Program is immutable; a pass returns a new one (`dataclasses.replace`). Its fx graphs are never changed in place.
 Every fx node carries `meta["val"]` (a fake tensor: dtype, shape, stride, device), `meta["source"]` (file:line of the
@@ -93,12 +92,13 @@ class ModuleInfo:
 
 @dataclass(frozen=True)
 class DividedAxis:
-    """What tensor-parallel ranks divide in a template: `size` entries over `ranks`, in these parameters."""
+    """`size` entries over `ranks`, in these parameters. groups: of key heads, the query heads that read each."""
 
     name: str
     size: int
     ranks: int
     parameters: tuple[str, ...]
+    groups: int = 1
 
 
 @dataclass(frozen=True)

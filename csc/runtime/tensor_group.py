@@ -24,6 +24,15 @@ class Met:
         self._group, self._copies = group, copies
         self.ranks, self.index = len(group.members), group.index
         self.number = numbered(self)
+        self._among: dict[int, Met] = {}
+
+    def among(self, each: int) -> Met:
+        """With the neighbours of this rank; see csc.kernels.collectives.GroupExchange."""
+        if each not in self._among:
+            first = self.index // each * each
+            members = self._group.members[first : first + each]
+            self._among[each] = Met(Membership(self._group.endpoint, self.index - first, members), self._copies)
+        return self._among[each]
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank of the group has for this one; see csc.kernels.collectives.GroupExchange."""

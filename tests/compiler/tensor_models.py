@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ def text(samples: int = 4, length: int = 12) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(ids < 10, -100)}
 
 
+FEW = {"num_key_value_heads": 2}
+
+
 def _of(model: type[nn.Module], config: type[Any], **more: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -40,12 +43,14 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops, bos_token_id=1, eos_token_id=2))
 
 
-def lora() -> nn.Module:
+COLUMNS_AND_ROWS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+
+
+def lora(base: str = "llama", targets: Sequence[str] = COLUMNS_AND_ROWS) -> nn.Module:
     """Adapters at columns and at rows, of attention and of the MLP."""
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    model = get_peft_model(MODELS["llama"](), LoraConfig(r=4, target_modules=targets))  # type: ignore[arg-type]
+    model = get_peft_model(MODELS[base](), LoraConfig(r=4, target_modules=list(targets)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zero at first: then every gradient of lora_A would be zero too
@@ -64,6 +69,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropped": lambda: gpt2(0.1),
     "mixtral": _of(hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "lora": lora,
+    "few": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW),
+    "one": _of(hf.LlamaForCausalLM, hf.LlamaConfig, num_key_value_heads=1),
+    "odd": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW, num_attention_heads=6, intermediate_size=96, head_dim=6),
+    "biasedfew": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW, attention_bias=True, mlp_bias=True),
+    "qwen3few": _of(hf.Qwen3ForCausalLM, hf.Qwen3Config, **FEW, head_dim=8),
+    "olmo2few": _of(hf.Olmo2ForCausalLM, hf.Olmo2Config, **FEW),
+    "phi3few": _of(hf.Phi3ForCausalLM, hf.Phi3Config, **FEW),
+    "lorafew": lambda: lora("few"),
+    "fusedlora": lambda: lora("phi3few", ["qkv_proj", "o_proj"]),
     "llava": llava,
 }
 BATCHES: dict[str, Callable[[int], Batch]] = dict.fromkeys(MODELS, text) | {"llava": llava_batch}

@@ -104,6 +104,39 @@ def test_tokens_are_divided_beside_layers(name: str, gradients: int) -> None:
     assert divided(with_tokens) == divided(compiled_of(name, mesh="tp=2"))
 
 
+SUB_GROUPS = [
+    long("few", "tp=4", None, 21), long("few", "tp=4,cp=2", None, 21), long("few", "tp=4,dp=2", None, 21),
+    ("qwen3few", "tp=4,pp=2", ["*.k_proj.*", "*.k_norm.*", "*embed*"], 20), long("qwen3few", "tp=4", None, 25),
+    long("phi3few", "tp=4,pp=2", None, 15), long("olmo2few", "tp=4,cp=2", None, 25),
+    long("biasedfew", "tp=4", None, 35), long("lorafew", "tp=4,pp=2", None, 20), long("fusedlora", "tp=4", None, 8),
+    ("one", "tp=4,pp=2", None, 21), long("odd", "tp=6", None, 21), long("llama", "tp=8", None, 21),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "freeze", "gradients"), SUB_GROUPS)
+def test_more_ranks_than_key_heads(name: str, mesh: str, freeze: list[str] | None, gradients: int) -> None:
+    """Of two key heads two ranks each have one together; one that all queries read is everybody's."""
+    compiled = parity(compiled_of(name, 8, mesh=mesh, microbatches=2, freeze=freeze), gradients)
+    keys = {over for n, over in divided(compiled).items() if re.search(r"(k|v|qkv)_proj\.(base_layer\.)?weight", n)}
+    assert keys == {"equal" if name == "one" else "shard"}
+
+
+def test_boxes_of_key_heads_that_ranks_share() -> None:
+    """Each has its own columns of a head: nothing is held twice. F and B meet for keys and for values."""
+    compiled = parity(compiled_of("phi3few", mesh="tp=4"), 15)
+    trainer = compiled.trainer()
+    spec = next(p for p in trainer.program.manifest.parameters if p.name.endswith("1.self_attn.qkv_proj.weight"))
+    assert [box[0] for box in spec.boxes] == [
+        ((12 * rank, 12 * rank + 12), (48 + 3 * rank, 51 + 3 * rank), (60 + 3 * rank, 63 + 3 * rank))
+        for rank in range(4)
+    ]
+    layer = next(variant for name, variant in compiled.history()[-1].variants.items() if "layer" in name)
+    met = [[str(part).count(f"csc.{what}_pieces") for what in ("gather", "scatter")]
+           for part in (layer.forward, layer.backward_input, layer.backward_weight)]  # fmt: skip
+    assert met == [[2, 0], [0, 2], [0, 0]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", [long(1), 2])
 def test_an_encoder_too(encoder: int) -> None:
@@ -173,8 +206,12 @@ def test_three_steps_of_adamw_with_clipping() -> None:
 def test_what_cannot_be_divided_is_an_error() -> None:
     with pytest.raises(InputError, match=r"80 features of mlp.gate_proj.weight cannot be divided by tp=3.* is 2"):
         compiled_of("llama", mesh="tp=3").trainer()
-    with pytest.raises(InputError, match=r"4 heads of self_attn.\w+.weight cannot be divided by tp=8.* is 4"):
-        compiled_of("llama", mesh="tp=8").trainer()
+    said = r"2 heads of .* by tp=3, nor can the 3 query heads that read each of them.* is 2"
+    with pytest.raises(InputError, match=said):
+        compiled_of("odd", mesh="tp=3").trainer()
+    said = r"several ranks cannot have one of them: self_attn.k_proj.weight has 12 columns for 8 ranks.* is 4"
+    with pytest.raises(InputError, match=said):
+        compiled_of("few", mesh="tp=8").trainer()
 
 
 CASES = [
@@ -183,6 +220,7 @@ CASES = [
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     {"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
     {"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1},
+    long({"model": "qwen3few", "mesh": "tp=4", "samples": 4, "microbatches": 1}),
 ]
 
 
@@ -193,7 +231,7 @@ def test_processes_hold_their_shards_alone(case: dict[str, Any], tmp_path: Path)
     ranks = csc.Mesh.of(case["mesh"]).size
     launching.ranks(tensor_worker.main, ranks, case, tmp_path)
     sizes = {"samples": case["samples"], "microbatches": case["microbatches"]}
-    alone = compiled_of(case["model"], mesh=re.sub(r"tp=2,?", "", case["mesh"]) or "pp=1", **sizes)
+    alone = compiled_of(case["model"], mesh=re.sub(r"tp=\d,?", "", case["mesh"]) or "pp=1", **sizes)
     together = compiled_of(case["model"], mesh=case["mesh"], **sizes)
     expected, same = (tensor_worker.steps(one, BATCHES[case["model"]](case["samples"])) for one in (alone, together))
     trained, reference = (dict(one.model.named_parameters()) for one in (together, alone))

@@ -37,7 +37,7 @@ def test_boxes_are_a_partition(case: tuple[Dim, Dim, int], place: int) -> None:
     whole = torch.arange(dim.size * 3).view(shape)
     shards = [cut(whole, box) for box in boxes]
     assert sorted(torch.cat([shard.flatten() for shard in shards]).tolist()) == whole.flatten().tolist()
-    assert all(shard.is_contiguous() and shard.shape[place] == shard_size(dim, [axis], ranks) for shard in shards)
+    assert all(shard.is_contiguous() and shard.shape[place] == shard_size(dim, {axis: ranks}) for shard in shards)
     again = torch.full_like(whole, -1)
     for box, shard in zip(boxes, shards):
         put(again, box, shard)
@@ -54,18 +54,18 @@ def test_places_between_stretches(case: tuple[Dim, Dim, int]) -> None:
     for part in dim.parts if dim.kind == "sum" else [dim]:
         bounds.append(bounds[-1] + part.size)
     for bound in bounds:
-        assert shard_index(dim, bound, [axis], ranks) == sum(i < bound for i in held)
+        assert shard_index(dim, bound, {axis: ranks}) == sum(i < bound for i in held)
     if dim.kind == "leaf":
         with pytest.raises(ValueError, match="lies within what is divided"):
-            shard_index(dim, 1, [axis], ranks)
+            shard_index(dim, 1, {axis: ranks})
 
 
 def test_a_stretch_without_the_axis_is_not_divided() -> None:
     axis, other = leaf(4), leaf(6)
     mixed = Dim(10, "sum", [axis, other])
     assert not divides_all(mixed, axis) and divides_all(product([other, axis]), axis)
-    assert shard_size(mixed, [axis], 2) == 8
-    assert [shard_index(mixed, i, [axis], 2) for i in (0, 4, 7, 10)] == [0, 2, 5, 8]
+    assert shard_size(mixed, {axis: 2}) == 8
+    assert [shard_index(mixed, i, {axis: 2}) for i in (0, 4, 7, 10)] == [0, 2, 5, 8]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.launching import ranks
 
 csc = torch.ops.csc
 SHAPE = (4, 12, 3)
+EACH = 2  # ranks of a sub-group
 # operator on (x, group, its ranks), (result on rank r of x on all ranks), (gradient there of those on all ranks)
 Whole = Callable[[list[torch.Tensor], int], torch.Tensor]
 
@@ -46,6 +47,11 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Whole, Whole]] = {
         lambda x, g, n: csc.all_gather(x, 0, 4 * n - 1, n, g),
         lambda xs, r: torch.cat(xs)[:-1],
         lambda ds, r: torch.cat([ds[r], torch.zeros_like(ds[r][:1])]).chunk(len(ds))[r],
+    ),
+    "gather_pieces": (
+        lambda x, g, n: csc.gather_pieces(x, g, 1, EACH),
+        lambda xs, r: torch.cat(xs[r // EACH * EACH :][:EACH], 1),
+        lambda ds, r: torch.stack(ds[r // EACH * EACH :][:EACH]).sum(0).chunk(EACH, 1)[r % EACH],
     ),
 }  # type: ignore[dict-item]
 
@@ -72,7 +78,7 @@ def check(name: str, met: Met, rank: int, transposed: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3, "dp": 2}, {"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4, "dp": 2}, {"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}], ids=str)
 def test_among_threads_that_take_turns(name: str, sizes: dict[str, int]) -> None:
     """Several groups at once, each with its own sums."""
     mesh, what = Mesh(**sizes), Group.LAYER

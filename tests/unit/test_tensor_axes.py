@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from csc.analysis.dimension_trees import Dim, block, factors, leaf, product, ranges, stretches, unify
+from csc.analysis.divisions import Division
 from csc.analysis.tensor_axes import Trees, dimensions, sharded
 from csc.capture.capture import capture
 from csc.ir.program import Options
@@ -125,15 +126,18 @@ def test_heads_and_hidden_features_are_found(name: str) -> None:
     assert not hidden.blocked and within in sharded(trees, hidden)
     assert set(sharded(trees, hidden)).isdisjoint(sharded(trees, axes["heads"]))
     if name == "Phi-3":
-        boxes = trees.boxes(LAYER + "self_attn.qkv_proj.weight", axes["heads"], 1, 2)
+        boxes = trees.boxes(LAYER + "self_attn.qkv_proj.weight", Division(axes["heads"], 2), 1)
         assert boxes == (((24, 48), (56, 64), (72, 80)), ((0, 48),))
-        assert trees.boxes(LAYER + "mlp.gate_up_proj.weight", hidden, 0, 2) == (((0, 40), (80, 120)), ((0, 48),))
+        assert trees.boxes(LAYER + "mlp.gate_up_proj.weight", Division(hidden, 2), 0) == (
+            ((0, 40), (80, 120)),
+            ((0, 48),),
+        )
         with pytest.raises(ValueError, match="2 entries cannot be divided by 4"):
-            trees.boxes(LAYER + "self_attn.qkv_proj.weight", axes["heads"], 0, 4)
+            trees.boxes(LAYER + "self_attn.qkv_proj.weight", Division(axes["heads"], 4), 0)
     if name == "GPT-2":
         (width,) = {one for key, one in axes.items() if key == "transformer.wte.weight.1"}
         with pytest.raises(ValueError, match=r"aten::layer_norm at transformer.h.0.ln_1, modeling_gpt2.py"):
-            trees.boxes("transformer.wte.weight", width, 0, 2)
+            trees.boxes("transformer.wte.weight", Division(width, 2), 0)
 
 
 def test_a_leaf_is_refined_wherever_it_stands() -> None:

@@ -6,7 +6,7 @@ COPIES: calls that give the entries of their first operand, in the same sizes; C
 EXACT_COPIES: without casts, and for each of a dimension; UNSQUEEZED: reshapes, and dimensions of one entry more or less
 SAME_NUMBERS: calls that hand on all entries of their first operand, and no others
 LOOK_UPS: rows of a table by numbers; EMBEDDING: that of a table that trains
-SLICE, PADS: a part of a dimension; more entries in front of it or behind
+SLICE, PARTS, PADS: a part of a dimension; one, or all; more entries in front of it or behind
 STOPS: calls whose result has no gradient to hand on
 GATHER: the tokens of all context-parallel ranks
 SIZES: {operation: argument}    that lists the result's sizes
@@ -32,6 +32,7 @@ SAME_NUMBERS = COPIES | CASTS | SIZED_VIEWS | {
     f"aten::{name}" for name in ("lift_fresh_copy", "unsqueeze", "squeeze", "transpose", "permute", "t")
 }  # fmt: skip
 EMBEDDING, SLICE = "aten::embedding", "aten::slice"
+PARTS = {SLICE, "aten::split", "aten::split_with_sizes"}
 PADS = {"aten::pad", "aten::constant_pad_nd"}
 LOOK_UPS = {"aten::index", "aten::index_select", EMBEDDING}
 STOPS = frozenset({"aten::detach", "csc::incoming"})
