@@ -13,7 +13,7 @@ ROWS = Path("docs/coverage_all.jsonl")
 
 
 def main() -> None:
-    from benchmarks.coverage.check import check
+    from benchmarks.coverage.check import WAYS, check, of_meshes
     from benchmarks.coverage.models import CASES
     from benchmarks.coverage.more import MORE
     from benchmarks.coverage.report import markdown, show, summary
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/models.md")
     parser.add_argument("--model", action="append", choices=CASES | MORE, help="only this model; may be repeated")
+    parser.add_argument("--mesh", action="append", help="in this mesh instead (tp=2); may be repeated")
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
     parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
     parser.add_argument("--rows", type=Path, default=ROWS, help="with --all: where rows are kept")
@@ -37,10 +38,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # torch logs what it raises, and here a failure is a row
     rows = []
+    ways = of_meshes(arguments.mesh) if arguments.mesh else WAYS
     chosen = arguments.model or (MORE if arguments.more else CASES)
     for number, name in enumerate(chosen, start=1):
         print(f"{name} ({number} of {len(chosen)})", file=sys.stderr, flush=True)
-        rows.append(check(name, (CASES | MORE)[name]))
+        rows.append(check(name, (CASES | MORE)[name], ways))
     if arguments.json:
         print(json.dumps({"summary": summary(rows), "rows": [row.table() for row in rows]}, indent=1))
     elif arguments.markdown:

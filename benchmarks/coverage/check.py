@@ -1,15 +1,16 @@
 """Compiles one model in several ways and compares each with eager PyTorch.
 
-check(name, build) -> Row        never raises for what csc refuses: the row holds the reason
-compare(name, model, batch) -> (Row, what was compiled for pp=3, or None)
+check(name, build, ways) -> Row        never raises for what csc refuses: the row holds the reason
+compare(name, model, batch, ways) -> (Row, what was compiled for the first of them, or None)
+of_meshes(["tp=2"]) -> ways
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from benchmarks.coverage.models import Build
 from csc.reports.verification import default_tolerance, verify
 
 WAYS = {"pp=3": "pp=3", "cp=2": "cp=2", "projector": "pp=3"}
+ALONE = "projector"  # of a way: with that alone training
+WHOLE = "on each tp rank whole: "
 PROJECTOR = re.compile(r"projector|merger|connector|modality_projection|image_newline|adapter|aligner")
 
 
@@ -28,9 +31,10 @@ class Row:
     """What came of one model.
 
     nodes: of the captured graph; templates: unique layers of `regions`; seconds: from the model to the program for
-    pp=3. Of each way: the largest relative difference of a gradient ("bit-equal" if there is none), those left out that
-    float32 does not resolve (`csc verify --float64`); "-" if the model has no projector, or the reason that it does not
-    compile.
+    the first way. Of each way: the largest relative difference of a gradient ("bit-equal" if there is none), those left
+    out that float32 does not resolve (`csc verify --float64`); "-" if the model has no projector, or the reason that it
+    does not compile. divided: of ways with tp, the part of the parameters' entries that ranks divide; whole: why others
+    stay so.
     """
 
     name: str
@@ -41,11 +45,13 @@ class Row:
     fixed: tuple[str, ...]
     host: tuple[str, ...]
     ways: dict[str, str]
+    divided: dict[str, float] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
 
     @property
     def works(self) -> bool:
-        """Compiled for pp=3, with all gradients."""
-        return fine(self.ways["pp=3"])
+        """Compiled the first way, with all gradients."""
+        return fine(next(iter(self.ways.values())))
 
     def table(self) -> dict[str, Any]:
         """As JSON."""
@@ -57,30 +63,45 @@ def fine(result: str) -> bool:
     return result in ("-", "bit-equal") or bool(re.fullmatch(r"[\d.]+e-\d+", result))
 
 
-def check(name: str, build: Build) -> Row:
-    """Build the model, compile it for pp=3, for cp=2 and with the projector alone training, and compare gradients."""
+def of_meshes(meshes: Sequence[str]) -> dict[str, str]:
+    """Each with everything training, and with the projector alone."""
+    return {f"{mesh}{alone}": mesh for mesh in meshes for alone in ("", f", {ALONE}")}
+
+
+def check(name: str, build: Build, ways: Mapping[str, str] = WAYS) -> Row:
+    """Build the model, compile it in each way, in some with the projector alone training, and compare gradients.
+
+    ways: meshes, by what they are called.
+    """
     torch.manual_seed(0)
-    return compare(name, *build())[0]
+    return compare(name, *build(), ways)[0]
 
 
-def compare(name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Row, csc.CompiledModel | None]:
+def compare(
+    name: str, model: nn.Module, batch: Mapping[str, Any], ways: Mapping[str, str] = WAYS
+) -> tuple[Row, csc.CompiledModel | None]:
     """The same for a model that is there, and what it was compiled to."""
     model.train()
     start = time.perf_counter()
-    compiled, reason = _tried(lambda: csc.compile(model, mesh=WAYS["pp=3"], example=batch))
+    compiled, reason = _tried(lambda: csc.compile(model, mesh=next(iter(ways.values())), example=batch))
     if compiled is None:
-        return Row(name, None, None, None, None, (), (), dict.fromkeys(WAYS, reason)), None
+        return Row(name, None, None, None, None, (), (), dict.fromkeys(ways, reason)), None
     seconds = time.perf_counter() - start
     program = compiled.program
     frozen = tuple(name for name, _ in model.named_parameters() if not PROJECTOR.search(name))
-    ways = {}
-    for way, mesh in WAYS.items():
-        if way == "projector" and len(frozen) == len(program.parameters):
-            ways[way] = "-"
+    results, divided, whole = {}, {}, set[str]()
+    for way, mesh in ways.items():
+        if ALONE in way and len(frozen) == len(program.parameters):
+            results[way] = "-"
             continue
-        freeze = frozen if way == "projector" else None
-        result, reason = _tried(lambda mesh=mesh, freeze=freeze: _compared(compiled, mesh, freeze))  # type: ignore[misc]
-        ways[way] = reason if result is None else result
+        chosen = compiled.with_options(mesh=mesh, freeze=frozen if ALONE in way else None)
+        result, reason = _tried(lambda chosen=chosen: _compared(chosen))  # type: ignore[misc]
+        results[way] = reason if result is None else result
+        if "tp=" in mesh and result is not None:
+            last = chosen.history()[-1]
+            entries = [(p.numel, bool(p.boxes)) for p in last.parameters]
+            divided[way] = round(sum(n for n, cut in entries if cut) / sum(n for n, _ in entries), 2)
+            whole |= {note.removeprefix(WHOLE) for note in last.notes if note.startswith(WHOLE)}
     row = Row(
         name=name,
         nodes=len(compiled.history()[0].graph.nodes),
@@ -89,13 +110,14 @@ def compare(name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Row,
         seconds=round(seconds, 1),
         fixed=tuple(sorted(program.guards.values)),
         host=tuple(call.name for call in compiled.compiler.guards.host.calls),
-        ways=ways,
+        ways=results,
+        divided=divided,
+        whole=tuple(sorted(whole)),
     )
     return row, compiled
 
 
-def _compared(compiled: csc.CompiledModel, mesh: str, freeze: tuple[str, ...] | None) -> str:
-    chosen = compiled.with_options(mesh=mesh, freeze=freeze)
+def _compared(chosen: csc.CompiledModel) -> str:
     result = verify(chosen)
     tolerance = default_tolerance(chosen.options)
     if result.grad_rel_max > tolerance:

@@ -46,6 +46,9 @@ def exchange(node: fx.Node) -> Exchange | None:
     name = g.op_name(node)
     if name in ("csc::all_reduce", "csc::all_gather"):
         return Exchange("tp", _bytes(g.bind(node)["x"]), 0, False, False)
+    if name == "csc::divided_loss":
+        told = g.bind(node)["labels"].meta["val"].numel()
+        return Exchange("tp", 3 * told * node.meta["val"][1].itemsize, 0, False, False)
     if name in PIECES:
         bound = g.bind(node)
         given = next(iter(bound.values()))

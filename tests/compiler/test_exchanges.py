@@ -77,6 +77,17 @@ def test_a_layer_divided_by_tensor_adds_two_all_reduces() -> None:
     assert beside.backward_weight == alone.backward_weight
 
 
+def test_ranks_that_share_a_key_head_gather_it_and_the_loss_takes_three_numbers_a_label() -> None:
+    """Keys and values, a piece of half a head each."""
+    whole = program(tp=4)
+    summed, gathered = (
+        Exchange("tp", TOKENS * WIDTH * 4, 0, False, False),
+        Exchange("tp", TOKENS * 4 * 4, 2, False, False),
+    )
+    assert met_in(whole, "layers.1") == {summed: 2, gathered: 2}
+    assert met_in(whole, "lm_head") == {Exchange("tp", 3 * TOKENS * 4, 0, False, False): 1}
+
+
 def test_context_parallel_attention_takes_the_longer_of_work_and_keys() -> None:
     whole, h100 = program(cp=2), hardware("h100")
     assert met_in(whole, "layers.1") == {Exchange("cp", 2 * TOKENS // 2 * KEYS * 4, 2, False, True): 1}
