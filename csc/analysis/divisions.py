@@ -61,9 +61,9 @@ class Division:
         for stretch in flat(dim, "sum") if self.groups is not None and self.takes(dim) else []:
             outer = flat(stretch, "product")[: 1 if self._is_piece(stretch) else 2]
             if [id(one) for one in outer] != [id(found(leaf)) for leaf in self.parts][: len(outer)]:
-                return "has other entries outside of its heads"
+                return "does not have key heads, and in these its query heads, as outermost entries"
             if stretch.size % self.ranks:
-                return f"has {stretch.size} columns for {self.ranks} ranks"
+                return f"has {stretch.size} entries of key heads for {self.ranks} ranks"
         return ""
 
     def size(self, dim: Dim, pieces: bool = False) -> int:

@@ -40,7 +40,7 @@ from csc.analysis.dimension_trees import (
     unify,
 )  # fmt: skip
 from csc.analysis.divisions import Division
-from csc.analysis.operators.moves import EMBEDDING
+from csc.analysis.operators.moves import EMBEDDING, EXPAND
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
 from csc.analysis.operators.reductions import CLASSES, LABELS
 from csc.analysis.operators.relation import End, Use
@@ -73,6 +73,7 @@ class Trees:
         self.parameters: dict[str, list[Dim]] = {}
         self.named: list[tuple[str, Dim]] = []
         self.queries: list[Dim] = []  # heads of queries
+        self.expanded: list[tuple[Dim, Dim]] = []  # a dimension, and one behind it in which its entries are repeated
 
     def axes(self) -> dict[str, Dim]:
         """By name, in the order of the graph; those of one name that are different leaves are numbered."""
@@ -94,7 +95,8 @@ class Trees:
             outer, *inner = flat(dim, "product")
             if inner and outer is found(heads) and all(one.kind == "leaf" for one in inner):
                 return inner[0] if len(inner) == 1 else None
-        return None
+        repeated = (found(times) for dim, times in self.expanded if found(dim) is found(heads))
+        return next((times for times in repeated if times.kind == "leaf"), None)
 
     def boxes(self, parameter: str, division: Division, rank: int) -> Box:
         """ValueError if the axis is blocked, or does not divide."""
@@ -137,6 +139,14 @@ class Trees:
             self._block([dim for place, dim in enumerate(out) if place not in linked], reason)
         self._walk(uses)
         self._name(node, uses)
+        if g.op_name(node) == EXPAND and uses:
+            before = self.of[uses[0].node][0]
+            new = [
+                place
+                for place in range(1, len(out))
+                if len(before) == len(out) and before[place].size < out[place].size
+            ]
+            self.expanded += [(out[place - 1], out[place]) for place in new]
         self.of[node] = [out, *(self._other(one, out, reason) for one in values[1:])]
         for use in uses:
             for dim, end in use.ends.items():

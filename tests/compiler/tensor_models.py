@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 from torch import nn
 
+from tests.models import keys
 from tests.models.hf import llava, llava_batch
 
 SMALL: dict[str, Any] = {
@@ -76,6 +78,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3few": _of(hf.Qwen3ForCausalLM, hf.Qwen3Config, **FEW, head_dim=8),
     "olmo2few": _of(hf.Olmo2ForCausalLM, hf.Olmo2Config, **FEW),
     "phi3few": _of(hf.Phi3ForCausalLM, hf.Phi3Config, **FEW),
+    "gemma2few": _of(hf.Gemma2ForCausalLM, hf.Gemma2Config, **FEW, head_dim=8, sliding_window=8),
+    **{kind: partial(keys.KeysRead, kind) for kind in keys.KINDS},
     "lorafew": lambda: lora("few"),
     "fusedlora": lambda: lora("phi3few", ["qkv_proj", "o_proj"]),
     "llava": llava,

@@ -109,7 +109,8 @@ SUB_GROUPS = [
     ("qwen3few", "tp=4,pp=2", ["*.k_proj.*", "*.k_norm.*", "*embed*"], 20), long("qwen3few", "tp=4", None, 25),
     long("phi3few", "tp=4,pp=2", None, 15), long("olmo2few", "tp=4,cp=2", None, 25),
     long("biasedfew", "tp=4", None, 35), long("lorafew", "tp=4,pp=2", None, 20), long("fusedlora", "tp=4", None, 8),
-    ("one", "tp=4,pp=2", None, 21), long("odd", "tp=6", None, 21), long("llama", "tp=8", None, 21),
+    ("one", "tp=4,pp=2", None, 21), long("gemma2few", "tp=4", None, 24), ("pieces", "tp=4", None, 33),
+    long("heads", "tp=4", None, 35), long("odd", "tp=6", None, 21), long("llama", "tp=8", None, 21),
 ]  # fmt: skip
 
 
@@ -118,8 +119,23 @@ SUB_GROUPS = [
 def test_more_ranks_than_key_heads(name: str, mesh: str, freeze: list[str] | None, gradients: int) -> None:
     """Of two key heads two ranks each have one together; one that all queries read is everybody's."""
     compiled = parity(compiled_of(name, 8, mesh=mesh, microbatches=2, freeze=freeze), gradients)
-    keys = {over for n, over in divided(compiled).items() if re.search(r"(k|v|qkv)_proj\.(base_layer\.)?weight", n)}
+    keys = {
+        over for n, over in divided(compiled).items() if re.search(r"\b(k|v|qkv)(_proj\.base_layer|_proj|)\.weight", n)
+    }
     assert keys == {"equal" if name == "one" else "shard"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("summed", "aten::sum at layers.0, keys.py:.* sums over key heads that several ranks have"),
+        long("beside", "qkv.weight does not have key heads, and in these its query heads, as outermost entries"),
+        long("scaled", "scale has 2 entries of key heads for 4 ranks"),
+    ],
+)
+def test_what_several_ranks_cannot_do_with_a_key_head(kind: str, said: str) -> None:
+    with pytest.raises(InputError, match=f"several ranks cannot have one of them: {said}.* is 2"):
+        compiled_of(kind, mesh="tp=4").trainer()
 
 
 def test_boxes_of_key_heads_that_ranks_share() -> None:
@@ -209,7 +225,9 @@ def test_what_cannot_be_divided_is_an_error() -> None:
     said = r"2 heads of .* by tp=3, nor can the 3 query heads that read each of them.* is 2"
     with pytest.raises(InputError, match=said):
         compiled_of("odd", mesh="tp=3").trainer()
-    said = r"several ranks cannot have one of them: self_attn.k_proj.weight has 12 columns for 8 ranks.* is 4"
+    said = (
+        r"several ranks cannot have one of them: self_attn.k_proj.weight has 12 entries of key heads for 8 ranks.* is 4"
+    )
     with pytest.raises(InputError, match=said):
         compiled_of("few", mesh="tp=8").trainer()
 

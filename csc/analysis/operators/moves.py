@@ -1,7 +1,7 @@
 """Calls that move entries: views, parts and joins, look-ups, padding, repetition.
 
 RULES: {operation: rule}        see csc.analysis.operators.table
-RESHAPES: calls that lay out the same entries in other sizes, in their order; SIZED_VIEWS: and `expand`
+RESHAPES: calls that lay out the same entries in other sizes, in their order; SIZED_VIEWS: and EXPAND
 COPIES: calls that give the entries of their first operand, in the same sizes; CASTS: those that may change the dtype
 EXACT_COPIES: without casts, and for each of a dimension; UNSQUEEZED: reshapes, and dimensions of one entry more or less
 SAME_NUMBERS: calls that hand on all entries of their first operand, and no others
@@ -23,7 +23,8 @@ from torch import fx
 from csc.analysis.operators.relation import Call, End, Link, Rule, Use, alike, dims_of, same, several, shape_of
 
 RESHAPES = {"aten::view", "aten::_unsafe_view", "aten::reshape"}
-SIZED_VIEWS = RESHAPES | {"aten::expand"}
+EXPAND = "aten::expand"
+SIZED_VIEWS = RESHAPES | {EXPAND}
 COPIES = {"aten::clone", "aten::_to_copy", "aten::contiguous", "aten::alias", "aten::detach"}
 CASTS = {"aten::_to_copy", "aten::to", "aten::type_as"}
 EXACT_COPIES = (COPIES - CASTS) | {"aten::expand", "aten::lift_fresh_copy"}
