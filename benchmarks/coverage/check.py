@@ -18,6 +18,7 @@ from torch import nn
 
 import csc
 from benchmarks.coverage.models import Build
+from csc.capture.values.hoist import HostCall
 from csc.reports.verification import default_tolerance, verify
 
 WAYS = {"pp=3": "pp=3", "cp=2": "cp=2", "projector": "pp=3"}
@@ -109,7 +110,7 @@ def compare(
         templates=len(program.templates),
         seconds=round(seconds, 1),
         fixed=tuple(sorted(program.guards.values)),
-        host=tuple(call.name for call in compiled.compiler.guards.host.calls),
+        host=tuple(c.name if isinstance(c, HostCall) else c.prefix for c in compiled.compiler.guards.host.calls),
         ways=results,
         divided=divided,
         whole=tuple(sorted(whole)),
