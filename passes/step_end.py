@@ -6,13 +6,14 @@ writes all but the gradient; with `zero` each rank does its share, and the param
 
     step_ends(program, options) -> [StepEnd]                one for each position on the pp axis
     seconds_behind(program, options, stages, placement)     of a plan for it: of the rank that takes the longest
+    least_behind(program, options)                          of any plan, in whatever order the ranks are
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csc.passes.pipeline_problem import profiles
 
@@ -52,6 +53,16 @@ def seconds_behind(
     return max(end.seconds for end in _ends(program, options, held))
 
 
+def least_behind(program: Program, options: Options) -> float:
+    """Seconds that no plan falls below: some rank holds an equal part at least of what is trained."""
+    names = {name for region in program.regions for name in region.parameters}
+    trained = [one for one in program.parameters if one.trainable and one.name in names]
+    size = sum(_local(one) * one.dtype.itemsize for one in trained) / options.mesh.pp
+    profile = profiles(program, options)[0]
+    ends = (_end(size, replace(options, mesh=mesh), profile, 0) for mesh in options.mesh.orders())
+    return min(end.seconds for end in ends)
+
+
 def _ends(program: Program, options: Options, regions: Sequence[Collection[str]]) -> list[StepEnd]:
     """By the hardware profile of each rank; nothing is taken to run beside the last actions. regions: by pipeline rank,
     their names.
@@ -61,11 +72,15 @@ def _ends(program: Program, options: Options, regions: Sequence[Collection[str]]
     found = []
     for rank, profile in enumerate(profiles(program, options)):
         names = {name for region in regions[rank] for name in of_region[region]}
-        size = sum(sizes.get(name, 0) for name in names)
-        group = options.mesh.group(Group.DATA, 0, [rank])
-        seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
-        found.append(StepEnd(_reduced(size, group, profile, options.zero), seconds))
+        found.append(_end(sum(sizes.get(name, 0) for name in names), options, profile, rank))
     return found
+
+
+def _end(size: float, options: Options, profile: Hardware, rank: int) -> StepEnd:
+    """Of the pipeline rank, which holds so many bytes of what is trained."""
+    group = options.mesh.group(Group.DATA, 0, [rank])
+    seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
+    return StepEnd(_reduced(size, group, profile, options.zero), seconds)
 
 
 def _local(parameter: Parameter) -> int:
@@ -75,7 +90,7 @@ def _local(parameter: Parameter) -> int:
     return math.prod(sum(stop - start for start, stop in ranges) for ranges in parameter.boxes[0])
 
 
-def _reduced(size: int, group: tuple[int, ...], profile: Hardware, zero: int) -> float:
+def _reduced(size: float, group: tuple[int, ...], profile: Hardware, zero: int) -> float:
     """Gradients to where they are needed, and with zero=1 and 2 parameters back to all."""
     others = len(group) - 1
     if not others or not size:

@@ -149,7 +149,8 @@ def region_costs(
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
             works = _fused(variant) if fuse else (cost.forward, cost.backward_input, cost.backward_weight)
-            timed[key] = hardware.measured.get(variant_key(variant)) or _seconds(works, hardware, visible, wires)
+            measured = hardware.measured.get(variant_key(variant)) if hardware.measured else None
+            timed[key] = measured or _seconds(works, hardware, visible, wires)
         times = timed[key]
         found.append(
             RegionTimes(

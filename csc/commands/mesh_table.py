@@ -13,7 +13,7 @@ from csc.commands.printing import console, table
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from csc.driver.mesh_choice import MeshChoice
+    from csc.driver.mesh_rows import MeshChoice
 
 MOST = 12  # rows
 
@@ -35,7 +35,9 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     if len(choice.rows) > MOST:
         console.print(f"and {len(choice.rows) - MOST} that take longer", highlight=False)
     if choice.slower:
-        console.print(f"{choice.slower} were not planned: their work alone takes longer than the best", highlight=False)
+        console.print(f"{choice.slower} were not planned: no plan of theirs can be faster", highlight=False)
+    if choice.large:
+        console.print(f"{choice.large} do not fit, whatever is divided or computed again", highlight=False)
     for mesh, why in choice.refused.items():
         console.print(f"no {escape(mesh)}: {escape(why)}", highlight=False)
     if choice.left:
@@ -44,5 +46,11 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     if best.fits:
         ways = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
         console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{ways}", highlight=False)
+        for other in choice.room:
+            needs = f"with {bytes_text(other.peak_memory)} on a device or more"
+            text = (
+                f"{other.mesh} with {other.microbatches} microbatches, zero={other.zero}, recompute={other.recompute}"
+            )
+            console.print(f"{needs}: {escape(text)}, {seconds_text(other.seconds)} at least", highlight=False)
     else:
         console.print("none of them fits: use more devices, or a smaller step", highlight=False)

@@ -18,7 +18,8 @@ from typing import Any
 from csc.capture.batch import device_of
 from csc.driver.compiled import CompiledModel
 from csc.driver.given_batches import GivenBatches
-from csc.driver.mesh_choice import Fixed, MeshChoice, MeshRow, choose
+from csc.driver.mesh_choice import choose
+from csc.driver.mesh_rows import FixedChoices, MeshChoice, MeshRow
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.options import changed
 from csc.errors import InputError
@@ -79,15 +80,16 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
     """The options that are chosen, as `changed` takes them."""
     start = time.perf_counter()
     recompute = options.recompute if options.recompute != Options().recompute else None
-    fixed = Fixed(
+    fixed = FixedChoices(
         options.microbatches if options.microbatches > 1 else None, options.zero or None, recompute,
     )  # fmt: skip
     plain = CompiledModel(programs, given, replace(options, mesh=Mesh(), microbatches=1, zero=0))
     choice = choose(plain, ranks, None, SECONDS, _told(programs), fixed)
     best = choice.rows[0]
     if not best.fits:
+        left = f" ({choice.left} layouts were not looked at)" if choice.left else ""
         raise InputError(
-            f"no mesh of {ranks} ranks fits: {_text(best)} needs {bytes_text(best.peak_memory)} on its fullest rank, "
+            f"no mesh of {ranks} ranks fits{left}: {_text(best)} needs {bytes_text(best.peak_memory)} on its fullest rank, "
             f"of {bytes_text(choice.memory or 0)}", "mesh",
             f"take more ranks or memory, or train fewer parameters; `csc plan --devices {2 * ranks}` shows what fits",
         )  # fmt: skip

@@ -35,13 +35,14 @@ from csc.ir.groups import Group
 from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import check_combination
+from csc.passes.loss import check_combination, loss
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
 log = logging.getLogger("csc")
 
 Progress = Callable[[str], None]
+BEGUN = 1 + TRACING.index(loss)  # passes that do not look at tp
 CACHED = "traced graphs, from the cache"
 CACHED_CAPTURE = "capture, from the cache"
 
@@ -65,6 +66,7 @@ class Compiler:
     captures: dict[str, Program] = field(default_factory=dict)  # by the names of their guards
     restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
+    begun: dict[Any, tuple[Program, ...]] = field(default_factory=dict)  # Programs of BEGUN passes, whatever tp is
     joints: dict[str, Joints | None] = field(default_factory=dict)  # by the capture that they are of
     guards: Guards = field(default_factory=Guards)
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
@@ -146,11 +148,14 @@ class Compiler:
         match, captured = self._captured(microbatch, progress, whole)
         tensors, _ = split_batch(match.batch)
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
-        sized = replace(with_sizes_of(captured, tensors), joints=self.joints.get(name_of(captured)))
-        history = run([sized], TRACING, alone, progress)
-        self.joints[name_of(captured)] = history[-1].joints
-        places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         from_cache = any(captured is one for one in self.restored.values())
+        whichever = from_cache, _key(match, replace(alone, mesh=replace(alone.mesh, tp=1)))
+        *before, last = self.begun.get(whichever) or (with_sizes_of(captured, tensors),)
+        sized = replace(last, joints=self.joints.get(name_of(captured)))
+        history = run([*before, sized], TRACING[len(before) :], alone, progress)
+        self.joints[name_of(captured)] = history[-1].joints
+        self.begun.setdefault(whichever, tuple(history[: BEGUN + 1]))
+        places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
