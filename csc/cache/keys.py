@@ -3,6 +3,7 @@
 model_key(model, extra) -> hex                    Opaque if something in it cannot be described
 trace_key(model, batch, options) -> hex           the model's key, that of a match: its traced templates
 program_key(trace, options, trainable) -> hex     and the frozen set, the mesh, ...: its program directory
+mesh_key(model, sizes, options, trainable) -> hex   and the sizes of its batch: the mesh that was chosen
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FORMAT = 4
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
-__all__ = ["Opaque", "model_key", "program_key", "trace_key"]
+__all__ = ["Opaque", "mesh_key", "model_key", "program_key", "trace_key"]
 
 
 def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
@@ -63,6 +64,11 @@ def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> 
     """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
     chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options) if one.name != "fuse"}
     return _hash(["program", trace, chosen, sorted(trainable.items())])
+
+
+def mesh_key(model: str, sizes: Any, options: Options, trainable: Mapping[str, bool]) -> str:
+    """model: its key; sizes: of the tensors of the example; options: with the open mesh."""
+    return _hash(["mesh", program_key(model, options, trainable), repr(options.fuse), repr(sizes)])
 
 
 def _option(name: str, value: Any) -> str:

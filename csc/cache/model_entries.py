@@ -6,6 +6,7 @@ kept.program(match, options) -> Packed | None                      kept.keep_pro
 kept.checked(match, options) -> str                                kept.keep_checked(text, match, options)
 kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
 kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
+kept.mesh(batch, options) -> text or ""                            kept.keep_mesh(text, batch, options)
 
 A match (csc.capture.guards) is by a capture: its key is what entries are found by.
 """
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from csc.cache import stored_guards
-from csc.cache.keys import Opaque, model_key, program_key, trace_key
+from csc.cache.keys import Opaque, mesh_key, model_key, program_key, trace_key
 from csc.cache.packed import (
     Captured,
     Files,
@@ -46,7 +47,7 @@ from csc.ir.unstorable import Unstorable
 log = logging.getLogger("csc")
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, SafetensorError)
-CHECKED = "checked.txt"
+CHECKED, MESH = "checked.txt", "mesh.json"
 Found = TypeVar("Found")
 
 
@@ -146,6 +147,29 @@ class ModelEntries:
         if self._store.write("capture", f"{model}-{match.capture.name}", files, about):
             self._keep_guards(model, files["guards.json"], about)
 
+    def mesh(self, batch: Mapping[str, Any], options: Options) -> str:
+        """What was chosen for a batch of these sizes in place of the options' open mesh; "" if nothing is known."""
+        key = self._mesh_key(batch, options)
+        if key is None or self._store is None:
+            return ""
+        return self._read("mesh", key, self._store.read("mesh", key), lambda files, _: files[MESH].decode()) or ""
+
+    def keep_mesh(self, text: str, batch: Mapping[str, Any], options: Options) -> None:
+        """Keep what was just chosen."""
+        key = self._mesh_key(batch, options)
+        if key is not None and self._store is not None:
+            about = {"name": self._name, "shapes": self._shapes(batch), "mesh": options.mesh.to_dict()}
+            self._store.write("mesh", key, {MESH: text.encode()}, about)
+
+    def _mesh_key(self, batch: Mapping[str, Any], options: Options) -> str | None:
+        model = self._model_key(batch)
+        sizes = {name: (tuple(one.shape), str(one.dtype)) for name, one in sorted(split_batch(batch)[0].items())}
+        return None if model is None else mesh_key(model, sizes, options, self._trainable())
+
+    @staticmethod
+    def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:
+        return {name: list(tensor.shape) for name, tensor in split_batch(batch)[0].items()}
+
     @property
     def _name(self) -> str:
         return type(self._model).__name__
@@ -195,8 +219,7 @@ class ModelEntries:
         except (Unstorable, RuntimeError, SafetensorError) as reason:
             self._say(f"it holds {reason}")
             return
-        shapes = {name: list(tensor.shape) for name, tensor in split_batch(match.given)[0].items()}
-        about = {"name": self._name, "shapes": shapes, **about}
+        about = {"name": self._name, "shapes": self._shapes(match.given), **about}
         if self._store.write(kind, further(trace_key(model, match.key, options)), files, about) and known is not None:
             self._keep_guards(model, known, about)
 

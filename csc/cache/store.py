@@ -36,7 +36,7 @@ from csc.runtime.reading import checked_file, read_json, within
 log = logging.getLogger("csc")
 
 FORMAT = 1
-SHOWN = ("capture", "trace", "program")  # what users know of
+SHOWN = ("capture", "trace", "program", "mesh")  # what users know of
 KINDS = (*SHOWN, "guards", "checked")
 INDUCTOR = "inductor"  # what torch's compiler keeps is no entry: a folder for each machine, filled and read by torch
 LIMIT = 2 * 10**9  # bytes

@@ -26,14 +26,17 @@ def explain(
 
     with opening as compiled:
         program, options = compiled.program, compiled.options
+        chosen = compiled.inspected.mesh_text
         components, regions = rows_of(program)
         memory, most = memory_forecast(program, options), limit(program, options)
         devices = devices_of(problem(program, options)) if memory else ()
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
-        print_json({**rows, **held, "notes": list(program.notes)})
+        print_json({**rows, **held, "notes": list(program.notes), "mesh": chosen})
         return
+    if chosen:
+        console.print(escape(chosen), highlight=False)
     for title, rows_ in (("components", components), ("regions", regions)):
         console.print(explain_table(title, rows_))
     if memory:

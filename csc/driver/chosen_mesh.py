@@ -3,7 +3,8 @@
     with_chosen_mesh(programs, given, options) -> Options       mesh, microbatches, zero and recompute as chosen
 
 What the caller gives of these (more than one microbatch, zero above 0, recomputation) stays. Of several processes the
-first one chooses, for all of them: how far a search gets depends on the clock.
+first one chooses, for all of them: how far a search gets depends on the clock. What was chosen is kept in the cache,
+for the same model, sizes, options and hardware: another start finds it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from csc.capture.batch import device_of
+from csc.capture.batch import device_of, split_batch
 from csc.driver.compiled import CompiledModel
 from csc.driver.given_batches import GivenBatches
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_rows import FixedChoices, MeshChoice, MeshRow
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.options import changed
-from csc.errors import InputError
+from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.runtime.broadcast import broadcast_group, first_makes
@@ -46,12 +47,34 @@ def with_chosen_mesh(programs: ModelPrograms, given: GivenBatches, options: Opti
     device = device_of(programs.compiler.model).type
 
     def make() -> dict[str, bytes]:
-        return {CHOSEN: json.dumps(_chosen(programs, given, options, ranks)).encode()}
+        return {CHOSEN: _kept(programs, given, options).encode()}
 
     several = join_group(device, programs.settings.timeout, ranks, str(options.mesh))
     files = first_makes(make, broadcast_group()) if several else make()
     assert files is not None
-    return changed(options, **json.loads(files[CHOSEN]))
+    chosen = json.loads(files[CHOSEN])
+    found = changed(options, **chosen["options"])
+    programs.chosen = found.mesh, chosen["why"]
+    return found
+
+
+def _kept(programs: ModelPrograms, given: GivenBatches, options: Options) -> str:
+    """The choice as text, from the cache if it is there."""
+    tensors, extra = split_batch(given.example)
+    entries, example = programs.compiler.kept, tensors | extra
+    known = entries.mesh(example, options)
+    if known:
+        try:
+            chosen = json.loads(known)
+            changed(options, **chosen["options"])
+            chosen["why"] += ", at an earlier start"
+            log.info("%s", chosen["why"])
+            return json.dumps(chosen)
+        except (ValueError, KeyError, TypeError, CscError) as error:  # nothing that csc wrote
+            log.info("the mesh in the cache is not used: %s", error)
+    text = json.dumps(_chosen(programs, given, options, options.mesh.size))
+    entries.keep_mesh(text, example, options)
+    return text
 
 
 def _refuse(options: Options, given: GivenBatches) -> None:
@@ -77,7 +100,7 @@ def _refuse(options: Options, given: GivenBatches) -> None:
 
 
 def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, ranks: int) -> dict[str, Any]:
-    """The options that are chosen, as `changed` takes them."""
+    """options: what is chosen of them, as `changed` takes them; why: in words."""
     start = time.perf_counter()
     recompute = options.recompute if options.recompute != Options().recompute else None
     fixed = FixedChoices(
@@ -89,13 +112,14 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
     if not best.fits:
         left = f" ({choice.left} layouts were not looked at)" if choice.left else ""
         raise InputError(
-            f"no mesh of {ranks} ranks fits{left}: {_text(best)} needs {bytes_text(best.peak_memory)} on its fullest rank, "
-            f"of {bytes_text(choice.memory or 0)}", "mesh",
+            f"no mesh of {ranks} ranks fits{left}: {_text(best)} needs {bytes_text(best.peak_memory)} on its fullest "
+            f"rank, of {bytes_text(choice.memory or 0)}", "mesh",
             f"take more ranks or memory, or train fewer parameters; `csc plan --devices {2 * ranks}` shows what fits",
         )  # fmt: skip
-    log.info("mesh of %d ranks, chosen in %.1f s: %s%s", ranks, time.perf_counter() - start, _text(best), _next(choice))
+    why = f"the mesh of {ranks} ranks was chosen in {time.perf_counter() - start:.1f} s: {_text(best)}{_next(choice)}"
+    log.info("%s", why)
     found = {"mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero}
-    return found if recompute is not None else {**found, "recompute": best.recompute}
+    return {"options": found if recompute is not None else {**found, "recompute": best.recompute}, "why": why}
 
 
 def _told(programs: ModelPrograms) -> Callable[[str], None]:

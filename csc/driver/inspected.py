@@ -62,6 +62,12 @@ class Inspected:
         frozen = f", frozen: {', '.join(options.freeze)}" if options.freeze else ""
         return f"{options.mesh}, {options.microbatches} {many}{frozen}"
 
+    @property
+    def mesh_text(self) -> str:
+        """How csc chose the mesh; "" if it did not."""
+        chosen = self._programs.chosen
+        return chosen[1] if chosen is not None and chosen[0] == self._options.mesh else ""
+
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""
         self._programs.current().compiled.prepare(self.microbatch, self._options, self._programs.progress)

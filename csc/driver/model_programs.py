@@ -24,6 +24,7 @@ from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.program_set import ProgramSet
 from csc.driver.wrapped import refuse_wrapped
 from csc.errors import InputError
+from csc.ir.mesh import Mesh
 from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
@@ -66,6 +67,7 @@ class ModelPrograms:
         self._set: ProgramSet | None = None
         self.training = training
         self.progress: Progress = quiet
+        self.chosen: tuple[Mesh, str] | None = None  # the mesh, if csc chose it, and how
 
     @property
     def name(self) -> str:
@@ -144,7 +146,7 @@ class ModelPrograms:
         made = ModelPrograms(
             self._model, settings, directory, self.compiler, programs.trained, programs.guards.model
         )  # fmt: skip
-        made.progress = self.progress
+        made.progress, made.chosen = self.progress, self.chosen
         return made
 
     def anew(self) -> ModelPrograms:

@@ -38,7 +38,7 @@ def least_seconds(problem: Problem) -> float:
 
 
 def expected_seconds(problem: Problem) -> float:
-    """No bound: ranks that have room for k microbatches start one whenever the first of k has come back. inf: for none."""
+    """No bound: with room for k microbatches a rank starts one whenever the first of k has come back. inf: for none."""
     least = least_seconds(problem)
     if problem.memory is None:
         return least

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import csc
+from csc.cache.store import Store
 from csc.driver import chosen_mesh
+from csc.driver.mesh_rows import MeshChoice, MeshRow
 from csc.errors import InputError
 from tests import launching
 from tests.compiler.tensor_models import BATCHES, MODELS
@@ -53,6 +56,39 @@ def test_the_chosen_mesh_trains_as_eager_does(ranks: int, options: dict[str, Any
         assert float((own[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-4), name
 
 
+def test_a_choice_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same model, sizes, options and hardware, and for nothing else; a damaged one is made again."""
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path))
+    searched = []
+
+    def choose(compiled: csc.CompiledModel, ranks: int, *_: Any) -> MeshChoice:
+        searched.append(ranks)
+        row = MeshRow(f"dp={ranks}", 2, 1, 1, "none", 1.0, 0.0, 1.0, True)
+        return MeshChoice(ranks, 4, None, (row,), 0, 0, {}, 0)
+
+    monkeypatch.setattr(chosen_mesh, "choose", choose)
+    first = compiled(MODELS["llama"](), 2, cache=True)
+    again = compiled(MODELS["llama"](), 2, cache=True)
+    assert searched == [2] and again.options == first.options
+    assert "was chosen in" in first.inspected.mesh_text and "earlier start" not in first.inspected.mesh_text
+    assert again.inspected.mesh_text == first.inspected.mesh_text + ", at an earlier start"
+    assert again.with_options(microbatches=1).inspected.mesh_text
+    assert not first.with_options(mesh="pp=2").inspected.mesh_text
+    for ranks, more in ((1, {}), (2, {"hardware": "a100", "microbatches": 2})):
+        before = len(searched)
+        compiled(MODELS["llama"](), ranks, cache=True, **more)
+        assert len(searched) == before + 1, more
+    store = Store(tmp_path)
+    entry = max((one for one in store.entries() if one.kind == "mesh"), key=lambda one: one.used)
+    assert entry.about["name"] == "LlamaForCausalLM" and entry.about["mesh"] == {"ranks": 2}
+    for text in (b"{", b'{"options": {"mesh": "dp=0"}, "why": ""}'):
+        store.write("mesh", entry.key, {"mesh.json": text}, entry.about)
+        (tmp_path / f"mesh-{entry.key}" / "mesh.json").write_bytes(text)
+        before = len(searched)
+        compiled(MODELS["llama"](), 2, cache=True, hardware="a100", microbatches=2)
+        assert len(searched) == before + 1
+
+
 def rank(ranks: int) -> None:
     chosen_mesh.SECONDS = 2.0  # some layouts are enough
     found = compiled(MODELS["llama"](), ranks, microbatches=2)
@@ -83,5 +119,5 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="has to choose, and this model has one"):
         csc.compile(model, mesh="pp=2", example=BATCHES["llama"](4)).with_options(mesh="ranks=2")
     monkeypatch.setattr(chosen_mesh, "SECONDS", 1e-3)  # one layout
-    with pytest.raises(InputError, match=r"no mesh of 1 ranks fits: dp=1 .* needs .* on its fullest rank, of 1000 B"):
+    with pytest.raises(InputError, match=r"no mesh of 1 ranks fits.*: dp=1 .* needs .* on its fullest rank, of 1000 B"):
         compiled(model, 1, memory="1KB")

@@ -33,6 +33,6 @@ def test_little_room_takes_long() -> None:
     taken = plan(tight, effort=0.05).makespan
     assert least_seconds(problem) < least_seconds(tight) <= taken
     assert expected_seconds(problem) == pytest.approx(least_seconds(problem))
-    assert least_seconds(tight) <= expected_seconds(tight) == pytest.approx(taken, rel=0.35)
+    assert least_seconds(tight) <= expected_seconds(tight) == pytest.approx(taken, rel=0.5)
     assert expected_seconds(replace(problem, memory=5.0)) == float("inf")
     assert least_seconds(replace(problem, memory=1.0)) == float("inf")
