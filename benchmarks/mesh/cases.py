@@ -1,0 +1,55 @@
+"""The cases: a configuration, what of it is frozen, ranks, hardware. A step has SAMPLES samples for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from benchmarks.mllm.configurations import CONFIGURATIONS
+from benchmarks.mllm.trace import FROZEN
+
+RANKS = (24, 64, 256)
+HARDWARE = ("h100", "a100")
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One row of the benchmark."""
+
+    configuration: str
+    frozen: str
+    ranks: int
+    hardware: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.configuration}, {self.frozen}, {self.ranks} {self.hardware}"
+
+    @property
+    def step(self) -> int:
+        """Samples of a step."""
+        return SAMPLES * self.ranks
+
+
+QUICK = (
+    MeshCase("VLM-S", "all trainable", 24, "h100"),
+    MeshCase("VLM-S", "projector only", 24, "a100"),
+    MeshCase("VALM-S", "encoder frozen", 24, "h100"),
+    MeshCase("VLM-M", "encoder frozen", 64, "h100"),
+)
+
+
+def cases(quick: bool, configurations: Collection[str], ranks: Collection[int]) -> list[MeshCase]:
+    """All, or those of QUICK; of these the ones that are asked for, if any are."""
+    listed = QUICK if quick else tuple(
+        MeshCase(configuration, frozen, count, device)
+        for configuration in CONFIGURATIONS
+        for count in RANKS
+        for device in HARDWARE
+        for frozen in FROZEN
+    )  # fmt: skip
+    return [
+        case for case in listed
+        if (not configurations or case.configuration in configurations) and (not ranks or case.ranks in ranks)
+    ]  # fmt: skip

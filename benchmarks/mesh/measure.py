@@ -1,0 +1,78 @@
+"""One case: what csc chooses, and what others would, on the same costs.
+
+    evaluate(case, seconds) -> MeshComparison        seconds: that csc's search may take
+
+Seconds of a search are processor time: one thread searches, and others may run beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from benchmarks.mesh.cases import MeshCase
+from benchmarks.mesh.components import FORMULAS, of_formula, of_simulation
+from benchmarks.mesh.divided import divided
+from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarch, megatron
+from benchmarks.mllm.configurations import CONFIGURATIONS
+from csc.analysis.hardware import hardware
+from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, MeshChoice
+from csc.driver.mesh_search import MeshSearch
+from csc.planning.meshes import layouts
+
+UNIFORM, OWN = "best uniform", "csc"
+
+
+@dataclass(frozen=True)
+class MeshComparison:
+    """own: csc's choice as a rival is shown. left: layouts that its search had no time for. by_component: an estimate
+    of what csc does not offer.
+    """
+
+    case: MeshCase
+    own: MeshRival
+    rivals: tuple[MeshRival, ...]
+    by_component: MeshRival
+    search_seconds: float
+    left: int
+    memory: float
+
+    def speedup(self, rival: MeshRival) -> float | None:
+        """None where one of both does not fit."""
+        if rival.seconds is None or not rival.fits or self.own.seconds is None or not self.own.fits:
+            return None
+        return rival.seconds / self.own.seconds
+
+    def rival(self, name: str) -> MeshRival:
+        return next(one for one in self.rivals if one.name == name)
+
+
+def evaluate(case: MeshCase, seconds: float) -> MeshComparison:
+    """csc first, with nothing traced."""
+    return compared(case, divided(CONFIGURATIONS[case.configuration], case.frozen, case.hardware), seconds)
+
+
+def compared(case: MeshCase, model: DividedModel, seconds: float) -> MeshComparison:
+    """Of a divided model, whose options name the case's hardware."""
+    start = time.process_time()
+    choice = MeshSearch(model, case.ranks, case.step, seconds, lambda text: None, NOTHING_FIXED).choice()
+    searched = time.process_time() - start
+    profile = hardware(case.hardware)
+    memory = float(profile.memory - profile.reserved)
+    settings = Settings(model)
+    regions = len(model.divided(model.options, 1).regions)
+    listed = layouts(case.ranks, case.step, model.sizes, profile.ranks_per_node, regions)
+    rivals = [
+        best_uniform(settings, listed, memory),
+        megatron(settings, listed),
+        cornstarch(settings, listed),
+        *(of_formula(name, settings, case.ranks, case.step, memory) for name in FORMULAS),
+    ]
+    by_component = of_simulation(settings, case.ranks, case.step, memory)
+    return MeshComparison(case, _own(choice), tuple(rivals), by_component, searched, choice.left, memory)
+
+
+def _own(choice: MeshChoice) -> MeshRival:
+    best = choice.rows[0]
+    text = f"{best.mesh}, zero={best.zero}, recompute={best.recompute}"
+    return MeshRival(OWN, best.seconds, best.peak_memory, best.fits, text)

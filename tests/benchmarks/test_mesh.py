@@ -1,0 +1,53 @@
+"""The mesh benchmark at a tiny size: every rival is priced, and csc's choice is behind none that it could run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.mesh.cases import QUICK, MeshCase, cases
+from benchmarks.mesh.components import FORMULAS, Share, thetas
+from benchmarks.mesh.divided import divided
+from benchmarks.mesh.measure import compared
+from benchmarks.mesh.summary import AIMS, document, summary
+from benchmarks.mllm import configurations as c
+from benchmarks.mllm.configurations import Configuration
+from tests.benchmarks.test_mllm import DECODER, VISION, shrunk
+
+TINY = Configuration(
+    "tiny",
+    {
+        "vision": shrunk(c.INTERN_VIT_6B, 3, VISION, input=(2, 3, 28, 28)),
+        "llm": shrunk(c.LLAMA_8B, 3, {name: size for name, size in DECODER.items() if name != "sliding_window"}),
+    },
+)
+
+
+@pytest.mark.slow
+def test_a_case_with_all_its_rivals() -> None:
+    case = MeshCase("tiny", "encoder frozen", 2, "h100")
+    row = compared(case, divided(TINY, case.frozen, case.hardware), 30.0)
+    assert row.own.fits and row.left == 0
+    names = [rival.name for rival in row.rivals]
+    assert names == ["best uniform", "Megatron", "Cornstarch", *FORMULAS]
+    assert all(rival.fits for rival in row.rivals if rival.name != "Cornstarch")
+    found = summary([row])
+    assert set(AIMS) <= set(found)
+    assert (found["worst_speedup"] or 0.0) >= 1 - 1e-6
+    assert found["speedup_over_best_uniform_geomean"] == row.speedup(row.rival("best uniform"))
+    assert (row.by_component.seconds or 0.0) <= (row.rival("DFLOP").seconds or 0.0)
+    assert json.loads(json.dumps(document([row])))["rows"][0]["case"]["ranks"] == 2
+
+
+def test_thetas_use_all_ranks_and_samples() -> None:
+    found = list(thetas(12, 24, 3))
+    assert found and len(set(found)) == len(found)
+    assert all(large.ranks + small.ranks == 12 and 24 % large.dp == 0 and large.pp <= 3 for large, small in found)
+    assert (Share(2, 2, 2), Share(1, 2, 2)) in found
+
+
+def test_cases() -> None:
+    assert len(cases(False, (), ())) == 9 * 3 * 3 * 2
+    assert len(cases(True, (), ())) == len(QUICK) and set(QUICK) <= set(cases(False, (), ()))
+    assert {case.ranks for case in cases(False, ["VLM-S"], [64])} == {64}
