@@ -25,14 +25,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from csc.passes.step_end import seconds_behind
 
 from benchmarks.mesh.uniform import MeshRival, Settings, contiguous_split
+from csc.driver.mesh_search import EFFORT, LIMIT
+from csc.errors import CscError
 from csc.ir.mesh import Mesh
 from csc.planning.meshes import MeshLayout
+from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.messages import peaks
@@ -109,34 +113,48 @@ def thetas(ranks: int, step: int, most: int) -> Iterator[tuple[Share, Share]]:
 FORMULAS: Mapping[str, Formula] = {"DistTrain": disttrain_seconds, "DFLOP": dflop_seconds}
 
 
+@dataclass(frozen=True)
+class Theta:
+    """known: the settings by tp."""
+
+    large: Share
+    small: Share
+    recompute: str
+    known: Mapping[int, Any]
+
+
 def of_formula(name: str, settings: Settings, ranks: int, step: int, memory: float) -> MeshRival:
     """With recomputation where nothing else fits."""
     last = MeshRival(name, None)
     for recompute in ("none", "full"):
-        for found in _best(name, settings, ranks, step, memory, recompute, 1):
-            last = found
+        for theta in _best(name, settings, ranks, step, memory, recompute, 1):
+            last = price(name, theta, step, memory, False)
         if last.fits:
             break
     return last
 
 
 def of_simulation(settings: Settings, ranks: int, step: int, memory: float) -> MeshRival:
-    """With and without recomputation."""
-    found = [
-        one
+    """With and without recomputation; of the fastest under 1F1B, the order of work is searched as csc does."""
+    name = "by component"
+    tried = [
+        (price(name, theta, step, memory, False), theta)
         for formula in FORMULAS
         for recompute in ("none", "full")
-        for one in _best(formula, settings, ranks, step, memory, recompute, TRIED)
+        for theta in _best(formula, settings, ranks, step, memory, recompute, TRIED)
     ]
-    fitting = [one for one in found if one.fits and one.seconds is not None]
-    best = min(fitting, key=lambda each: each.seconds or 0.0, default=MeshRival("", None))
-    return replace(best, name="by component")
+    fitting = [each for each in tried if each[0].fits]
+    if not fitting:
+        return MeshRival(name, None)
+    best, theta = min(fitting, key=lambda each: each[0].seconds or 0.0)
+    again = price(name, theta, step, memory, True)
+    return again if again.fits and (again.seconds or 0.0) < (best.seconds or 0.0) else best
 
 
 def _best(
     name: str, settings: Settings, ranks: int, step: int, memory: float, recompute: str, many: int
-) -> Iterator[MeshRival]:
-    """The first `many` by a formula, priced."""
+) -> list[Theta]:
+    """The first `many` by a formula."""
     formula = FORMULAS[name]
     known = {tp: found for tp in SIZES if (found := _setting(settings, tp, recompute)) is not None}
     parts = {tp: _components(found[2]) for tp, found in known.items()}
@@ -151,8 +169,7 @@ def _best(
         held = max(llm.held(large, min(rounds, large.pp), 1.0), encoder.held(small, depth, ratio))
         if held <= memory:
             rated.append((formula(llm, encoder, large, small, rounds), len(rated), large, small))
-    for _, _, large, small in heapq.nsmallest(many, rated):
-        yield price(name, known, large, small, step, recompute, memory)
+    return [Theta(large, small, recompute, known) for _, _, large, small in heapq.nsmallest(many, rated)]
 
 
 def _setting(settings: Settings, tp: int, recompute: str) -> Any:
@@ -180,12 +197,11 @@ def _optimizer(unit: Unit) -> float:
     return unit.state * 2 / 3
 
 
-def price(
-    name: str, known: dict[int, Any], large: Share, small: Share, step: int, recompute: str, memory: float
-) -> MeshRival:
-    """On csc's costs and simulator."""
+def price(name: str, theta: Theta, step: int, memory: float, searched: bool) -> MeshRival:
+    """On csc's costs and simulator. searched: csc looks for the order of work, else it is 1F1B."""
+    large, small = theta.large, theta.small
     ratio, rounds = large.dp / small.dp, step // large.dp
-    big, little = known[large.tp], known[small.tp]
+    big, little = theta.known[large.tp], theta.known[small.tp]
     units = tuple(
         _held(own, large.dp, 1.0) if own.component == "llm" else _held(other, small.dp, ratio)
         for own, other in zip(big[2].units, little[2].units, strict=True)
@@ -204,15 +220,31 @@ def price(
     )
     home = tuple(range(len(stages)))
     numbers = pipeline(whole, stages, home)
+    if searched:
+        with suppress(CscError):  # nothing fits: 1F1B says by how much
+            return _theta_row(name, theta, *_planned(whole, stages, home), memory, stages)
     schedule = SCHEDULES["1f1b"](numbers, home, rounds)
     timeline = simulate(numbers, schedule)
     held = max(peaks(numbers, schedule, timeline))
+    return _theta_row(name, theta, timeline.makespan, held, memory, stages)
+
+
+def _planned(whole: Problem, stages: Sequence[Sequence[int]], home: Sequence[int]) -> tuple[float, float]:
+    found = plan(whole, stages=stages, placement=home, effort=EFFORT, limit=LIMIT)
+    return found.makespan, max(found.peak_memory)
+
+
+def _theta_row(
+    name: str, theta: Theta, makespan: float, held: float, memory: float, stages: Sequence[Sequence[int]]
+) -> MeshRival:
+    large, small = theta.large, theta.small
+    big, little = theta.known[large.tp], theta.known[small.tp]
     ends = [
         _end(little, Mesh(dp=small.dp, pp=small.pp, tp=small.tp), stages[: small.pp]),
         _end(big, Mesh(dp=large.dp, pp=large.pp, tp=large.tp), stages[small.pp :]),
     ]
-    text = f"llm {large}; encoders {small}; recompute={recompute}"
-    return MeshRival(name, timeline.makespan + max(ends), held, held <= memory, text)
+    text = f"llm {large}; encoders {small}; recompute={theta.recompute}"
+    return MeshRival(name, makespan + max(ends), held, held <= memory, text)
 
 
 def _held(unit: Unit, dp: int, ratio: float) -> Unit:

@@ -108,18 +108,20 @@ def _even(program: Program, whole: Problem, equal: bool) -> Iterator[tuple[str, 
 
 
 def best_uniform(settings: Settings, layouts: Sequence[MeshLayout], memory: float) -> MeshRival:
-    """Over all layouts."""
-    best = MeshRival("best uniform", None)
+    """Over all layouts: those first whose work alone takes the least, until no other can be faster."""
+    found = []
     for layout in layouts:
         for zero, recompute in ((1, "none"), (1, "full"), (3, "none"), (3, "full")):
-            found = settings.of(layout, zero, recompute)
-            if found is None or least_memory(found[2]) > memory:
-                continue
-            if best.seconds is not None and least_seconds(found[2]) >= best.seconds:
-                continue
-            for one in _priced(found, layout, recompute, False):
-                if one.fits and (best.seconds is None or (one.seconds or 0.0) < best.seconds):
-                    best = replace(one, name=best.name)
+            setting = settings.of(layout, zero, recompute)
+            if setting is not None and least_memory(setting[2]) <= memory:
+                found.append((least_seconds(setting[2]), len(found), setting, layout, recompute))
+    best = MeshRival("best uniform", None)
+    for least, _, setting, layout, recompute in sorted(found, key=lambda each: each[:2]):
+        if best.seconds is not None and least >= best.seconds:
+            break
+        for one in _priced(setting, layout, recompute, False):
+            if one.fits and (best.seconds is None or (one.seconds or 0.0) < best.seconds):
+                best = replace(one, name=best.name)
     return best
 
 

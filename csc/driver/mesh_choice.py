@@ -31,6 +31,11 @@ def choose(
     Takes about `seconds` once the model is captured. InputError if the samples cannot be divided, or there is no mesh
     at all, and for hardware or memory that is said of each pipeline rank.
     """
+    for what, number in (("devices", devices), ("samples", 1 if step is None else step)):
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"{what} is {number!r}", "mesh", "give a whole number of at least 1")
+    if not seconds >= 0:
+        raise InputError(f"the search for a mesh may take {seconds!r} seconds", "mesh", "give 0 or more")
     for name in ("hardware", "memory"):
         if isinstance(getattr(compiled.options, name), tuple):
             raise InputError(
@@ -54,4 +59,4 @@ def choose(
 
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]
     model = DividedModel(plain.options, tuple(sizes), divided)
-    return MeshSearch(model, devices, step or samples, seconds, tell, fixed).choice()
+    return MeshSearch(model, devices, samples if step is None else step, seconds, tell, fixed).choice()

@@ -110,10 +110,13 @@ class MeshSearch:
             if fixed.microbatches in (None, one.microbatches)
         ]  # fmt: skip
         if not self.asked:
-            many = "" if fixed.microbatches is None else f" with microbatches={fixed.microbatches}"
+            given = fixed.microbatches is not None
+            many, other = (
+                (f" with microbatches={fixed.microbatches}", ", or leave microbatches out") if given else ("", "")
+            )
             raise InputError(
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
-                f"give a multiple of {devices}, or fewer devices",
+                f"give a multiple of {devices}, or fewer devices{other}",
             )  # fmt: skip
         self.seconds, self.start = seconds, time.monotonic()  # from here on: the model has been captured
 

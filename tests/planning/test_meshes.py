@@ -16,6 +16,7 @@ import csc
 from csc.commands.main import app
 from csc.driver.inspected import Inspected
 from csc.driver.mesh_choice import choose
+from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
@@ -78,9 +79,35 @@ def test_less_memory_takes_more_ranks_of_a_model_or_recomputation() -> None:
     assert not any(row.fits for row in nothing.rows)
 
 
-def test_samples_that_do_not_divide() -> None:
-    with pytest.raises(InputError, match=r"3 samples of a step cannot be divided among 512 devices"):
-        choose(compiled(hardware="h100"), 512, 3, 60.0, lambda text: None)
+def test_what_cannot_be_asked() -> None:
+    model = compiled(hardware="h100")
+    for devices, step, seconds, said in (
+        (512, 3, 60.0, "3 samples of a step cannot be divided among 512 devices"), (0, None, 1.0, "devices is 0"),
+        (-1, 4, 1.0, "devices is -1"), (2.0, 4, 1.0, r"devices is 2\.0"), (2, 0, 1.0, "samples is 0"),
+        (2, -4, 1.0, "samples is -4"), (2, 4, float("nan"), "may take nan seconds"),
+        (13, 4, 1.0, "4 samples of a step cannot be divided among 13 devices"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            choose(model, devices, step, seconds, lambda text: None)  # type: ignore[arg-type]
+    for option in ({"hardware": ["h100", "a100"]}, {"memory": ["1GB", "2GB"]}):
+        with pytest.raises(InputError, match="is given for each pipeline rank, and how many there are is to be chosen"):
+            choose(model.with_options(mesh="pp=2", **option), 2, None, 1.0, lambda text: None)
+
+
+@pytest.mark.slow
+def test_odd_numbers_of_ranks() -> None:
+    """One, primes, fewer samples than ranks, nodes of one device, microbatches and ways that are given."""
+    model = compiled(hardware="h100")
+    for devices, step, fixed in (
+        (1, None, FixedChoices(zero=3)), (7, 7, NOTHING_FIXED), (2, None, FixedChoices(microbatches=2)),
+        (2, None, FixedChoices(microbatches=1, recompute="full")),
+    ):  # fmt: skip
+        choice = choose(model, devices, step, 30.0, lambda text: None, fixed)
+        best, mesh = choice.rows[0], Mesh.parse(choice.rows[0].mesh)
+        assert best.fits and mesh.size == devices and best.microbatches * best.samples * mesh.dp == choice.step
+        assert fixed.microbatches in (None, best.microbatches) and fixed.recompute in (None, best.recompute)
+    one = choose(model.with_options(memory=1000), 1, None, 30.0, lambda text: None)
+    assert not one.rows[0].fits and one.large == 2 and one.left == 0 and not one.room
 
 
 @pytest.mark.long
