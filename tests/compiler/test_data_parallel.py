@@ -12,6 +12,7 @@ import pytest
 
 import csc
 from csc.errors import InputError
+from csc.ir import graph as g
 from csc.reports.verification import verify
 from tests import launching
 from tests.compiler import tensor_worker
@@ -54,6 +55,20 @@ def test_an_encoder_beside_a_divided_language_model() -> None:
     assert collectives(compiled, "forward").count("csc.all_gather") == 1
     assert collectives(compiled, "backward_input").count("csc.all_gather") == 0
     assert "2 tp ranks share out 4 samples of a microbatch" in "".join(compiled.history()[-1].notes)
+
+
+@pytest.mark.slow
+def test_what_another_tp_began_makes_the_same_programs() -> None:
+    """Passes that do not look at tp run once for all of a process; with a component's own tp fewer do not look."""
+
+    def made(compiled: csc.CompiledModel) -> str:
+        program = compiled.inspected.divided(compiled.inspected.microbatch)
+        return repr([g.canonical(one.pruned) for one in program.variants.values()])
+
+    shared = llava(mesh="tp=1", cache=False)
+    for mesh in ("tp=1", "tp=2", f"tp=2,{TOWER}"):
+        own = shared.with_options(mesh=mesh)
+        assert made(own) == made(llava(mesh=mesh, cache=False)), mesh
 
 
 @pytest.mark.slow
