@@ -57,7 +57,7 @@ def test_an_encoder_beside_a_divided_language_model() -> None:
     assert "2 tp ranks share out 4 samples of a microbatch" in "".join(compiled.history()[-1].notes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_another_tp_began_makes_the_same_programs() -> None:
     """Passes that do not look at tp run once for all of a process; with a component's own tp fewer do not look."""
 
