@@ -109,7 +109,7 @@ def _even(program: Program, whole: Problem, equal: bool) -> Iterator[tuple[str, 
 
 def best_uniform(settings: Settings, layouts: Sequence[MeshLayout], memory: float) -> MeshRival:
     """Over all layouts: those first whose work alone takes the least, until no other can be faster."""
-    found = []
+    found: list[tuple[float, int, Any, MeshLayout, str]] = []
     for layout in layouts:
         for zero, recompute in ((1, "none"), (1, "full"), (3, "none"), (3, "full")):
             setting = settings.of(layout, zero, recompute)
