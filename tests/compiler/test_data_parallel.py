@@ -171,6 +171,10 @@ def test_what_cannot_be_shared_out_is_an_error() -> None:
     ):
         with pytest.raises(InputError, match=said):
             llava(mesh=mesh, **options).trainer()
+
+
+@pytest.mark.long
+def test_packed_patches_cannot_be_shared_out() -> None:
     model, batch = mixed.built("Qwen2-VL", [1, 1])
     with pytest.raises(InputError, match=re.compile("visual cannot share out the first dimension.*needs it whole")):
         csc.compile(model, example=batch, mesh="tp=2,visual.tp=1").trainer()

@@ -236,7 +236,7 @@ CASES = [
     {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1},
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
-    {"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2},
+    long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     {"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1},
     long({"model": "qwen3few", "mesh": "tp=4", "samples": 4, "microbatches": 1}),
 ]

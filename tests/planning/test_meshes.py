@@ -94,7 +94,7 @@ def test_what_cannot_be_asked() -> None:
             choose(model.with_options(mesh="pp=2", **option), 2, None, 1.0, lambda text: None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_odd_numbers_of_ranks() -> None:
     """One, primes, fewer samples than ranks, nodes of one device, microbatches and ways that are given."""
     model = compiled(hardware="h100")
@@ -112,9 +112,9 @@ def test_odd_numbers_of_ranks() -> None:
 
 @pytest.mark.long
 def test_meshes_that_cannot_be() -> None:
-    choice = choose(compiled(hardware="h100"), 8, 4, 600.0, lambda text: None)
-    assert any("heads" in why and "cannot be divided by tp=8" in why for why in choice.refused.values())
-    assert all("tp=8" not in row.mesh for row in choice.rows)
+    choice = choose(compiled(hardware="h100"), 3, 3, 600.0, lambda text: None)
+    assert any("features" in why and "cannot be divided by tp=3" in why for why in choice.refused.values())
+    assert all("tp=3" not in row.mesh for row in choice.rows)
 
 
 def test_one_size_of_microbatches_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
