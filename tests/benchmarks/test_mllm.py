@@ -281,7 +281,7 @@ def test_there_are_nine_configurations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["VLM-L", long("ALM-L"), long("VALM-S")])
+@pytest.mark.parametrize("name", [long("VLM-L"), long("ALM-L"), long("VALM-S")])
 def test_a_configuration_of_full_size(name: str) -> None:
     configuration = CONFIGURATIONS[name]
     whole = problem(configuration, "projector only", hardware("a40"), ranks=6, microbatches=24)

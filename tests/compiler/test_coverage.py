@@ -27,7 +27,7 @@ OFTEN = {
     "Llama", "LLaVA", "Mllama", "Qwen2-Audio",
 }  # fmt: skip
 # One of each kind: it takes as long as the rest of a model's test.
-TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Mllama"}
+TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Llama"}
 
 # The third batch of grids has more images; of the last two one has a video, as many patches as an image of three times
 # the height, of which a frame sees a third.

@@ -126,7 +126,7 @@ def test_options_that_name_what_a_text_has_not() -> None:
     same(captions.Captions(), batch, FLOAT64, mesh="pp=2", microbatches=2, recompute={"vision*": "full"})
 
 
-@pytest.mark.parametrize("mesh", [long("pp=3"), "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", [long("pp=3"), long("pp=2,dp=2"), "pp=2"])
 def test_two_kinds_come_and_go(mesh: str) -> None:
     """No microbatch has both."""
     compiled = same(captions.Captions(), captions.batch([[1], [2], [], []], [0, 0, 1, 2]), FLOAT64, mesh=mesh,

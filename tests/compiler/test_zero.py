@@ -43,11 +43,11 @@ LONG = [
     {"model": "captions", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 2},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 2},
     {"model": "llava", "mesh": "dp=2,cp=2", "samples": 4, "microbatches": 1, "zero": 2, "freeze": ["vision_tower"]},
+    {"model": "qwen3", "mesh": "cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "llava_tied", "mesh": "dp=2,pp=2", "samples": 4, "microbatches": 1, "zero": 3, "clip": None},
 ]
 SELDOM = [
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 3},
-    {"model": "qwen3", "mesh": "cp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "llava", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "freeze": PROJECTOR},
 ]
 
