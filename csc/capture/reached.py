@@ -15,11 +15,14 @@ The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import sys
 from argparse import Namespace
+from array import array
 from collections import ChainMap, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Set, ValuesView
 from operator import is_
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -55,6 +58,8 @@ from csc.capture.watches import (
 DEEPEST, MOST = 12, 20_000
 CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
+MEMORY: tuple[type[Any], ...] = (bytearray, array, memoryview, *ctypes.Array.__bases__)  # the last: all of ctypes
+BEHIND = (MappingProxyType, KeysView, ValuesView, ItemsView)  # which a mapping stands
 OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
 
 
@@ -192,8 +197,8 @@ class Reached:
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             self._tensors.append((path, value))
-        elif isinstance(value, bytearray):
-            self._arrays.append((path, functools.partial(bytes, value), bytes(value)))  # a view would keep its size
+        elif isinstance(value, MEMORY):
+            self._arrays.append((path, functools.partial(_bytes, value), _bytes(value)))
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
@@ -214,6 +219,8 @@ class Reached:
                 self._on(path, [("", one) for one in value], depth)
             else:
                 self._watch(path, (), functools.partial(elements, value), depth)
+        elif isinstance(value, BEHIND):
+            self._on(path, [("", one) for one in gc.get_referents(value)], depth)
         elif isinstance(value, (tuple, frozenset)):
             self._on(path, [("", one) for one in value], depth)
         elif isinstance(value, FunctionType):
@@ -361,3 +368,8 @@ def _is_torch(module: ModuleType) -> bool:
 def _slots(kind: type) -> Names:
     names = vars(kind).get("__slots__", ()) if _is_own(kind.__module__) else ()
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _bytes(memory: Any) -> bytes:
+    """What is in it. No view of it is kept: memory with a view cannot grow."""
+    return memoryview(memory).tobytes()

@@ -4,8 +4,12 @@ memory that is written without a version, modules that are not registered, hooks
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from array import array
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -70,12 +74,15 @@ class Odd(nn.Module):
         self.ordered, self.by_default = OrderedDict(a=1.0, b=2.0), defaultdict(lambda: 1.0, {"a": 1.0})
         self.nested = [OrderedDict(a=1.0, b=2.0)]
         self.chained, self.raw, self.others = ChainMap({"a": 1.0}), bytearray(b"\x01"), [nn.Linear(16, 16)]
+        self.numbers, self.of_c, table = array("d", [1.0]), ctypes.c_double(1.0), {"a": 1.0, "b": 1.0}
+        self.seen, self.shown, self.view = memoryview(bytearray(b"\x01")), MappingProxyType(table), table.values()
         self.steady = [nn.Parameter(torch.ones(16), requires_grad=False)]
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens) * self.scale * self.plain * self.holder.factor * self.indexed[0] * self.described
         hidden = hidden * next(iter(self.ordered.values())) * self.by_default["a"] * self.by_default["none"]
         hidden = hidden * next(iter(self.nested[0].values())) * self.chained["a"] * self.raw[0] * self.steady[0]
+        hidden = hidden * self.numbers[0] * self.of_c.value * self.seen[0] * self.shown["a"] * [*self.view][1]
         hidden = self.mix(hidden + self.others[0](hidden).detach()) * Made.factor
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
@@ -92,6 +99,11 @@ CHANGES: dict[str, Callable[[Odd], object]] = {
     "an entry by default": lambda m: m.by_default.pop("none"),
     "mapping of mappings": lambda m: m.chained.maps[0].update(a=0.5),
     "bytes": lambda m: m.raw.__setitem__(0, 2),
+    "an array of Python's": lambda m: m.numbers.__setitem__(0, 2.0),
+    "a number of ctypes": lambda m: setattr(m.of_c, "value", 2.0),
+    "memory of others": lambda m: m.seen.__setitem__(0, 2),
+    "a mapping behind a proxy": lambda m: gc.get_referents(m.shown)[0].update(a=2.0),
+    "a mapping behind a view": lambda m: gc.get_referents(m.view)[0].update(b=2.0),
     "more bytes": lambda m: m.raw.insert(0, 3),
     "all attributes of an object": lambda m: setattr(m.holder, "__dict__", {"factor": 0.5}),
     "all attributes of a module": lambda m: object.__setattr__(
