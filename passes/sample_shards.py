@@ -24,10 +24,10 @@ from csc.kernels.collectives import ALL_GATHER, OWN_PART, SHARE, slots
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
-from csc.analysis.operators.moves import SIZED_VIEWS
+from csc.analysis.gradient_flow import carrying
 from csc.analysis.operators.products import ATTENTION
 from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.table import relation
+from csc.analysis.operators.table import SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -49,7 +49,7 @@ class SampleShards:
         several = self.axis.size > 1
         self.dims = {node: dim for node in self.trees.of if several and (dim := self._dim(node)) is not None}
         self.local = {node for node in inside if node in self.dims}
-        self.carrying = self._carrying()
+        self.carrying = carrying(graph)
         self.wholes: dict[fx.Node, fx.Node] = {}  # values as calls outside see them
         self.within: dict[fx.Node, fx.Node] = {}  # as calls inside see those that have no samples
         self.shards: dict[fx.Node, fx.Node] = {}  # as calls on shards see the others
@@ -129,16 +129,6 @@ class SampleShards:
             self._refuse(node, "joins samples to something else")
         return places.pop()
 
-    def _carrying(self) -> set[fx.Node]:
-        """Values that lead a gradient to a parameter."""
-        reached: set[fx.Node] = set()
-        for node in self.old.nodes:
-            parameter = node.op == "placeholder" and node.meta["role"][0] == "parameter"
-            several = node.op == "call_function" and not isinstance(node.meta["val"], torch.Tensor)
-            if (parameter or any(used in reached for used in node.all_input_nodes)) and (several or g.is_inexact(node)):
-                reached.add(node)
-        return reached
-
     # calls on shards
 
     def _on_shards(self, node: fx.Node) -> None:
@@ -153,14 +143,8 @@ class SampleShards:
             if how not in STAYS:
                 self._refuse(node, "mixes samples")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._given(used, node))
-        listed = (known.sizes if known is not None else "") or ("size" if g.op_name(node) in SIZED_VIEWS else "")
-        if listed:
-            names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-            place, sizes = names.index(listed), self._sizes(node, 0)
-            if place < len(args):
-                args = (*args[:place], sizes, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, listed: sizes}
+        if g.op_name(node) in SIZES:
+            args, kwargs = resized(node, args, kwargs, self._sizes(node, 0))
         made = self._made(node.name, node, node.target, *args, **kwargs)
         val = made.meta["val"]
         for result, one in enumerate(val if isinstance(val, (tuple, list)) else [val]):

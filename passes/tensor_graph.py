@@ -30,12 +30,13 @@ from torch import fx
 
 from csc.analysis.dimension_trees import Dim, flat, leaves
 from csc.analysis.divisions import Division
+from csc.analysis.gradient_flow import carrying
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
 from csc.analysis.operators.moves import PARTS, SIZED_VIEWS
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
 from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation
+from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
@@ -63,14 +64,14 @@ class ShardedGraph:
     ) -> None:  # fmt: skip
         self.old, self.divisions, self.operators = graph, divisions, operators
         self.values = LocalValues(trees, divisions)
-        self.mode, self.number, self.inexact = mode, number, inexact
+        self.mode, self.number = mode, number
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, evaluate)
         self.mapping: dict[fx.Node, Any] = {}
         self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
         self.heads: dict[fx.Node, fx.Node] = {}  # of those, by the old node
         self.keeps = False  # whether the call at hand goes on with pieces
-        self.carrying = self._carrying()
+        self.carrying = carrying(graph, inexact)
         self.shared_reads: set[str] = set()  # parameters, by the names of their roles
         self.equal_reads: set[str] = set()
         self.flops = self.summed = 0
@@ -91,17 +92,6 @@ class ShardedGraph:
     def meets(self) -> bool:
         """Whether its ranks exchange anything."""
         return bool(self.group.users)
-
-    def _carrying(self) -> set[fx.Node]:
-        """The values that a gradient may flow through."""
-        found: set[fx.Node] = set()
-        for node in self.old.nodes:
-            source = node.op == "placeholder" and (node in self.inexact or node.meta["role"][0] == "parameter")
-            several = node.op == "call_function" and not isinstance(node.meta["val"], torch.Tensor)
-            reached = source or any(used in found for used in node.all_input_nodes)
-            if reached and (several or g.is_inexact(node)):
-                found.add(node)
-        return found
 
     def _placeholders(self) -> None:
         """As they were, parameters in their local sizes; the number of the group behind the tables."""
@@ -238,14 +228,8 @@ class ShardedGraph:
 
     def _sized(self, node: fx.Node) -> None:
         """A call that lists the sizes of its result, which are local ones now."""
-        found = relation(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
-        listed = found.sizes if found is not None and found.sizes else "size"
-        place = [argument.name for argument in node.target._schema.arguments].index(listed)  # type: ignore[union-attr]
-        if place < len(args):
-            args = (*args[:place], self.values.sizes(node), *args[place + 1 :])
-        else:
-            kwargs = {**kwargs, listed: self.values.sizes(node)}
+        args, kwargs = resized(node, args, kwargs, self.values.sizes(node))
         self._put(node, node.target, *args, **kwargs)
 
     def _part(self, node: fx.Node, name: str) -> None:

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.mllm.trace import FROZEN
+from benchmarks.pipeline.cases import Case
 
 RANKS = (24, 64, 256)
 HARDWARE = ("h100", "a100")
 SAMPLES = 4
 
 
-@dataclass(frozen=True)
-class MeshCase:
-    """One row of the benchmark."""
-
-    configuration: str
-    frozen: str
-    ranks: int
-    hardware: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.configuration}, {self.frozen}, {self.ranks} {self.hardware}"
-
-    @property
-    def step(self) -> int:
-        """Samples of a step."""
-        return SAMPLES * self.ranks
+def samples(case: Case) -> int:
+    """Of a step."""
+    return SAMPLES * case.ranks
 
 
 QUICK = (
-    MeshCase("VLM-S", "all trainable", 24, "h100"),
-    MeshCase("VLM-S", "projector only", 24, "a100"),
-    MeshCase("VALM-S", "encoder frozen", 24, "h100"),
-    MeshCase("VLM-M", "encoder frozen", 64, "h100"),
+    Case("VLM-S", "all trainable", 24, "h100"),
+    Case("VLM-S", "projector only", 24, "a100"),
+    Case("VALM-S", "encoder frozen", 24, "h100"),
+    Case("VLM-M", "encoder frozen", 64, "h100"),
 )
 
 
-def cases(quick: bool, configurations: Collection[str], ranks: Collection[int]) -> list[MeshCase]:
+def cases(quick: bool, configurations: Collection[str], ranks: Collection[int]) -> list[Case]:
     """All, or those of QUICK; of these the ones that are asked for, if any are."""
     listed = QUICK if quick else tuple(
-        MeshCase(configuration, frozen, count, device)
+        Case(configuration, frozen, count, device)
         for configuration in CONFIGURATIONS
         for count in RANKS
         for device in HARDWARE

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from benchmarks.mesh.cases import MeshCase
+from benchmarks.mesh.cases import samples
 from benchmarks.mesh.components import FORMULAS, of_formula, of_simulation
 from benchmarks.mesh.divided import divided
 from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarch, megatron
 from benchmarks.mllm.configurations import CONFIGURATIONS
+from benchmarks.pipeline.cases import Case
 from csc.analysis.hardware import hardware
 from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, MeshChoice
 from csc.driver.mesh_search import MeshSearch
@@ -29,7 +30,7 @@ class MeshComparison:
     of what csc does not offer.
     """
 
-    case: MeshCase
+    case: Case
     own: MeshRival
     rivals: tuple[MeshRival, ...]
     by_component: MeshRival
@@ -47,28 +48,28 @@ class MeshComparison:
         return next(one for one in self.rivals if one.name == name)
 
 
-def evaluate(case: MeshCase, seconds: float) -> MeshComparison:
+def evaluate(case: Case, seconds: float) -> MeshComparison:
     """csc first, with nothing traced."""
     return compared(case, divided(CONFIGURATIONS[case.configuration], case.frozen, case.hardware), seconds)
 
 
-def compared(case: MeshCase, model: DividedModel, seconds: float) -> MeshComparison:
+def compared(case: Case, model: DividedModel, seconds: float) -> MeshComparison:
     """Of a divided model, whose options name the case's hardware."""
     start = time.process_time()
-    choice = MeshSearch(model, case.ranks, case.step, seconds, lambda text: None, NOTHING_FIXED).choice()
+    choice = MeshSearch(model, case.ranks, samples(case), seconds, lambda text: None, NOTHING_FIXED).choice()
     searched = time.process_time() - start
     profile = hardware(case.hardware)
     memory = float(profile.memory - profile.reserved)
     settings = Settings(model)
     regions = len(model.divided(model.options, 1).regions)
-    listed = layouts(case.ranks, case.step, model.sizes, profile.ranks_per_node, regions)
+    listed = layouts(case.ranks, samples(case), model.sizes, profile.ranks_per_node, regions)
     rivals = [
         best_uniform(settings, listed, memory),
         megatron(settings, listed),
         cornstarch(settings, listed),
-        *(of_formula(name, settings, case.ranks, case.step, memory) for name in FORMULAS),
+        *(of_formula(name, settings, case.ranks, samples(case), memory) for name in FORMULAS),
     ]
-    by_component = of_simulation(settings, case.ranks, case.step, memory)
+    by_component = of_simulation(settings, case.ranks, samples(case), memory)
     return MeshComparison(case, _own(choice), tuple(rivals), by_component, searched, choice.left, memory)
 
 

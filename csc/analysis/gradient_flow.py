@@ -16,12 +16,12 @@ from csc.analysis.operators.moves import STOPS
 from csc.ir import graph as g
 
 
-def carrying(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose gradient reaches a parameter of floating-point or complex numbers."""
+def carrying(graph: fx.Graph, others: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes whose gradient reaches a parameter of floating-point or complex numbers, or one of other placeholders."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if node.meta["role"][0] == "parameter" and g.is_inexact(node):
+            if node in others or (node.meta["role"][0] == "parameter" and g.is_inexact(node)):
                 found.add(node)
         elif _carries(node, found):
             found.add(node)

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from benchmarks.mesh.cases import QUICK, MeshCase, cases
+from benchmarks.mesh.cases import QUICK, cases
 from benchmarks.mesh.components import FORMULAS, Share, thetas
 from benchmarks.mesh.divided import divided
 from benchmarks.mesh.measure import compared
 from benchmarks.mesh.summary import AIMS, document, summary
 from benchmarks.mllm import configurations as c
 from benchmarks.mllm.configurations import Configuration
+from benchmarks.pipeline.cases import Case
 from tests.benchmarks.test_mllm import DECODER, VISION, shrunk
 
 TINY = Configuration(
@@ -26,7 +27,7 @@ TINY = Configuration(
 
 @pytest.mark.slow
 def test_a_case_with_all_its_rivals() -> None:
-    case = MeshCase("tiny", "encoder frozen", 2, "h100")
+    case = Case("tiny", "encoder frozen", 2, "h100")
     row = compared(case, divided(TINY, case.frozen, case.hardware), 30.0)
     assert row.own.fits and row.left == 0
     names = [rival.name for rival in row.rivals]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 import csc
 from csc.errors import InputError
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("traces")
 FLOAT32 = 1e-5  # what is promised; 1.5e-6 is the most that was seen
 BY_COMPONENT = {"vision_tower": {"tp": 1, "dp": 2}, "language_model": {"tp": 2}}
 TOWER = "vision_tower.tp=1"
+Mix = Callable[[torch.Tensor], torch.Tensor]
 
 
 def llava(samples: int = 4, **options: Any) -> csc.CompiledModel:
@@ -118,6 +122,87 @@ def test_any_number_of_images(counts: Sequence[int]) -> None:
 @pytest.mark.parametrize("name", ["LLaVA-NeXT", "InternVL", "Gemma 3"])
 def test_models_of_hugging_face(name: str) -> None:
     same(*mixed.built(name, [2, 2, 1, 1]), FLOAT32, mesh=f"tp=2,{TOWER}", microbatches=2)
+
+
+class Mixing(nn.Module):
+    """An encoder that computes `mix` of what its first parameters make."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.mix, self.row = mix, nn.Linear(12, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.mix(self.row(pixels))
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+
+
+class Captioner(nn.Module):
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vision, self.language = Mixing(mix), Words()
+
+    def forward(self, pixels: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.language.embed(tokens) + self.vision(pixels).mean(1, keepdim=True)
+        for layer in self.language.layers:
+            hidden = hidden + layer(hidden)
+        return F.cross_entropy(self.language.head(hidden).flatten(0, 1), labels.flatten())
+
+
+APART: dict[str, Mix] = {
+    "nothing": lambda h: h,
+    "a norm of each": lambda h: F.layer_norm(h, (16,)) / h.norm(dim=(1, 2), keepdim=True),
+    "tokens": lambda h: h.flip(1) - h.mean(1, keepdim=True) + h.cumsum(1) * h.softmax(1),
+    "numbers of samples": lambda h: h * torch.arange(len(h))[:, None, None],
+    "one row and back": lambda h: h.reshape(1, -1, 16).tanh().view(len(h), -1, 16),
+    "the first alone": lambda h: torch.where(torch.arange(len(h))[:, None, None] == 0, h, 2 * h),
+    "heads": lambda h: (
+        (h.unflatten(2, (4, 4)).transpose(1, 2).flatten(0, 1) * 2).unflatten(0, (-1, 4)).mean(1).repeat(1, 1, 4)
+    ),
+}
+MIXED: dict[str, Mix] = {
+    "order": lambda h: h.flip(0), "moved": lambda h: h.roll(1, 0), "chosen": lambda h: h[torch.arange(len(h)).flip(0)],
+    "mean": lambda h: h - h.mean(0, keepdim=True), "all of them": lambda h: h / (h.std() + 1),
+    "largest": lambda h: h + h.amax(0, keepdim=True), "softmax": lambda h: h.softmax(0), "sums": lambda h: h.cumsum(0),
+    "sorted": lambda h: h.sort(0).values, "norm": lambda h: h / h.norm(dim=0, keepdim=True).clamp(min=1),
+    "parts": lambda h: torch.cat([part * (i + 1) for i, part in enumerate(h.chunk(2))]),
+    "one by one": lambda h: torch.stack([h[i] * (i + 1) for i in range(len(h))]),
+    "inside out": lambda h: h.permute(1, 0, 2).reshape(-1, 16).view(h.shape[1], len(h), 16).permute(1, 0, 2),
+    "each with each": lambda h: h + torch.einsum("btc,dtc->bd", h, h).sum(1)[:, None, None],
+    "the largest's number": lambda h: h * (1 + h.mean((1, 2)).argmax().float()),
+    "drawn": lambda h: h * (torch.rand(len(h), 1, 1) > 0.3), "dropout": lambda h: F.dropout(h, 0.5),
+}  # fmt: skip
+
+
+def captioner(mix: Mix, samples: int) -> csc.CompiledModel:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 32, (samples, 6))
+    batch = {"pixels": torch.randn(samples, 5, 12), "tokens": tokens, "labels": tokens}
+    return csc.compile(Captioner(mix), example=batch, mesh="tp=2,vision.tp=1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("samples", [4, 3, 1])
+@pytest.mark.parametrize("name", APART)
+def test_encoders_that_keep_samples_apart(name: str, samples: int) -> None:
+    parity(captioner(APART[name], samples), 17)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MIXED)
+def test_encoders_that_mix_samples_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="leave vision out of the mesh"):
+        captioner(MIXED[name], 4).trainer()
 
 
 @pytest.mark.gloo

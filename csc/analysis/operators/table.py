@@ -12,6 +12,7 @@ of csc lists operations by what they are: who names one elsewhere looks for a pa
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 
@@ -55,3 +56,12 @@ def relation(node: fx.Node) -> Relation | None:
 def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
     found = relation(node)
     return [(use.node, use.link) for use in found.uses] if found is not None else []
+
+
+def resized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> tuple[Any, Any]:
+    """Arguments of a call that lists the sizes of its result, with these in their place."""
+    listed = SIZES.get(g.op_name(node), "size")
+    place = [argument.name for argument in node.target._schema.arguments].index(listed)  # type: ignore[union-attr]
+    if place < len(args):
+        return (*args[:place], sizes, *args[place + 1 :]), kwargs
+    return args, {**kwargs, listed: sizes}
