@@ -36,7 +36,9 @@ class Budget:
 
     def at_most(self, actions: float) -> Budget:
         """A budget of so many actions, or what is left if that is less, under the same clock."""
-        return self.part(min(1.0, actions / self.left) if self.left > 0 else 1.0)
+        part = self.part(1.0)
+        part.left = min(actions, self.left)
+        return part
 
     def spend(self, actions: float) -> None:
         """Note that so many actions were simulated."""

@@ -104,6 +104,7 @@ def test_what_a_part_spends_the_whole_has_spent() -> None:
     part.spend(40.0)
     assert part.spent and not whole.spent and whole.left == 60.0
     assert Budget(100.0, seconds=0.0).spent
+    assert [Budget(actions).at_most(5.0).left for actions in (100.0, 3.0, 0.0, float("inf"))] == [5.0, 3.0, 0.0, 5.0]
 
 
 BAD = [
