@@ -24,7 +24,7 @@ from tests.exactness import FLOAT32
 from tests.tiers import long
 
 WIDTH, DEPTH = 8, 5
-RUN = array("b")  # a number for every forward of a layer, where nobody looks
+RUN = array("b")  # a number for every traced forward of a layer
 SEEN: list[torch.Tensor] = []
 
 
