@@ -7,6 +7,8 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 ROWS = Path("docs/coverage_all.jsonl")
@@ -23,6 +25,9 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/models.md")
     parser.add_argument("--model", action="append", choices=CASES | MORE, help="only this model; may be repeated")
     parser.add_argument("--mesh", action="append", help="in this mesh instead (tp=2); may be repeated")
+    parser.add_argument(
+        "--parity", action="store_true", help="every sharded mesh with every frozen set, and three steps"
+    )
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
     parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
     parser.add_argument("--rows", type=Path, default=ROWS, help="with --all: where rows are kept")
@@ -37,9 +42,12 @@ def main() -> None:
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # torch logs what it raises, and here a failure is a row
+    chosen = arguments.model or (MORE if arguments.more else CASES)
+    if arguments.parity:
+        all_cells(chosen, arguments.json)
+        return
     rows = []
     ways = of_meshes(arguments.mesh) if arguments.mesh else WAYS
-    chosen = arguments.model or (MORE if arguments.more else CASES)
     for number, name in enumerate(chosen, start=1):
         print(f"{name} ({number} of {len(chosen)})", file=sys.stderr, flush=True)
         rows.append(check(name, (CASES | MORE)[name], ways))
@@ -49,6 +57,20 @@ def main() -> None:
         print(markdown(rows))
     else:
         show(rows)
+
+
+def all_cells(chosen: Iterable[str], as_json: bool) -> None:
+    """Print what came of these models, in every sharded mesh with every frozen set."""
+    from benchmarks.coverage.models import CASES
+    from benchmarks.coverage.more import MORE
+    from benchmarks.coverage.parity import markdown, parity, summary
+
+    found = []
+    for name in chosen:
+        found.append(parity(name, (CASES | MORE)[name]))
+        print(markdown(found[-1:]), file=sys.stderr, flush=True)
+    rows = [asdict(one) for one in found]
+    print(json.dumps({"summary": summary(found), "rows": rows}, indent=1) if as_json else markdown(found))
 
 
 def zoo(arguments: argparse.Namespace) -> None:
