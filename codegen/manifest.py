@@ -167,12 +167,13 @@ def _messages(program: Program) -> list[dict[str, Any]]:
 
 
 def _context(program: Program) -> dict[str, Any]:
-    """How tokens are spread, by component; nothing with cp = 1."""
+    """How tokens are spread, by component; nothing if none are."""
     rows = [
         {
             "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
             "shard": one.shard, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
             "inputs": _inputs(one), "masks": [{"layers": mask.layers} for mask in one.masks],
+            **({"axis": one.axis} if one.axis != "cp" else {}),
         }
         for one in program.contexts
     ]  # fmt: skip

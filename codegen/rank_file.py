@@ -22,7 +22,7 @@ from csc.codegen.segments import Segment
 from csc.codegen.stage_functions import StageWriter, place
 
 from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
+from csc.ir.mesh import Coordinates, Mesh
 from csc.ir.program import Program, Stage
 
 
@@ -127,14 +127,14 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
         f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{others}, '
         f"{comment(program.name)}.",
         "",
-        *_token_shards(program, at.cp),
+        *_token_shards(program, at),
     ]
 
 
-def _token_shards(program: Program, cp_rank: int) -> list[str]:
+def _token_shards(program: Program, at: Coordinates) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
-        f"shard {cp_rank % one.ranks} of {one.ranks} of {comment(one.component)}: "
+        f"shard {getattr(at, one.axis) % one.ranks} of {one.ranks} of {comment(one.component)}: "
         f"{one.shard} slots for {one.tokens} tokens"
         for one in program.contexts
     ]

@@ -4,12 +4,16 @@
     csc::context_attention_backward(d_out, q, k, v, out, lse, plan, mask, keys, scale, softcap) -> (dq, dk, dv)
     csc::context_gather(x, plan, dim, tokens) -> whole
     csc::context_gather_backward(d_whole, plan, dim, shard) -> dx
+    csc::context_own(x, plan, dim, shard, repeat) -> own      equal -> shard; backward: csc::context_whole
+    csc::context_whole(x, plan, dim, tokens) -> whole         shard -> equal; backward: csc::context_own
 
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
 whole sequence. x: a rank's shard, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
 rank's part of the gradient of the whole; dx, this rank's shard of the sum over ranks (an all-gather and its
-reduce-scatter). They meet the other ranks' through a `TokenPlan` of the batch at hand (csc.runtime.context_group),
-which no tensor holds: plan is its number, int64 without dimensions.
+reduce-scatter). The last two are for wholes that are equal on all ranks, gradients included: see
+csc.kernels.collectives. Slots without a token repeat token 0, or are zeros without `repeat`. All meet the other ranks'
+through a `TokenPlan` of the batch at hand (csc.runtime.context_group), which no tensor holds: plan is its number, int64
+without dimensions.
 
     numbered(plan) -> number            what stands for a plan in a call, as long as the plan lives
 """
@@ -45,6 +49,9 @@ class TokenPlan(Protocol):
 
     def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard of the sum of the ranks' parts."""
+
+    def own(self, x: torch.Tensor, dim: int, repeat: bool) -> torch.Tensor:
+        """This rank's shard of a value that has all tokens."""
 
 
 _PLANS: Numbered[TokenPlan] = Numbered(
@@ -145,5 +152,47 @@ def _gather_gradients(ctx: Any, d_whole: torch.Tensor) -> tuple[Any, ...]:
 
 _gather.register_autograd(_gather_gradients, setup_context=_remember_shard)
 
+
+@torch.library.custom_op("csc::context_own", mutates_args=())
+def _own(x: torch.Tensor, plan: torch.Tensor, dim: int, shard: int, repeat: bool) -> torch.Tensor:
+    return _PLANS.find(plan).own(x, dim, repeat)
+
+
+@_own.register_fake
+def _(x: Any, plan: Any, dim: int, shard: int, repeat: bool) -> Any:
+    return _resized(x, dim, shard)
+
+
+@torch.library.custom_op("csc::context_whole", mutates_args=())
+def _whole(x: torch.Tensor, plan: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
+    return _PLANS.find(plan).gather(x, dim)
+
+
+@_whole.register_fake
+def _(x: Any, plan: Any, dim: int, tokens: int) -> Any:
+    return _resized(x, dim, tokens)
+
+
+def _remember_tokens(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, plan, ctx.dim, *_ = inputs
+    ctx.slots = x.shape[ctx.dim]
+    ctx.save_for_backward(plan)
+
+
+def _own_gradients(ctx: Any, d_own: torch.Tensor) -> tuple[Any, ...]:
+    (plan,) = ctx.saved_tensors
+    return torch.ops.csc.context_whole(d_own, plan, ctx.dim, ctx.slots), None, None, None, None
+
+
+def _whole_gradients(ctx: Any, d_whole: torch.Tensor) -> tuple[Any, ...]:
+    (plan,) = ctx.saved_tensors
+    return torch.ops.csc.context_own(d_whole, plan, ctx.dim, ctx.slots, False), None, None, None
+
+
+_own.register_autograd(_own_gradients, setup_context=_remember_tokens)
+_whole.register_autograd(_whole_gradients, setup_context=_remember_tokens)
+
 ATTENTION = torch.ops.csc.context_attention.default
 GATHER = torch.ops.csc.context_gather.default
+OWN = torch.ops.csc.context_own.default
+WHOLE = torch.ops.csc.context_whole.default

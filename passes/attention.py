@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from csc.kernels import attention as kernels
+from csc.passes.encoder_context import component_of
 from csc.passes.written_out import written_out
 from torch import fx
 
@@ -37,12 +38,14 @@ def attention(program: Program, options: Options) -> Program:
     writer = Writer(graph, program.fake_mode)
     masks: Masks = {}
     notes = []
+    shared = {component for component, tp in options.mesh.components if tp < options.mesh.tp}
     for node in g.calls(graph):
-        given = _given(node, writer, options.mesh.cp > 1)
+        spread = options.mesh.cp > 1 or component_of(program, node) in shared
+        given = _given(node, writer, spread)
         if given is None:
             continue
         try:
-            _rewrite(node, given, writer, masks, options.mesh.cp > 1)
+            _rewrite(node, given, writer, masks, spread)
         except Unrecognised as reason:
             where = g.place(node)
             notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
@@ -144,7 +147,7 @@ def _mask(
     """
     sizes = (int(q.shape[2]), int(k.shape[2]))
     blocks = kernels.blocks(q.device, q.shape[3], q.dtype)
-    key = (mask, causal, sizes, blocks)
+    key = (mask, causal, spread, sizes, blocks)
     if key not in masks:
         if mask is not None and mask.meta["val"].dim() > 2 and mask.meta["val"].shape[-3] != 1:
             raise Unrecognised("another mask for every head")

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from csc.passes.encoder_context import component_of, named, sizes_for, spread_encoder
 from csc.passes.loss import labels_of
+from csc.passes.shard_edges import PartsEdge
 from csc.passes.sharding import Spreading
 from torch import fx
 
@@ -52,13 +53,14 @@ def context(program: Program, options: Options) -> Program:
         )
     own = [component_of(program, node) for node in spread]
     encoders = named(program, options, own)
-    sizes = sizes_for(_tokens(spread[0]), options.mesh.cp, own[-1])
+    sizes = sizes_for(_tokens(spread[0]), options.mesh.cp, own[-1], "cp")
     local = _local(program, spread)
-    spreading = Spreading(program, own[-1], dims, sizes, local, options.mesh.cp, labels, ignored, last=True)
+    edge = PartsEdge()
+    spreading = Spreading(program, own[-1], dims, sizes, local, options.mesh.cp, edge, labels, ignored, last=True)
     language = replace(program, graph=spreading.graph())
     context = spreading.context(spread[0])
     for component, ranks in encoders.items():
-        language = spread_encoder(language, component, ranks)
+        language = spread_encoder(language, component, ranks, "cp")
     return replace(language, contexts=(*language.contexts, context))
 
 

@@ -1,13 +1,15 @@
-"""Pass `data_parallel`: components of which each tensor-parallel rank computes some of the samples."""
+"""Pass `data_parallel`: components of which each tensor-parallel rank computes some of the samples, or tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from csc.passes.encoder_context import component_of
+from csc.passes.encoder_context import component_of, spread_encoder
 from csc.passes.sample_shards import SampleShards
 from csc.passes.tensor import GROUP
+from torch import fx
 
 from csc.analysis.cutting import shared_nodes
 from csc.errors import InputError
@@ -17,12 +19,14 @@ from csc.ir.program import Options, Program
 
 
 def data_parallel(program: Program, options: Options) -> Program:
-    """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1.
+    """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1; or their tokens:
+    where samples meet in one row (packed patches), or have masks or random numbers of their own.
 
     Requires  passes `attention` and `context`.
     Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
               read is cut, what others read of them is gathered by its first reader; nothing on shards mixes samples.
-              Its parameters are whole on every rank, and their gradients parts of a sum over tp.
+              Its parameters are whole on every rank, and their gradients parts of a sum over tp. Of tokens the same;
+              attention meets those of other ranks, and calls that see all tokens are computed by every rank.
     Before    %x = conv2d(%images, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
     After     %x = conv2d(csc.own_part(%images, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
     """
@@ -45,10 +49,27 @@ def data_parallel(program: Program, options: Options) -> Program:
 
 
 def _spread(program: Program, component: str, ranks: int) -> Program:
+    """InputError where neither samples nor tokens can be shared out: why not samples."""
     tables = shared_nodes(program.graph)
     inside = {n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component}
     if not inside:
         return program  # of a batch without its samples
+    try:
+        return _samples(program, component, ranks, inside)
+    except InputError as of_samples:
+        try:
+            found = spread_encoder(program, component, ranks, "tp")
+        except InputError as of_tokens:
+            raise InputError(
+                f"{of_samples.what}; nor can its tokens be shared out: {of_tokens.what}", of_samples.where,
+                of_samples.remedy,
+            ) from of_tokens  # fmt: skip
+    note = f"{component}: {ranks} tp ranks share out its {found.contexts[-1].tokens} tokens; its weights are whole"
+    last = found.contexts[-1]
+    return replace(found, contexts=(last, *found.contexts[:-1]), notes=(*found.notes, note))
+
+
+def _samples(program: Program, component: str, ranks: int, inside: Collection[fx.Node]) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     shards = SampleShards(program.graph, inside, component, ranks, program.fake_mode)

@@ -1,7 +1,7 @@
 """What pass `context` spreads of encoders, for those that the user names in `context`.
 
     named(program, options, spread) -> {component: ranks}      InputError for what cannot be
-    spread_encoder(program, component, ranks) -> Program       its tokens on shards, whole again where they leave
+    spread_encoder(program, component, ranks, axis) -> Program       its tokens on shards, whole again where they leave
 
 Which dimensions count its tokens is followed from its attentions (csc.analysis.axes). On shards run the calls
 that make every token's result from that token alone; what they read is dispatched, what others read of them gathered.
@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import ceil
 
+from csc.passes.shard_edges import EqualEdge, PartsEdge, remedy
 from csc.passes.sharding import Spreading
 from csc.passes.spread_masks import TokenSizes
 from torch import fx
@@ -30,15 +31,16 @@ from csc.ir.program import Options, Program
 BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
 LARGEST_BLOCK = 128
 ATTENTIONS = (ATTENTION, SDPA)
+ASKED = {"cp": "context asks to spread {component}", "tp": "the mesh has tp ranks share out the tokens of {component}"}
 
 
-def sizes_for(tokens: int, ranks: int, component: str) -> TokenSizes:
+def sizes_for(tokens: int, ranks: int, component: str, axis: str) -> TokenSizes:
     """Blocks and shards of a sequence. InputError for one that is too short."""
     block = max(1, min(LARGEST_BLOCK, ceil(tokens / (BLOCKS_PER_RANK * ranks))))
     blocks = ceil(tokens / block)
     if blocks < ranks:
-        what = f"the {tokens} tokens of {component} cannot be spread over cp={ranks}"
-        raise InputError(what, "mesh", "use fewer cp ranks")
+        what = f"the {tokens} tokens of {component} cannot be spread over {axis}={ranks}"
+        raise InputError(what, "mesh", f"use fewer {axis} ranks")
     return TokenSizes(tokens, block, ceil(blocks / ranks) * block)
 
 
@@ -72,24 +74,28 @@ def named(program: Program, options: Options, own: Collection[str]) -> dict[str,
     return {component: ranks for component, ranks in options.context if ranks > 1 and component not in own}
 
 
-def spread_encoder(program: Program, component: str, ranks: int) -> Program:
-    """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of the cp axis."""
+def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> Program:
+    """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of the cp or tp axis."""
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
-    attentions = _attentions(program, component, calls)
+    asked = ASKED[axis].format(component=component)
+    attentions = _attentions(program, asked, remedy(axis, component), calls)
     tokens = _shape(attentions[0])[2]
-    sizes = sizes_for(tokens, ranks, component)
+    sizes = sizes_for(tokens, ranks, component, axis)
     found = axes(calls, attentions, tokens)
     local = _local(calls, found, tokens)
     for node in attentions:
         if node not in local:
             what = "csc cannot tell which dimensions of its operands count tokens"
             raise InputError(
-                f"{component} is to be spread over {ranks} ranks: {what}", g.place(node), _without(component)
+                f"{component} is to be spread over {ranks} ranks: {what}", g.place(node), remedy(axis, component)
             )
-    spreading = Spreading(
-        program, component, lambda node: (found[node][0],) if node in found else (), sizes, local, ranks
-    )  # fmt: skip
+
+    def dims(node: fx.Node) -> tuple[int, ...]:
+        return (found[node][0],) if node in found else ()
+
+    edge = PartsEdge() if axis == "cp" else EqualEdge(program.graph, local, dims, program.fake_mode)
+    spreading = Spreading(program, component, dims, sizes, local, ranks, edge)
     graph = spreading.graph()
     between = _between(program.graph, local)
     notes = tuple(
@@ -98,25 +104,25 @@ def spread_encoder(program: Program, component: str, ranks: int) -> Program:
         if node in between and not is_view(node) and node.target is not operator.getitem
     )
     contexts = (*program.contexts, spreading.context(attentions[0]))
-    return replace(program, graph=graph, contexts=contexts, notes=(*program.notes, *notes))
+    parameters = tuple(replace(one, parts=one.parts or one.name in edge.parts) for one in program.parameters)
+    return replace(
+        program, graph=graph, contexts=contexts, parameters=parameters, notes=(*program.notes, *notes)
+    )  # fmt: skip
 
 
-def _attentions(program: Program, component: str, calls: Collection[fx.Node]) -> list[fx.Node]:
+def _attentions(program: Program, asked: str, without: str, calls: Collection[fx.Node]) -> list[fx.Node]:
     """The attentions of a component along its own tokens. InputError if there is none, or one that csc cannot read."""
-    asked = f"context asks to spread {component}"
     every = [node for node in calls if g.op_name(node) in ATTENTIONS]
     own = [node for node in every if _shape(node)[2:3] == _shape(node, 1)[2:3]]
     notes = "".join(f"; {note}" for note in program.notes)
     for node in own:
         if g.op_name(node) != "csc::attention":
             raise InputError(f"{asked}, and csc cannot read the mask of this attention", g.place(node),
-                             _without(component) + notes)  # fmt: skip
+                             without + notes)  # fmt: skip
     lengths = sorted({_shape(node)[2] for node in own})
     if len(lengths) != 1:
         what = f"has attentions along {lengths} tokens" if lengths else "has no attention along tokens of its own"
-        raise InputError(
-            f"{asked}, which {what}: csc cannot tell what to spread", "context", _without(component) + notes
-        )
+        raise InputError(f"{asked}, which {what}: csc cannot tell what to spread", "mesh", without + notes)
     return own
 
 
@@ -147,7 +153,3 @@ def _shape(node: fx.Node, argument: int | None = 0) -> tuple[int, ...]:
     """Of an argument, or of the node itself."""
     value = node if argument is None else node.args[argument]
     return tuple(value.meta["val"].shape)  # type: ignore[union-attr]
-
-
-def _without(component: str) -> str:
-    return f"leave {component} out of `context`: every rank then computes it whole"

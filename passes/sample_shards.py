@@ -25,7 +25,7 @@ from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
 from csc.analysis.gradient_flow import carrying
-from csc.analysis.operators.products import ATTENTION
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.table import SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
@@ -136,6 +136,8 @@ class SampleShards:
             self._refuse(node, "draws a random number for each sample")
         if g.op_name(node) == ATTENTION and any(isinstance(one, fx.Node) for one in node.args[3:]):
             self._refuse(node, "has a mask that is data")
+        if g.op_name(node) == CONTEXT_ATTENTION:
+            self._refuse(node, "has its tokens on other cp ranks")
         known = relation(node)
         for use in known.uses if known is not None else ():
             dim = self.dims.get(use.node)

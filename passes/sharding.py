@@ -5,9 +5,9 @@ Terms
   place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the shard of the
            whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
   local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its place
-           is a part; what leaves it to other calls is gathered
+           is a part; what leaves it to other calls is gathered: see csc.passes.shard_edges
 
-    Spreading(program, component, dims, sizes, local, ranks, labels, ignored, last)
+    Spreading(program, component, dims, sizes, local, ranks, edge, labels, ignored, last)
     .graph() -> the rewritten forward graph              .context(attention) -> Context, once the graph is made
 """
 
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from csc.kernels.context import ATTENTION, GATHER
+from csc.kernels.context import ATTENTION
+from csc.passes.shard_edges import ShardEdge, remedy
 from csc.passes.spread_masks import SpreadMasks, TokenSizes
 from torch import fx
 
@@ -45,14 +47,16 @@ class Spreading:
 
     def __init__(
         self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: TokenSizes,
-        local: Collection[fx.Node], ranks: int, labels: fx.Node | None = None, ignored: int = 0, last: bool = False,
+        local: Collection[fx.Node], ranks: int, edge: ShardEdge, labels: fx.Node | None = None, ignored: int = 0,
+        last: bool = False,
     ) -> None:  # fmt: skip
         """labels: filled with `ignored` in slots without a token. last: everything behind the local calls is local, and
         what the plan says needs no component in its name.
         """
         self.program, self.component, self.dims, self.sizes, self.ranks = program, component, dims, sizes, ranks
         self.local, self.ignored, self.last = local, ignored, last
-        self.without = "leave cp at 1" if last else f"leave {component} out of `context`"
+        self.edge, self.over = edge, f"{edge.axis}={ranks}"
+        self.without = "leave cp at 1" if last else remedy(edge.axis, component)
         self.labels = _what_moves(labels)
         self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
         self.new = fx.Graph()
@@ -62,7 +66,8 @@ class Spreading:
         self.places: dict[fx.Node, Place] = {}  # of local values that have tokens
         self.order = TokenOrder(dims)
         self.dispatched: dict[Any, fx.Node] = {}
-        self.masks = SpreadMasks()
+        self.read: dict[fx.Node, fx.Node] = {}
+        self.masks = SpreadMasks(edge.axis)
 
     def graph(self) -> fx.Graph:
         """The forward graph with local calls on shards. InputError for a call that mixes tokens."""
@@ -81,8 +86,8 @@ class Spreading:
         (loss,) = g.outputs(self.program.graph)
         self.new.output((self.mapping[loss],))
         g.erase_dead(self.new)
-        for placeholder in self.own.values():
-            if not placeholder.users:
+        for placeholder in g.placeholders(self.new):
+            if placeholder.meta["role"][0] in ("context", "tensor") and not placeholder.users:
                 self.new.erase_node(placeholder)
         return self.new
 
@@ -101,6 +106,7 @@ class Spreading:
         for what, val in {"tokens": tokens, "real": real, "plan": plan}.items():
             name = what if self.last else f"{identifier(self.component)}_{what}"
             self.own[what] = g.add_placeholder(self.new, name, val, ("context", f"{self.component}.{what}"))
+        self.edge.start(self.new)
 
     def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """A local value as calls see it that are not: whole. It becomes so with the first that reads it, so that equal
@@ -112,7 +118,7 @@ class Spreading:
         dims, val = self.dims(node), node.meta["val"]
         if len(dims) != 1 or self.places[node] != (0, self.sizes.tokens) or val.shape[dims[0]] != self.sizes.tokens:
             raise self._mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
-        return self._call(reader, GATHER, shard, self.own["plan"], dims[0], self.sizes.tokens)
+        return self.edge.whole(partial(self._call, reader), shard, self.own["plan"], dims[0], self.sizes.tokens)
 
     # local calls
 
@@ -160,7 +166,7 @@ class Spreading:
             self.places[node] = place
         arguments = fx.map_arg(node.args, lambda n: self._given(n, place))
         self.mapping[node] = self._call(
-            node, node.target, *arguments, **fx.map_arg(node.kwargs, self.mapping.__getitem__)
+            node, node.target, *arguments, **fx.map_arg(node.kwargs, lambda n: self._given(n, place))
         )
 
     def _routed(self, node: fx.Node, place: Place, found: SortedRows | str) -> None:
@@ -207,9 +213,13 @@ class Spreading:
 
     def _given(self, node: Any, place: Place) -> Any:
         """An operand on shards: a local value, a dispatched one, or one without tokens as it is."""
-        if node in self.local or not self.dims(node):
+        if node in self.local:
             return self.mapping[node]
-        return self._dispatch(node, place)
+        if self.dims(node):
+            return self._dispatch(node, place)
+        if node not in self.read:
+            self.read[node] = self.edge.read(partial(self._call, node), node, self.mapping[node])
+        return self.read[node]
 
     def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
         """A reshape in the sizes of shards. It may join tokens with samples or heads, never cut between tokens."""
@@ -339,7 +349,7 @@ class Spreading:
                 return self._call(node, node.target, operand, *node.args[1:], **node.kwargs)
             raise InputError(
                 f"{g.op_name(node)} gives a value of shape {list(node.meta['val'].shape)} whose tokens csc cannot "
-                f"spread over cp={self.ranks}", node.meta.get("source") or node.name, self.without,
+                f"spread over {self.over}", node.meta.get("source") or node.name, self.without,
             )  # fmt: skip
         fill = self.ignored if node in self.labels else 0
         whole = self.wholes[node]
@@ -347,7 +357,7 @@ class Spreading:
             behind = node.meta["val"].dim() - 1 - dims[0]
             pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
             whole = self._call(node, aten.constant_pad_nd.default, whole, pads, fill)
-        taken = self._call(node, aten.index_select.default, whole, dims[0], self.own["tokens"])
+        taken = self.edge.own(partial(self._call, node), node, whole, self.own, dims[0], self.sizes.shard)
         if node in self.labels:
             shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
             real = self._call(node, aten.view.default, self.own["real"], shape)
@@ -373,7 +383,7 @@ class Spreading:
         where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
         return InputError(
-            f"{g.op_name(node)} {why}, and with cp={self.ranks} the tokens are on different ranks{notes}",
+            f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}",
             where,
             f"{self.without}, or move this operation in front of the first layer",
         )

@@ -2,7 +2,7 @@
 
 Terms: *shard*: the slots of one rank, as many on every rank. *block*: tokens that stay together.
 
-    masks = SpreadMasks()
+    masks = SpreadMasks(axis)
     masks.number(packed)                                 of an attention's mask, which is read by another layer now
     masks.context(program, component, ...) -> Context
 """
@@ -40,9 +40,10 @@ class _MaskParts:
 
 
 class SpreadMasks:
-    """Of one component."""
+    """Of one component. axis: of the ranks that share its tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: str) -> None:
+        self._axis = axis
         self._parts: dict[fx.Node | None, _MaskParts] = {}
 
     def number(self, packed: fx.Node | None) -> int:
@@ -73,6 +74,7 @@ class SpreadMasks:
             masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in parts),
             tile_flops=4 * samples * heads * width * sizes.block**2,
             block_bytes=2 * samples * k.shape[1] * width * sizes.block * k.element_size(),
+            axis=self._axis,
         )
 
     def _graph(self, program: Program, mixed: Callable[[fx.Node, str], InputError]) -> fx.Graph:

@@ -20,14 +20,14 @@ from torch import fx
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir import graph as g
-from csc.ir.groups import Group
+from csc.ir.groups import SHARING
 from csc.ir.mesh import Mesh
 
 DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
+WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
 SCATTERED = "csc::scatter_pieces"
 PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
-AXES: Mapping[str, Group] = {"tp": Group.TENSOR, "cp": Group.CONTEXT}
 Wires = Mapping[str, tuple[int, Wire]]
 
 
@@ -53,7 +53,7 @@ def exchange(node: fx.Node) -> Exchange | None:
         bound = g.bind(node)
         given = next(iter(bound.values()))
         return Exchange("tp", _bytes(given), bound["each"], name == SCATTERED, False)
-    if name.startswith("csc::context_gather"):
+    if name in WHOLES:
         given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())
         return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name == DIVIDED, False)
@@ -69,11 +69,13 @@ def exchange(node: fx.Node) -> Exchange | None:
 def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks."""
     found = {}
-    for axis, group in AXES.items():
+    for axis, group in SHARING.items():
         listed = mesh.groups(group)
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         if len(listed[0]) > 1:
             found[axis] = (len(listed[0]), hardware.between if apart else hardware.collective or hardware.within)
+    if mesh.components and "cp" not in found and "tp" in found:
+        found["cp"] = found["tp"]  # which alone share tokens then
     return found
 
 

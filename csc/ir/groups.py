@@ -6,6 +6,7 @@ a group, *equal* (each has all of it), a *shard* (each has its own elements), or
 that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its stages do.
 
     Group.DATA, ...                              the kinds
+    SHARING                                      groups among which the tokens of a sequence can be
     Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
     WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
     SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
@@ -60,6 +61,10 @@ _ALONG: Mapping[Group, tuple[str, ...]] = {
     Group.PIPELINE: ("pp",),
     Group.REPLICA: ("pp", "cp", "tp"),
 }
+
+
+SHARING: Mapping[str, Group] = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
+"""By axis, the groups whose ranks can share the tokens of one sequence."""
 
 
 @dataclass(frozen=True)

@@ -334,9 +334,8 @@ class ContextMask:
 
 @dataclass(frozen=True)
 class Context:
-    """How the sequence of a component is spread over `ranks` of the context-parallel ranks.
+    """How the sequence of a component is spread over `ranks` of those along an axis, cp or tp; the next share it again.
 
-    ranks divides mesh.cp: consecutive ranks share a sequence, and the next ones share it again.
     tokens: of the whole sequence; block: those that stay together; shard: slots of each rank, padding included.
     graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.
     tile_flops, tile_seconds: attention of one block to another; block_bytes, block_seconds: one block's keys and values
@@ -352,6 +351,7 @@ class Context:
     masks: tuple[ContextMask, ...]
     tile_flops: int
     block_bytes: int
+    axis: str = "cp"
     tile_seconds: float = 0.0
     block_seconds: float = 0.0
 
@@ -372,7 +372,7 @@ class Program:
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
-    contexts: tuple[Context, ...] = ()  # with cp > 1: of spread encoders, then of the language model
+    contexts: tuple[Context, ...] = ()  # of spread components, those of cp last
     shared: fx.Graph | None = None
     loss_weight: str = ""
     combination: Combination = field(default_factory=Combination)  # how the graph says that losses combine

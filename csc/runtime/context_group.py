@@ -7,11 +7,12 @@
     plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
     plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
     plan.gather(x, dim) -> whole                plan.gather_backward(d_whole, dim) -> dx
+    plan.own(x, dim, repeat) -> shard           of what is equal on all ranks of the group
 
 A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
 rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.kv_exchange), or
 ranks divide the heads (csc.runtime.all_to_all). Plans hold nothing of a microbatch but its masks: those with equal
-masks share one. A component's group is the part of the cp axis that its tokens are spread over.
+masks share one. A component's group is the part of the cp axis, or of the tp axis, that its tokens are spread over.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class ContextPlan:
     ) -> None:
         self._spec, self._masks, self._spread, self._collective = spec, masks, where, collective
         self._device = rank.device
-        self._group = Membership(rank.endpoint, rank.cp_rank % spec.ranks, rank.context_group(spec.ranks))
+        members = rank.sharing(spec)
+        self._group = Membership(rank.endpoint, members.index(rank.rank), members)
         self._exchanges: dict[Any, KVExchange | AllToAll] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
         self._all_gather = AllGather(self._group, where, spec.shard, rank.device)
@@ -119,6 +121,11 @@ class ContextPlan:
     def gather_backward(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard of the sum, over the group, of the ranks' parts of the gradient of the whole."""
         return self._all_gather.sum_to_shards(d_whole, dim)
+
+    def own(self, x: torch.Tensor, dim: int, repeat: bool) -> torch.Tensor:
+        """This rank's slots of a value with all tokens; those without one repeat token 0, or are zeros."""
+        own = x.index_select(dim, self.tokens)
+        return own if repeat else own * self.real.view([-1 if d == dim else 1 for d in range(x.dim())])
 
     def _exchange(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | AllToAll:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""

@@ -17,7 +17,7 @@ import torch
 from csc.ir.groups import Group
 from csc.ir.mesh import Coordinates
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
-from csc.runtime.specs import StageSpec
+from csc.runtime.specs import ContextSpec, StageSpec
 from csc.runtime.tensor_group import Met
 from csc.runtime.transport import Endpoint
 
@@ -68,7 +68,7 @@ class Rank:
         """As `Mesh.group`, of this rank."""
         return self.program.manifest.mesh.group(what, self.rank, positions)
 
-    def context_group(self, ranks: int) -> tuple[int, ...]:
-        """The ranks among which tokens that are spread over `ranks` of the cp axis are, itself included."""
-        first = self.cp_rank // ranks * ranks
-        return self.group(Group.CONTEXT)[first : first + ranks]
+    def sharing(self, spec: ContextSpec) -> tuple[int, ...]:
+        """The ranks among which a component's tokens are, itself included."""
+        first = getattr(self._at, spec.axis) // spec.ranks * spec.ranks
+        return self.group(spec.group)[first : first + spec.ranks]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError, ProgramError
-from csc.ir.groups import WHOLE, Group, Placement
+from csc.ir.groups import SHARING, WHOLE, Group, Placement
 from csc.ir.mesh import Mesh
 from csc.ir.strides import overlaps
 from csc.runtime import boxes
@@ -166,7 +166,8 @@ def _device(top: Fields) -> str:
 
 
 def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[ContextSpec, ...]:
-    found = tuple(_context(row, mesh) for row in top.rows("context")) if mesh.cp > 1 else ()
+    rows = top.rows("context") if mesh.cp > 1 else top.rows("context", [])
+    found = tuple(_context(row, mesh) for row in rows)
     names = [one.component for one in found]
     if len(set(names)) < len(names):
         raise ProgramError(f"field 'context' lists {', '.join(names)}: a component twice", top.where, REMEDY)
@@ -180,15 +181,19 @@ def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[C
 
 def _context(row: Fields, mesh: Mesh) -> ContextSpec:
     ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "shard")}
-    if ranks < 1 or mesh.cp % ranks:
-        raise ProgramError(f"{ranks} ranks do not divide cp={mesh.cp}", row.where, REMEDY)
+    axis = row.get("axis", str, "cp")
+    if axis not in SHARING:
+        raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY)
+    along = f"{axis}={getattr(mesh, axis)}"
+    if ranks < 1 or getattr(mesh, axis) % ranks:
+        raise ProgramError(f"{ranks} ranks do not divide {along}", row.where, REMEDY)
     if min(sizes.values()) < 1 or sizes["shard"] * ranks < sizes["tokens"]:
-        raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of cp={mesh.cp}", row.where, REMEDY)
+        raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of {along}", row.where, REMEDY)
     masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
     tile, block = row.number("tile_seconds"), row.number("block_seconds")
     return ContextSpec(
         row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
-        inputs=row.names("inputs"),
+        inputs=row.names("inputs"), axis=axis,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.groups import SUMMED, WHOLE, Group, Placement
+from csc.ir.groups import SHARING, SUMMED, WHOLE, Group, Placement
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
@@ -170,9 +170,9 @@ class ContextMaskSpec:
 @dataclass(frozen=True)
 class ContextSpec:
     """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `shard` slots a rank, padding
-    included. Consecutive ranks of the cp axis share a sequence, so many of them; the next ones share it again.
+    included. Consecutive ranks of an axis share a sequence, so many of them; the next ones share it again.
 
-    inputs: the batch's entries that its masks are made of.
+    inputs: the batch's entries that its masks are made of. axis: cp, or tp.
     tile_seconds: attention of one block of queries to one of keys; block_seconds: sending one block's K and V.
     """
 
@@ -185,6 +185,12 @@ class ContextSpec:
     block_seconds: float
     masks: tuple[ContextMaskSpec, ...]
     inputs: tuple[str, ...] = ()
+    axis: str = "cp"
+
+    @property
+    def group(self) -> Group:
+        """Of the ranks along the axis."""
+        return SHARING[self.axis]
 
 
 @dataclass(frozen=True)

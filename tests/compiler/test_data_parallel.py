@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests import launching
 from tests.compiler import tensor_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_dividing import same
+from tests.compiler.test_encoders_spread import Small, small_batch
 from tests.models import hf, mixed, plain
 from tests.tiers import long
 
@@ -124,6 +124,50 @@ def test_models_of_hugging_face(name: str) -> None:
     same(*mixed.built(name, [2, 2, 1, 1]), FLOAT32, mesh=f"tp=2,{TOWER}", microbatches=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "mesh", "options"),
+    [
+        ("Qwen2.5-VL", (1, 2, 0, 0), "tp=2,pp=2,visual.tp=1", {"microbatches": 2}),
+        long("Qwen2-VL", (2, 1, 1, 2), "tp=4,visual.tp=1", {}),
+        long("Qwen2-VL", (1, 1, 1, 1), "tp=2,dp=2,visual.tp=1", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+        long("Qwen3-VL", (1, 1), "tp=2,cp=2,visual.tp=1", {}),
+        long("Qwen2-Audio", (1, 2), "tp=2,audio_tower.tp=1", {}),
+        long("SmolVLM", (1, 2), "tp=2,vision_model.tp=1", {}),
+    ],
+)
+def test_images_in_one_row(name: str, counts: Sequence[int], mesh: str, options: dict[str, Any]) -> None:
+    """Packed patches of images of several sizes, and sounds and tiles with masks: ranks share out tokens."""
+    compiled = same(*mixed.built(name, counts), FLOAT32, mesh=mesh, **options)
+    (spread,) = (one for one in compiled.program.contexts if one.axis == "tp")
+    assert spread.ranks == compiled.options.mesh.tp and spread.tokens > spread.shard
+
+
+def masked(between: Any, mesh: str) -> csc.CompiledModel:
+    torch.manual_seed(0)
+    batch = {**small_batch(), "lengths": torch.tensor([16, 9])}
+    return csc.compile(Small(between), example=batch, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("between", "gradients"),
+    [
+        (lambda tower, x: x + tower.mix(x.transpose(1, 2)).transpose(1, 2), 14),
+        long(lambda _, x: x, 12),
+        long(lambda _, x: F.dropout(x, 0.5), 12),
+        long(lambda _, x: x - x.mean(1, keepdim=True), 12),
+        long(lambda _, x: x + 0.01 * x @ x, 12),
+        long(lambda tower, x: x * tower.places.mean(), 12),  # on its way to calls on shards, and added to them
+    ],
+)
+def test_calls_that_see_all_tokens_are_computed_by_every_rank(between: Any, gradients: int) -> None:
+    """Between calls on shards. Their gradients are equal on all ranks, those of the others parts."""
+    compiled = parity(masked(between, "tp=2,tower.tp=1"), gradients)
+    placed = {p.name: p.gradient.over("tp") for p in compiled.trainer().program.manifest.parameters}
+    assert placed["tower.layers.0.project.weight"] == "parts"
+    assert {placed[name] for name in ("tower.mix.weight", "tower.places") if name in placed} == {"equal"}
+
+
 class Mixing(nn.Module):
     """An encoder that computes `mix` of what its first parameters make."""
 
@@ -207,15 +251,21 @@ def test_encoders_that_mix_samples_are_refused(name: str) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [f"tp=2,{TOWER}", f"tp=2,pp=2,{TOWER}"])
-def test_processes(mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("llava", f"tp=2,{TOWER}"), ("llava", f"tp=2,pp=2,{TOWER}"), ("patches", "tp=2,visual.tp=1"),
+     ("patches", "tp=2,pp=2,visual.tp=1")],
+)  # fmt: skip
+def test_processes(model: str, mesh: str, tmp_path: Path) -> None:
     """Losses and norms of three clipped steps, of what was saved and loaded, of other microbatches."""
     ranks = csc.Mesh.of(mesh).size
     launching.ranks(
-        tensor_worker.main, ranks, {"model": "llava", "mesh": mesh, "samples": 8, "microbatches": 2}, tmp_path
+        tensor_worker.main, ranks, {"model": model, "mesh": mesh, "samples": 8, "microbatches": 2}, tmp_path
     )
+    batch = BATCHES[model](8)
     expected, one = (
-        tensor_worker.steps(llava(8, mesh=each, microbatches=2), BATCHES["llava"](8)) for each in ("pp=1", mesh)
+        tensor_worker.steps(csc.compile(MODELS[model](), example=batch, mesh=each, microbatches=2), batch)
+        for each in ("pp=1", mesh)
     )
     for rank in range(ranks):
         result = json.loads((tmp_path / f"result_{rank}.json").read_text())
@@ -251,15 +301,8 @@ def test_meshes_that_cannot_be(mesh: Any, said: str) -> None:
 def test_what_cannot_be_shared_out_is_an_error() -> None:
     for mesh, said, options in (
         ("tp=2,vision.tp=1", "names 'vision', which is no component of the model.*vision_tower", {}),
-        ("tp=2,language_model.tp=1", "csc::attention has a mask that is data, and the samples of language_model", {}),
+        ("tp=2,cp=2,language_model.tp=1", "context_attention has its tokens on other cp ranks, and the samples", {}),
         (f"tp=2,cp=2,{TOWER}", "a tp of its own in the mesh, and a number of ranks", {"context": {"vision_tower": 2}}),
     ):
         with pytest.raises(InputError, match=said):
             llava(mesh=mesh, **options).trainer()
-
-
-@pytest.mark.long
-def test_packed_patches_cannot_be_shared_out() -> None:
-    model, batch = mixed.built("Qwen2-VL", [1, 1])
-    with pytest.raises(InputError, match=re.compile("visual cannot share out the first dimension.*needs it whole")):
-        csc.compile(model, example=batch, mesh="tp=2,visual.tp=1").trainer()

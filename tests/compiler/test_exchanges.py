@@ -44,6 +44,8 @@ def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None
     assert wires(Mesh(pp=2, tp=8), h100) == {"tp": (8, h100.within)}
     assert wires(Mesh(cp=2, tp=8), h100) == {"tp": (8, h100.within), "cp": (2, h100.between)}
     assert wires(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
+    shared = Mesh(tp=8, components=(("visual", 1),))  # whose ranks share tokens, as those of cp do
+    assert wires(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
 
 
 def program(**mesh: int) -> Program:

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from context_cases import on_ranks, ranks_of, spreads
-from csc.kernels.context import ATTENTION, GATHER
+from csc.kernels.context import ATTENTION, GATHER, OWN, WHOLE
 from csc.kernels.mask import Mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -90,6 +90,29 @@ def test_the_operators_meet_the_other_ranks_in_forward_and_backward() -> None:
         torch.testing.assert_close(whole, expected)
         for gradient, one in zip(found, gradients, strict=True):
             torch.testing.assert_close(gradient[:, :, plan.real], one.index_select(2, plan.tokens)[:, :, plan.real])
+
+
+def test_what_is_equal_on_all_ranks_has_equal_gradients() -> None:
+    """A shard of a whole, and the whole again: each rank's gradient is what one alone would have, added up by none."""
+    tokens = 7
+    spec = ContextSpec("encoder", 2, tokens, 2, 4, 1e-6, 1e-6, (ContextMaskSpec(1),), axis="cp")
+    ranks, transport = ranks_of(spec)
+    everything = Mask(torch.tensor([0, tokens], dtype=torch.int32).expand(1, 1, tokens, 2), None, None, tokens)
+    plans = [ContextPlan(spec, [everything], spread(spec, [everything]), rank) for rank in ranks]
+    x, weights = torch.randn(2, tokens, 3), torch.randn(2, tokens, 3)
+
+    def work(rank: int) -> list[torch.Tensor]:
+        plan = plans[rank]
+        with torch.enable_grad():
+            given = x.clone().requires_grad_()
+            own = OWN(given, plan.plan, 1, spec.shard, True)
+            assert torch.equal(own, given[:, plan.tokens])
+            whole = WHOLE(own.exp(), plan.plan, 1, tokens)
+            return [whole, *torch.autograd.grad((whole * weights).sum(), given)]
+
+    for whole, gradient in on_ranks(transport, work):
+        assert torch.equal(whole, x.exp())
+        torch.testing.assert_close(gradient, weights * x.exp())
 
 
 def test_a_plan_is_found_as_long_as_it_lives() -> None:

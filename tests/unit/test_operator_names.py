@@ -44,6 +44,7 @@ NAMES = {
     "csc.passes.prune": "writes zeros",
     "csc.passes.regions": "writes copies; which calls leave a value its name",
     "csc.passes.shapes": "writes constants",
+    "csc.passes.shard_edges": "writes the calls between a shard of tokens and the whole",
     "csc.passes.sharding": "writes the calls of a shard of tokens",
     "csc.passes.simplify": "a pattern: an expanded value that is scaled",
     "csc.passes.split": "a pattern: the product that ends a gradient",
