@@ -17,6 +17,7 @@ from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
+from csc.planning.own_stages import own_stages
 from csc.planning.partition import at_cuts
 from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
@@ -109,6 +110,8 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
     given = _given(program, options)
+    if given is None and options.mesh.own_stages:
+        given = own_stages(problem, options.mesh.own_stages)
     placement = options.placement
     written = given_schedule(options)
     if written is not None:

@@ -49,8 +49,8 @@ def check_by_layer(
     start = time.perf_counter()
     model = compiler.model
     alone = replace(
-        options, mesh=replace(options.mesh, dp=1, pp=1), cuts=None, stages=None, placement=None, chunks=None,
-        schedule="auto", memory=None, features=False,
+        options, mesh=replace(options.mesh, dp=1, pp=1, own_stages=()), cuts=None, stages=None, placement=None,
+        chunks=None, schedule="auto", memory=None, features=False,
     )  # fmt: skip
     whole = compiler.finished(ready[0], alone)
     left_out = kinds(whole)

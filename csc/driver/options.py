@@ -59,6 +59,7 @@ def changed(options: Options, **changes: Any) -> Options:
     }
     found = replace(options, **read)
     _check_ranks(found)
+    _check_stages(found)
     return found
 
 
@@ -93,6 +94,17 @@ def _check_ranks(options: Options) -> None:
                 f"{name} is given for {len(given)} pipeline ranks, and the mesh has pp={options.mesh.pp}", name,
                 "give one for each pipeline rank, or one for all",
             )  # fmt: skip
+
+
+def _check_stages(options: Options) -> None:
+    """InputError if the mesh says which stages are whose, and an option says what they hold."""
+    asked = {"stages": options.stages, "cuts": options.cuts, "placement": options.placement, "chunks": options.chunks}
+    twice = next((name for name, value in asked.items() if value not in (None, 1)), None)
+    if options.mesh.own_stages and twice is not None:
+        raise InputError(
+            f"{options.mesh} gives components pipeline stages of their own, and {twice} says what stages hold too",
+            twice, "give one of the two",
+        )  # fmt: skip
 
 
 def _each(option: str, given: Any, read: Callable[[str, Any], Any]) -> Any:

@@ -10,6 +10,7 @@ elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, an
     .orders()                                          the mesh in every order of ranks, this one first
     Mesh(ranks=64)                  one that csc chooses      .is_open
     .components                                        those that have another tp: (("vision_tower", 1),)
+    .own_stages                                        and those with pipeline stages of their own, out of pp
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 from csc.errors import InputError
 from csc.ir.groups import Group
 
-OWN = ".tp"  # behind the name of a component with a tp of its own
+OWN, STAGES = ".tp", ".pp"  # behind the name of a component with a tp, or pipeline stages, of its own
 
 
 class Coordinates(NamedTuple):
@@ -48,6 +49,7 @@ class Mesh:
         order: The axes as ranks count through them, the last one fastest: dp, cp and tp in this order, pp anywhere. Of
             axes of size 1 the place says nothing; meshes that differ in that alone are equal.
         components: Components with a tp of their own, and this; on the same ranks, which share out its samples instead.
+        own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -62,6 +64,7 @@ class Mesh:
     order: tuple[str, ...] = ("dp", "pp", "cp", "tp")
     ranks: int | None = None
     components: tuple[tuple[str, int], ...] = ()
+    own_stages: tuple[tuple[str, int], ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp", "tp")
 
@@ -88,8 +91,17 @@ class Mesh:
                     f"{component} has tp={tp}, and the mesh has tp={self.tp}", "mesh",
                     f"Give it tp=1, for which the {self.tp} ranks share out its samples, or {self.tp}",
                 )  # fmt: skip
+        for component, pp in self.own_stages:
+            _check_size(f"axis pp of {component}", pp)
+        if self.own_stages and sum(pp for _, pp in self.own_stages) >= self.pp:
+            named = ", ".join(f"{component}.pp={pp}" for component, pp in self.own_stages)
+            raise InputError(
+                f"{named} leaves none of pp={self.pp} for the other components", "mesh",
+                "pp counts all stages: those of components with stages of their own, and at least one for the others",
+            )  # fmt: skip
         object.__setattr__(self, "order", self._plain_order())
         object.__setattr__(self, "components", tuple(sorted(self.components)))
+        object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
 
     def _plain_order(self) -> tuple[str, ...]:
         """The order, with axes of size 1 where they stand by default."""
@@ -207,15 +219,19 @@ class Mesh:
         if self.is_open:
             return {"ranks": self.ranks}
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in self.AXES}
-        sizes |= {f"{component}.tp": tp for component, tp in self.components}
+        sizes |= dict(self._own())
         return sizes if self.order == self.AXES else sizes | {"order": "-".join(self.order)}
+
+    def _own(self) -> list[tuple[str, int]]:
+        found = [(f"{component}{OWN}", tp) for component, tp in self.components]
+        return found + [(f"{component}{STAGES}", pp) for component, pp in self.own_stages]
 
     def __str__(self) -> str:
         """`pp=3,dp=2`: what `parse` reads; axes of size 1 are left out."""
         if self.is_open:
             return f"ranks={self.ranks}"
         named = [f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1] or ["dp=1"]
-        named += [f"{component}.tp={tp}" for component, tp in self.components]
+        named += [f"{name}={size}" for name, size in self._own()]
         order = "-".join(axis for axis in self.order if getattr(self, axis) > 1)
         return ",".join(named if self.order == self.AXES else [*named, f"order={order}"])
 
@@ -235,7 +251,7 @@ class Mesh:
                 continue
             if not equals or not size.isdecimal():
                 raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
-            if axis not in (*cls.AXES, "ranks") and not axis.endswith(OWN):
+            if axis not in (*cls.AXES, "ranks") and not axis.endswith((OWN, STAGES)):
                 raise InputError(f"there is no axis {axis!r}", f"mesh {text!r}", form)
             if axis in sizes:
                 raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
@@ -288,13 +304,16 @@ class Mesh:
     @classmethod
     def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
         """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
-        own = {name.removesuffix(OWN): size for name, size in sizes.items() if name.endswith(OWN)}
-        sizes = {name: size for name, size in sizes.items() if not name.endswith(OWN)}
+        own, stages = (
+            tuple((name.removesuffix(end), size) for name, size in sizes.items() if name.endswith(end))
+            for end in (OWN, STAGES)
+        )
+        sizes = {name: size for name, size in sizes.items() if not name.endswith((OWN, STAGES))}
         unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
             raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
         axes = {name: size for name, size in sizes.items() if name != "order"}
-        found = cls(**axes, components=tuple(own.items()))
+        found = cls(**axes, components=own, own_stages=stages)
         if "order" not in sizes:
             return found
         named = str(sizes["order"]).split("-")
@@ -316,8 +335,9 @@ def _check_size(what: str, size: object) -> None:
 
 
 def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of axes out of sizes by component, all on the same ranks: the mesh's are those of the component with the
-    largest tp; others may have more replicas and fewer parts.
+    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp; others may
+    have more replicas and fewer parts. Where several name pp, each has so many stages of its own, and the one with the
+    largest tp shares its stages with those that name none; else all are on the same ranks.
     """
     for name, sizes in meshes.items():
         if not isinstance(sizes, Mapping) or set(sizes) - set(Mesh.AXES):
@@ -328,17 +348,25 @@ def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
         for axis, size in sizes.items():
             _check_size(f"axis {axis} of {name}", size)
     largest = max(meshes, key=lambda name: meshes[name].get("tp", 1))
-    whole = Mesh(**meshes[largest])
+    staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
+    if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
+        name = next(iter(staged))
+        raise InputError(
+            f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", "mesh",
+            f"Give {largest} its pipeline stages too: those of all components are added up",
+        )  # fmt: skip
+    whole = Mesh(**{**meshes[largest], "pp": sum(staged.values()) or 1})
     found: dict[str, Any] = whole.to_dict()
+    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if name != largest}
     for name, sizes in meshes.items():
         own = Mesh(**sizes)
-        apart = [axis for axis in ("pp", "cp") if sizes.get(axis, getattr(whole, axis)) != getattr(whole, axis)]
+        apart = sizes.get("cp", whole.cp) != whole.cp
         if apart or own.dp * own.tp != whole.dp * whole.tp:
-            what = f"{apart[0]}={sizes[apart[0]]}" if apart else f"dp * tp = {own.dp * own.tp}"
+            what = f"cp={sizes['cp']}" if apart else f"dp * tp = {own.dp * own.tp}"
             raise InputError(
                 f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
-                "Components run on the same ranks: give all of them the same dp * tp, and pp and cp to one alone; the "
-                "option context spreads an encoder's tokens over fewer cp ranks",
+                "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
+                "the option context spreads an encoder's tokens over fewer cp ranks",
             )  # fmt: skip
         found[f"{name}{OWN}"] = own.tp
     return found

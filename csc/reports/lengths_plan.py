@@ -251,10 +251,10 @@ class _Making:
 
 def _options(options: Options, batch_size: int, regions: int) -> Iterator[Options]:
     """Every split of the mesh into replicas and pipeline ranks, with every number of microbatches that is looked at.
-    What is said of each pipeline rank keeps their number.
+    What is said of each pipeline rank, or of a component's stages, keeps their number.
     """
     mesh = options.mesh
-    fixed = any(isinstance(one, tuple) for one in (options.hardware, options.memory))
+    fixed = bool(mesh.own_stages) or any(isinstance(one, tuple) for one in (options.hardware, options.memory))
     total = mesh.dp * mesh.pp
     lengths = [mesh.pp] if fixed else [pp for pp in range(1, min(total, regions) + 1) if total % pp == 0]
     for pp in lengths:

@@ -61,6 +61,20 @@ def test_an_encoder_beside_a_divided_language_model() -> None:
     assert "2 tp ranks share out 4 samples of a microbatch" in "".join(compiled.history()[-1].notes)
 
 
+def test_an_encoder_on_ranks_of_its_own() -> None:
+    """Its stage holds nothing else, and what goes to the next is each rank's own images, to and fro: those that read
+    them gather them.
+    """
+    mesh = {"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 2, "pp": 1}}
+    program = parity(llava(mesh=mesh), 80).program
+    first, last = (set(stage.regions) for stage in program.stages)
+    assert {"vision_tower" in name for name in first} == {True} and {"vision_tower" in name for name in last} == {False}
+    half = 2 * 10 * 32 * 4  # two images of ten tokens
+    assert sorted(map(tuple, program.plan.pipeline["messages"])) == [("B", 1, 0, half), ("F", 0, 1, half)]
+    reader = next(one for one in program.regions if one.name.endswith("projector"))
+    assert "csc.all_gather" in str(program.variants[reader.variant].forward)
+
+
 @pytest.mark.long
 def test_what_another_tp_began_makes_the_same_programs() -> None:
     """Passes that do not look at tp run once for all of a process; with a component's own tp fewer do not look."""
@@ -87,6 +101,10 @@ def test_what_another_tp_began_makes_the_same_programs() -> None:
         long(f"tp=2,{TOWER}", 37, {"freeze": ["multi_modal_projector", "language_model", "lm_head"]}),
         long(f"tp=2,{TOWER},multi_modal_projector.tp=1", 80, {}),
         long(f"tp=2,{TOWER}", 80, {"fuse": True}),
+        long(f"tp=2,pp=3,{TOWER},vision_tower.pp=1", 43, {"microbatches": 4, "freeze": ["vision_tower"]}),
+        long(f"tp=2,pp=3,dp=2,{TOWER},vision_tower.pp=2", 80, {"microbatches": 2, "zero": 3}),
+        long(f"tp=2,pp=2,{TOWER},vision_tower.pp=1", 80, {"microbatches": 2, "recompute": "full"}),
+        long("pp=3,vision_tower.pp=1", 80, {"microbatches": 2}),
     ],
 )
 def test_with_other_axes_and_options(mesh: str, gradients: int, options: dict[str, Any]) -> None:
@@ -129,6 +147,7 @@ def test_models_of_hugging_face(name: str) -> None:
     ("name", "counts", "mesh", "options"),
     [
         ("Qwen2.5-VL", (1, 2, 0, 0), "tp=2,pp=2,visual.tp=1", {"microbatches": 2}),
+        long("Qwen2.5-VL", (1, 2, 0, 0), "tp=2,pp=2,visual.tp=1,visual.pp=1", {"microbatches": 2}),
         long("Qwen2-VL", (2, 1, 1, 2), "tp=4,visual.tp=1", {}),
         long("Qwen2-VL", (1, 1, 1, 1), "tp=2,dp=2,visual.tp=1", {"microbatches": 2, "zero": 3, "recompute": "full"}),
         long("Qwen3-VL", (1, 1), "tp=2,cp=2,visual.tp=1", {}),
@@ -254,7 +273,7 @@ def test_encoders_that_mix_samples_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [("llava", f"tp=2,{TOWER}"), ("llava", f"tp=2,pp=2,{TOWER}"), ("patches", "tp=2,visual.tp=1"),
-     ("patches", "tp=2,pp=2,visual.tp=1")],
+     ("llava", f"tp=2,pp=2,{TOWER},vision_tower.pp=1"), ("patches", "tp=2,pp=2,visual.tp=1,visual.pp=1")],
 )  # fmt: skip
 def test_processes(model: str, mesh: str, tmp_path: Path) -> None:
     """Losses and norms of three clipped steps, of what was saved and loaded, of other microbatches."""
@@ -280,6 +299,9 @@ def test_one_mesh_in_four_forms() -> None:
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
     assert mesh == csc.Mesh(tp=2, components=(("vision_tower", 1), ("language_model", 2)))
     assert csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4}}) == csc.Mesh.parse("tp=4,pp=2,a.tp=4,b.tp=1")
+    mesh = csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4, "pp": 1}})
+    assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
+    assert (mesh.pp, mesh.size, mesh.own_stages) == (3, 12, (("b", 1),))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +309,10 @@ def test_one_mesh_in_four_forms() -> None:
     [
         ("tp=4,vision_tower.tp=2", "vision_tower has tp=2, and the mesh has tp=4.*Give it tp=1.*or 4"),
         ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2 in a mesh where a has tp=4"),
-        ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has tp=4"),
+        ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
+        ({"a": {"tp": 4, "cp": 2}, "b": {"dp": 4, "cp": 1}}, "b has cp=1 in a mesh where a has cp=2,tp=4"),
+        ("pp=2,vision_tower.pp=2", "vision_tower.pp=2 leaves none of pp=2 for the other components"),
+        ("pp=2,vision_tower.pp=0", "axis pp of vision_tower has size 0"),
         ({"a": {"tp": 4}, "b": 2}, "the mesh has 2 for b.*Map components to sizes of axes"),
         ({"a": {"tp": 4}, "b": {"dp": 0}}, "axis dp of b has size 0"),
         ("vision_tower.dp=2", "there is no axis 'vision_tower.dp'"),
@@ -296,6 +321,16 @@ def test_one_mesh_in_four_forms() -> None:
 def test_meshes_that_cannot_be(mesh: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         csc.Mesh.of(mesh)
+
+
+def test_stages_that_cannot_be_a_component_s_own() -> None:
+    for mesh, said, options in (
+        ("pp=2,vision.pp=1", "vision pipeline stages of its own, and nothing of it runs.*vision_tower", {}),
+        ("pp=9,vision_tower.pp=7", "7 pipeline stages for vision_tower, which has .* regions.*pp=4, or less", {}),
+        ("pp=2,vision_tower.pp=1", "cuts says what stages hold too.*give one of the two", {"cuts": ["lm_head"]}),
+    ):
+        with pytest.raises(InputError, match=said):
+            llava(mesh=mesh, **options).trainer()
 
 
 def test_what_cannot_be_shared_out_is_an_error() -> None:

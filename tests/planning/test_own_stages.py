@@ -1,0 +1,47 @@
+"""Stages of which some belong to one component alone: against all ways to cut the others' units and its own."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csc.errors import InputError
+from csc.planning.own_stages import own_stages
+from csc.planning.problem import Problem, Unit
+
+
+def problem(encoder: list[int], language: list[int], ranks: int) -> Problem:
+    units = [Unit(f"e{i}", "encoder", seconds * 1e-3) for i, seconds in enumerate(encoder)]
+    units += [Unit(f"l{i}", "language", seconds * 1e-3) for i, seconds in enumerate(language)]
+    return Problem(units=tuple(units), values=(), ranks=ranks, microbatches=1)
+
+
+def least(costs: list[int], stages: int) -> int:
+    ways = combinations(range(1, len(costs)), stages - 1)
+    return min(max(sum(costs[a:b]) for a, b in pairwise((0, *cuts, len(costs)))) for cuts in ways)
+
+
+SECONDS = st.lists(st.integers(1, 9), min_size=3, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SECONDS, SECONDS, st.integers(1, 3), st.integers(1, 3))
+def test_both_are_as_even_as_they_can_be(encoder: list[int], language: list[int], own: int, others: int) -> None:
+    whole = problem(encoder, language, own + others)
+    found = own_stages(whole, [("encoder", own)])
+    assert [unit for stage in found for unit in stage] == list(range(len(whole.units)))
+    sums = [round(sum(whole.units[unit].work for unit in stage) * 1e3) for stage in found]
+    assert max(sums[:own]) == least(encoder, own) and max(sums[own:]) == least(language, others)
+
+
+def test_what_is_not_there_or_too_short_is_an_error() -> None:
+    whole = problem([1, 2], [3, 4], 5)
+    with pytest.raises(InputError, match=r"3 pipeline stages for encoder, which has 2 regions.*pp=2, or less"):
+        own_stages(whole, [("encoder", 3)])
+    with pytest.raises(InputError, match=r"gives vision pipeline stages of its own.*encoder, language"):
+        own_stages(whole, [("vision", 1)])
+    with pytest.raises(InputError, match="4 pipeline stages for all that has no stages of its own, which has 2"):
+        own_stages(whole, [("encoder", 1)])
