@@ -49,7 +49,8 @@ class Mesh:
         order: The axes as ranks count through them, the last one fastest: dp, cp and tp in this order, pp anywhere. Of
             axes of size 1 the place says nothing; meshes that differ in that alone are equal.
         components: Components with a tp of their own, and this; on the same ranks, which share out its samples instead.
-        own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest.
+        own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
+            if nothing is left those of the last one.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -93,11 +94,12 @@ class Mesh:
                 )  # fmt: skip
         for component, pp in self.own_stages:
             _check_size(f"axis pp of {component}", pp)
-        if self.own_stages and sum(pp for _, pp in self.own_stages) >= self.pp:
+        told = sum(pp for _, pp in self.own_stages)
+        if told > self.pp or (told == self.pp and len(self.own_stages) == 1):
             named = ", ".join(f"{component}.pp={pp}" for component, pp in self.own_stages)
             raise InputError(
                 f"{named} leaves none of pp={self.pp} for the other components", "mesh",
-                "pp counts all stages: those of components with stages of their own, and at least one for the others",
+                "pp counts all stages: name each component that has some, or leave at least one for the others",
             )  # fmt: skip
         object.__setattr__(self, "order", self._plain_order())
         object.__setattr__(self, "components", tuple(sorted(self.components)))
@@ -336,8 +338,8 @@ def _check_size(what: str, size: object) -> None:
 
 def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp; others may
-    have more replicas and fewer parts. Where several name pp, each has so many stages of its own, and the one with the
-    largest tp shares its stages with those that name none; else all are on the same ranks.
+    have more replicas and fewer parts. Where several name pp, each has so many stages of its own; else all are on the
+    same ranks.
     """
     for name, sizes in meshes.items():
         if not isinstance(sizes, Mapping) or set(sizes) - set(Mesh.AXES):
@@ -357,7 +359,7 @@ def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     whole = Mesh(**{**meshes[largest], "pp": sum(staged.values()) or 1})
     found: dict[str, Any] = whole.to_dict()
-    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if name != largest}
+    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if len(staged) > 1}
     for name, sizes in meshes.items():
         own = Mesh(**sizes)
         apart = sizes.get("cp", whole.cp) != whole.cp

@@ -5,7 +5,7 @@ own_stages(problem, own) -> [units of each stage]      own: (component, stages) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from csc.errors import InputError
@@ -17,9 +17,10 @@ NANOSECOND = 1e-9
 
 def own_stages(problem: Problem, own: Sequence[tuple[str, int]]) -> list[list[int]]:
     """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
-    the stages of all others. Within both the largest sum of F, B and W is as small as it can be.
+    the stages of all others. If no stage is left for the others, they share those of the last component. Within both
+    the largest sum of F, B and W is as small as it can be.
 
-    InputError for a component that is not there, or has fewer units than stages.
+    InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
     of: dict[str, list[int]] = {name: [] for name, _ in own}
     others: list[int] = []
@@ -31,10 +32,29 @@ def own_stages(problem: Problem, own: Sequence[tuple[str, int]]) -> list[list[in
             f"the mesh gives {missing} pipeline stages of its own, and nothing of it runs for the example batch",
             "mesh", f"components: {', '.join(sorted({unit.component for unit in problem.units}))}",
         )  # fmt: skip
+    front = sorted(own, key=lambda one: of[one[0]][0])
+    left = problem.ranks - sum(stages for _, stages in own)
+    rest = "all that has no stages of its own"
+    if left == 0:
+        rest, left = front.pop()
+        others = sorted([*others, *of.pop(rest)])
     found: list[list[int]] = []
-    for name, stages in sorted(own, key=lambda one: of[one[0]][0]):
+    for name, stages in front:
         found += _balanced(problem, name, of[name], stages)
-    return found + _balanced(problem, "all that has no stages of its own", others, problem.ranks - len(found))
+        _refuse_readers(problem, name, set().union(*found))
+    return found + _balanced(problem, rest, others, left)
+
+
+def _refuse_readers(problem: Problem, name: str, in_front: Collection[int]) -> None:
+    """InputError if the units up to those of a component read what others make, further back."""
+    for value in problem.values:
+        if value.maker not in in_front and any(reader in in_front for reader in value.readers):
+            maker = problem.units[value.maker]
+            raise InputError(
+                f"the mesh gives {name} pipeline stages in front of others, and it reads what {maker.name} of "
+                f"{maker.component} makes", "mesh",
+                f"give stages to the components that {name} reads in its place, and leave the rest to it",
+            )  # fmt: skip
 
 
 def _balanced(problem: Problem, what: str, units: Sequence[int], stages: int) -> list[list[int]]:

@@ -311,7 +311,7 @@ def test_one_mesh_in_four_forms() -> None:
     assert csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4}}) == csc.Mesh.parse("tp=4,pp=2,a.tp=4,b.tp=1")
     mesh = csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4, "pp": 1}})
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
-    assert (mesh.pp, mesh.size, mesh.own_stages) == (3, 12, (("b", 1),))
+    assert (mesh.pp, mesh.size, mesh.own_stages) == (3, 12, (("a", 2), ("b", 1)))
 
 
 @pytest.mark.parametrize(

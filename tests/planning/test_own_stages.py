@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.planning.own_stages import own_stages
-from csc.planning.problem import Problem, Unit
+from csc.planning.problem import Problem, Unit, Value
 
 
 def problem(encoder: list[int], language: list[int], ranks: int) -> Problem:
@@ -45,3 +46,16 @@ def test_what_is_not_there_or_too_short_is_an_error() -> None:
         own_stages(whole, [("vision", 1)])
     with pytest.raises(InputError, match="4 pipeline stages for all that has no stages of its own, which has 2"):
         own_stages(whole, [("encoder", 1)])
+
+
+def test_the_last_component_shares_its_stages_where_all_are_named() -> None:
+    whole = problem([1, 2], [3, 4], 3)
+    whole = replace(whole, units=(*whole.units, Unit("head", "root", 1e-3)))
+    for own in ([("encoder", 1), ("language", 2)], [("language", 2), ("encoder", 1)]):
+        assert own_stages(whole, own) == [[0, 1], [2], [3, 4]] == own_stages(whole, [("encoder", 1)])
+
+
+def test_stages_in_front_read_nothing_from_behind() -> None:
+    whole = replace(problem([1, 2], [3, 4], 2), values=(Value(1, (2,), (True,), 1.0, 1.0),))
+    with pytest.raises(InputError, match="gives language pipeline stages in front of others, and it reads what e1 of"):
+        own_stages(whole, [("language", 1)])
