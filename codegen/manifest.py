@@ -211,6 +211,7 @@ def _expected(program: Program) -> dict[str, Any]:
         "shared_bound": plan.shared_bound,
         "peak_memory": list(plan.peak_memory),
         "peak_flops": plan.peak_flops,
+        **({"ahead": [sorted(order.items()) for order in plan.ahead]} if plan.ahead is not None else {}),
     }
 
 

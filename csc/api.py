@@ -23,7 +23,7 @@ from csc.driver.compiled import CompiledModel
 from csc.driver.dividing import Divide
 from csc.driver.given_batches import Example
 from csc.driver.model_programs import Factory
-from csc.driver.new_model import compiled_model
+from csc.driver.new_model import compiled_model, made_features
 from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -58,6 +58,7 @@ def compile(
     timeout: float = 600.0,
     divide: Divide | None = None,
     cache_features: str | Path | FeatureCache | None = None,
+    encode_ahead: bool = False,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -110,6 +111,9 @@ def compile(
         cache_features: A directory. What a frozen encoder makes of images or sounds is kept there and taken from there
             in later epochs and runs, and the program is planned without the encoder. csc.FeatureCache(directory,
             limit=bytes) holds more or less than 100 GB; see docs/features.md.
+        encode_ahead: What a frozen encoder makes of the next batch is made during a step, by ranks that would wait, if
+            that batch is known (`train_step(batch, ahead=following)`, or `for batch in compiled.ahead(loader)`); the
+            program is planned without the encoder. See docs/features.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:
@@ -128,9 +132,7 @@ def compile(
         **misspelt,
     )  # fmt: skip
 
-    features = cache_features
-    if features is not None and not isinstance(features, FeatureCache):
-        features = FeatureCache(features)
+    features = made_features(cache_features, encode_ahead)
     options = replace(options, features=features is not None)
 
     def build(target: nn.Module | Factory) -> CompiledModel:

@@ -38,15 +38,15 @@ def features(program: Program, options: Options) -> Program:
     spread = next((name for name in _reading(program, inexact) if reasons[name].endswith(SPREAD)), None)
     if spread is not None:
         raise InputError(
-            f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features",
-            "use tp=1 and leave the encoder out of context=, or leave cache_features out",
+            f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features, encode_ahead",
+            "use tp=1 and leave the encoder out of context=, or leave cache_features (encode_ahead) out",
         )  # fmt: skip
     left_out = _left_out(program, inexact, {name for name, reason in reasons.items() if not reason})
     if not left_out:
         raise InputError(
             f"no features of {program.name} can be kept: {_why(program, inexact, reasons)}",
-            "cache_features",
-            "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features out",
+            "cache_features, encode_ahead",
+            "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features (encode_ahead) out",
         )
     inside = {region.name for region in left_out}
     rest = [region for region in program.regions if region.name not in inside]

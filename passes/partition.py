@@ -9,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from csc.passes import pipeline_problem as numbers
+from csc.passes.encoded_ahead import encoded_ahead
 from csc.passes.schedule_file import given_schedule
 
 from csc.analysis.costs import basis
@@ -66,6 +67,8 @@ def partition(program: Program, options: Options) -> Program:
     )
     assert {stage.rank for stage in built} == set(range(options.mesh.pp))
     profiles = numbers.profiles(program, options)
+    divided = replace(program, stages=built, messages=_messages(program, problem, home))
+    ahead = encoded_ahead(divided, decided, options)
     record = Plan(
         schedule=decided.schedule,
         costs=_basis(program, profiles),
@@ -76,8 +79,9 @@ def partition(program: Program, options: Options) -> Program:
         shared_bound=decided.shared_bound,
         peak_memory=tuple(decided.peak_memory),
         peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
+        ahead=ahead.orders if ahead is not None else None,
     )
-    return replace(program, stages=built, messages=_messages(program, problem, home), plan=record)
+    return replace(divided, plan=record)
 
 
 def _basis(program: Program, profiles: Sequence[Hardware]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from fnmatch import fnmatchcase
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="a glob over the names of cells, and 'sizes'")
     parser.add_argument("--emulated", action="store_true", help="also some cells as emulated ranks: real processes")
     parser.add_argument("--real", action="store_true", help="also steps of a small model on two ranks that compute")
+    parser.add_argument("--ahead", action="store_true", help="also steps that encode for the next one")
     given = parser.parse_args()
     from benchmarks.balance.new_sizes import new_sizes
     from benchmarks.balance.simulated import cells, measure
@@ -39,7 +41,7 @@ def main() -> None:
             rows.append(measure(cell, given.batches, 0.0 if given.quick or cell.shape[2] > 1 else 1.0))
             bar.advance(task)
     runs = []
-    if given.emulated:
+    if given.emulated and chosen:
         from benchmarks.balance.emulated_cells import emulated
 
         runs = emulated([cell for cell in chosen if cell.shape[0] == 4 and cell.shape[2] == 1][:EMULATED])
@@ -49,11 +51,19 @@ def main() -> None:
         from benchmarks.balance.real import SETS, measured
 
         real = measured(SETS[:1] if given.quick else SETS, STEPS, TURNS, PROFILE, Console(stderr=True).print)
+    ahead: list[dict[str, Any]] = []
+    if given.ahead:
+        from benchmarks.balance.ahead_cells import figures_ahead
+
+        ahead = figures_ahead(given.quick, given.emulated)
     if given.json:
-        print(json.dumps(document(rows, runs, real, new), indent=1))
+        print(json.dumps(document(rows, runs, real, new) | ({"ahead": ahead} if ahead else {}), indent=1))
         return
     console = Console()
-    show(console if console.is_terminal else Console(width=WIDTH), rows, runs, real, new)
+    console = console if console.is_terminal else Console(width=WIDTH)
+    show(console, rows, runs, real, new)
+    for one in ahead:
+        console.print("ahead, " + ", ".join(f"{name} {value}" for name, value in one.items()), highlight=False)
 
 
 if __name__ == "__main__":

@@ -137,12 +137,22 @@ def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, SampleCosts, Fl
 
 def _whole(cell: Cell) -> tuple[SizeRates, Problem, PipelinePlan, Floats]:
     """The model's rates, the problem of its mean microbatch, the plan for that, and its features."""
+    rates, whole, typical = _of_mean(cell)
+    return rates, whole, _planned(cell, whole), typical
+
+
+def whole_problem(cell: Cell) -> Problem:
+    """That of the cell's mean microbatch."""
+    return _of_mean(cell)[1]
+
+
+def _of_mean(cell: Cell) -> tuple[SizeRates, Problem, Floats]:
     rates, problem = rates_of(cell.model, cell.frozen, HARDWARE)
     ranks, microbatches, replicas, count = cell.shape
     lengths = SETS[cell.lengths]()
     typical = drawn(lengths, min(len(lengths), 4096), 0).mean(axis=0) * count / (microbatches * replicas)
     whole = replace(mean(rates, problem, (1.0, *typical)), ranks=ranks, microbatches=microbatches)
-    return rates, whole, _planned(cell, whole), typical
+    return rates, whole, typical
 
 
 def _planned(cell: Cell, whole: Problem) -> PipelinePlan:

@@ -227,7 +227,9 @@ class CompiledModel:
         self._steps.gather()
         return self.model
 
-    def train_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
+    def train_step(
+        self, batch: Any, microbatches: int | None = None, local: bool = False, ahead: Any = None
+    ) -> torch.Tensor:
         """Forward and backward of the whole batch; gradients go to `.grad` as autograd would put them.
 
         If the model has a method `check_batch(batch)`, it is called first: what a compiled step cannot decide, because
@@ -241,17 +243,18 @@ class CompiledModel:
                 that has and of any size; loss and gradients are those of all of them together. Features that the
                 process does not need (`needs`) may be left out, or on the meta device. In one process, which runs all
                 replicas, it is the global batch. What a loader of `csc.balanced` yields is local.
+            ahead: The next step's batch, with `encode_ahead=True`; another one may come then.
 
         Returns:
             The loss of the whole batch: a tensor without dimensions, the same on every rank.
 
         Raises:
             InputError: The batch does not fit: other keys or dtypes than the example's, ids beyond the vocabulary.
-            StepFailed: Another rank cannot do the step. Then no gradient is touched on any, and the next is in order.
+            StepFailed: Another rank cannot do the step. No gradient is touched on any, and the next is in order.
             RankLost: Another rank ended, or was silent for `timeout` seconds.
             DifferenceError: A new program does not train what eager PyTorch trains.
         """
-        return self._steps.train(batch, microbatches, local)
+        return self._steps.train(batch, microbatches, local, ahead)
 
     def compile_for(self, batch: Any, microbatches: int | None = None, local: bool = False) -> None:
         """Make the programs of a batch's microbatches, and compare them with eager PyTorch, without a step: later steps
@@ -280,11 +283,10 @@ class CompiledModel:
 
         One thread fetches and plans; an error of the loader is raised in place of its batch. Results are those of
         `train_step` alone: a batch that is changed after all, or has a new length, is planned in its step; so is that
-        of a model whose own code runs before the step (see docs/models.md). Without cp it only fetches ahead.
+        of a model whose own code runs before the step. With `encode_ahead` a step knows the batch after it, too.
 
         Args:
-            batches: A loader, or anything that gives batches.
-            depth: How many batches ahead; InputError if less than 1.
+            batches: A loader, or anything that gives batches. depth: how many ahead; InputError if less than 1.
         """
         return self._steps.ahead(batches, depth)
 

@@ -113,9 +113,9 @@ class Inspected:
         wanted = None if ranks is None else checked_ranks(self._options.mesh, ranks)
         if self._programs.settings.features is not None:
             raise InputError(
-                "its steps take the features of a frozen encoder, which csc.run neither makes nor keeps",
+                "its steps take the features of a frozen encoder, which csc.run does not make",
                 str(directory),
-                "compile without cache_features to write a directory",
+                "compile without cache_features and encode_ahead to write a directory",
             )
         compiled, progress = self._programs.current().compiled, self._programs.progress
         guards = compiled.finished(self.microbatch, self._options, progress).guards

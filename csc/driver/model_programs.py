@@ -16,12 +16,11 @@ from pathlib import Path
 
 from torch import nn
 
-from csc.cache.feature_entries import FeatureCache
 from csc.cache.store import store
 from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.when import checks
 from csc.driver.compiler import Compiler, Progress, quiet
-from csc.driver.program_set import ProgramSet
+from csc.driver.program_set import MadeFeatures, ProgramSet
 from csc.driver.wrapped import refuse_wrapped
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
@@ -36,13 +35,13 @@ Factory = Callable[[], nn.Module]
 class Settings:
     """cache: whether programs are kept on disk. check: whether new ones are compared with eager PyTorch; a number: and
     at steps of which it is a divisor. timeout: seconds without an answer until a process counts as lost. features:
-    where those of frozen encoders are kept.
+    how those of frozen encoders come before a step.
     """
 
     cache: bool
     check: bool | int
     timeout: float = 600.0
-    features: FeatureCache | None = None
+    features: MadeFeatures | None = None
 
 
 class ModelPrograms:

@@ -1,11 +1,13 @@
 """A compiled model of what a user gives: nothing is compiled yet, but for a mesh that csc is to choose.
 
 compiled_model(model, options, example) -> CompiledModel
+made_features(cache_features, encode_ahead)                 what its programs are given
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -16,9 +18,12 @@ from csc.driver.chosen_mesh import with_chosen_mesh
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import Compiler
 from csc.driver.dividing import Divide, Dividing
+from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.given_batches import Example, GivenBatches
+from csc.driver.kept_features import KeptFeatures
 from csc.driver.model_programs import Factory, ModelPrograms, Settings
 from csc.driver.options import shown
+from csc.driver.program_set import MadeFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
 
@@ -33,7 +38,7 @@ def compiled_model(
     check: bool | int | None = None,
     timeout: float = 600.0,
     divide: Divide | None = None,
-    features: FeatureCache | None = None,
+    features: MadeFeatures | None = None,
 ) -> CompiledModel:
     """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
     _refuse(model, cache, timeout)
@@ -42,6 +47,24 @@ def compiled_model(
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, given, options)
     return CompiledModel(programs, given, options)
+
+
+def made_features(kept: str | Path | FeatureCache | None, ahead: bool) -> MadeFeatures | None:
+    """How features of frozen encoders come before a step, as `csc.compile` is told: from disk, from the step before, or
+    not at all.
+    """
+    if not isinstance(ahead, bool):
+        raise InputError(f"encode_ahead is {shown(ahead)}", "compile", "pass True or False")
+    if ahead and kept is not None:
+        raise InputError(
+            "features cannot both be kept on disk and be made ahead", "compile",
+            "use cache_features where the same images come again, else encode_ahead",
+        )  # fmt: skip
+    if ahead:
+        return lambda model, _: FeaturesAhead(model)
+    if kept is None:
+        return None
+    return partial(KeptFeatures, kept if isinstance(kept, FeatureCache) else FeatureCache(kept))
 
 
 def _refuse(model: object, cache: object, timeout: object) -> None:

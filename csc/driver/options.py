@@ -32,6 +32,7 @@ OTHERS = (
     "timeout",
     "divide",
     "cache_features",
+    "encode_ahead",
 )  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "full", "auto")

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from csc.analysis.token_counts import Places
-from csc.cache.feature_entries import FeatureCache
 from csc.cache.inductor_folder import inductor_folder
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
@@ -39,6 +39,7 @@ from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
+from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.kept_features import KeptFeatures
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
@@ -57,6 +58,8 @@ log = logging.getLogger("csc")
 Microbatch = Mapping[str, Any]
 Answers = tuple[str, ...]  # what a microbatch decides
 Variants = tuple[int, Answers]  # number of microbatches
+Features = KeptFeatures | FeaturesAhead
+MadeFeatures = Callable[[nn.Module, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], Features]
 
 
 class ProgramSet:
@@ -72,14 +75,14 @@ class ProgramSet:
         timeout: float = 600.0,
         meeting: Meeting | None = None,
         training: ProgramSet | None = None,
-        features: FeatureCache | None = None,
+        features: MadeFeatures | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
-        training: the programs that train what these evaluate; features: where those of frozen encoders are kept.
+        training: the programs that train what these evaluate; features: how those of frozen encoders are come by.
         """
-        self.features = KeptFeatures(features, compiler.model, self._made_by_host) if features is not None else None
+        self.features = features(compiler.model, self._made_by_host) if features is not None else None
         self._training = training
         self._timeout = timeout
         self._meeting = meeting
@@ -246,18 +249,22 @@ class ProgramSet:
     @property
     def encoded(self) -> frozenset[str]:
         """The batch entries that this process makes features of, or knows them by."""
-        read = self.features is not None and any(one.reads_features for one in self.trainers)
-        return self.features.inputs if self.features is not None and read else frozenset()
+        if self.features is None:
+            return frozenset()
+        read = isinstance(self.features, FeaturesAhead) or any(one.reads_features for one in self.trainers)
+        return self.features.inputs if read else frozenset()
 
-    def checked_places(self, matches: Sequence[Match]) -> list[Microbatch]:
-        """Microbatches that are served, as programs take them. InputError if one's placeholders do not fit its
-        features.
+    def checked_places(self, matches: Sequence[Match], features: bool = True) -> list[Microbatch]:
+        """Microbatches that are served, as programs take them; features: also those that this process reads. InputError
+        if one's placeholders do not fit its features.
         """
         for number, match in enumerate(matches):
             self._places[match.key].check(match.batch, f"microbatch {number}" if len(matches) > 1 else "the batch")
         if self.features is None:
             return [match.batch for match in matches]
-        return [self.features.complete(match, self._reads_features(n, len(matches))) for n, match in enumerate(matches)]
+        count = len(matches)
+        here = [features and self._reads_features(number, count) for number in range(count)]
+        return [self.features.complete(match, own) for match, own in zip(matches, here, strict=True)]
 
     def _made_by_host(self, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.guards.host.entries(self._compiler.model, entries)[0]

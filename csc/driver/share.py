@@ -35,7 +35,7 @@ from csc.runtime.words import CHANGED, Said, digest
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
 # Bits of what ranks say: below UNSERVED those of csc.runtime.trainer, from FLAGS on a digest of what replicas share.
-UNSERVED, FLAGS = 4, 8
+UNSERVED, FLAGS = 8, 16
 
 
 class ReplicaShare(list[dict[str, Any]]):

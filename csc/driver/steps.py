@@ -1,14 +1,14 @@
 """The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before.
 
     steps = Steps(programs, given, options)
-    steps.train(batch, microbatches, local) -> loss              steps.evaluate(batch, microbatches, local) -> loss
+    steps.train(batch, microbatches, local, following) -> loss   steps.evaluate(batch, microbatches, local) -> loss
     with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
     steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
     steps.ahead(batches, depth) -> batches                       steps.check() -> str
     steps.timeline(batch, microbatches) -> Timeline              steps.clip(max_norm) -> norm
     steps.metrics                                                of the last step
 
-microbatches: how many, instead of those of the options.
+microbatches: how many, instead of those of the options. following: the batch of the step after it, if that is known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from csc.check.one_step import ComparedStep
 from csc.driver import modes
 from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
+from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.given_batches import GivenBatches
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.notices import NewSizes, notice, unlogged, what_trains
@@ -39,10 +41,11 @@ from csc.driver.share import ReplicaShare, Share
 from csc.errors import InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
+from csc.runtime.encoding import Encoding
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
 from csc.runtime.prefetch import ahead
 from csc.runtime.timelines import gathered, timeline
-from csc.runtime.trainer import Trainer
+from csc.runtime.trainer import NOTHING_AHEAD, Trainer
 from csc.runtime.words import Said
 from csc.simulation.timeline import Timeline
 
@@ -61,6 +64,7 @@ class Steps:
         self._told: ProgramSet | None = None  # of which it was said what trains
         self._new_sizes = NewSizes()
         self._scaled = ScaledGradients()
+        self._announced: tuple[Any, Any] | None = None  # a batch, and the one that follows it
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
@@ -105,10 +109,23 @@ class Steps:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
         return [trainer.reads(one) for one in self.programs.set.checked_places(matches)]
 
-    def train(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+    def train(self, batch: Any, microbatches: int | None, local: bool, following: Any = None) -> torch.Tensor:
         """One training step; the loss."""
+        if following is not None and self.encodes_ahead is None:
+            raise InputError(
+                "nothing is done ahead for a next batch", "train_step",
+                "compile with encode_ahead=True and a frozen encoder, or leave ahead= out",
+            )  # fmt: skip
+        if following is None and self._announced is not None and self._announced[0] is batch:
+            following = self._announced[1]
         with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
-            return self._step(STEP, batch, microbatches, local)
+            return self._step(STEP, batch, microbatches, local, following)
+
+    @property
+    def encodes_ahead(self) -> FeaturesAhead | None:
+        """What frozen encoders make of the next batch; None: nothing, or on disk."""
+        features = self.programs.set.features
+        return features if isinstance(features, FeaturesAhead) else None
 
     def evaluate(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
         """The loss of a batch in eval mode, by programs for the training programs of now."""
@@ -133,13 +150,18 @@ class Steps:
         self.metrics["grad_norm"] = float(norm)
         return norm
 
-    def _step(self, operation: str, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
+    def _step(
+        self, operation: str, batch: Any, microbatches: int | None, local: bool, following: Any = None
+    ) -> torch.Tensor:
         self._scaled.look()
-        with self.agreed(operation, batch, microbatches, local) as (trainer, dealt, flags, compared):
+        with self.agreed(operation, batch, microbatches, local, following) as agreed:
+            trainer, dealt, flags, compared, encoding = agreed
             self._count += 1
             if operation == STEP:
                 self._tell_what_trains(trainer)
-            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags)
+            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags, encoding=encoding)
+            if self.encodes_ahead is not None:
+                self.encodes_ahead.keep(encoding)
             self._measure(trainer)
             if operation == STEP:
                 self._scaled.given(trainer)
@@ -154,10 +176,10 @@ class Steps:
 
     @contextmanager
     def agreed(
-        self, operation: str, batch: Any, microbatches: int | None, local: bool
-    ) -> Iterator[tuple[Trainer, Microbatches, int, ComparedStep | None]]:
+        self, operation: str, batch: Any, microbatches: int | None, local: bool, following: Any = None
+    ) -> Iterator[tuple[Trainer, Microbatches, int, ComparedStep | None, Encoding | None]]:
         """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and the
-        flags that any rank has said; and the step itself, if the check has made it just now.
+        flags that any rank has said; the step itself, if the check has made it just now; and what is encoded in it.
         """
         given, programs, options = self.given, self.programs.set, self.options(microbatches)
         meeting = programs.meeting(options)
@@ -171,7 +193,7 @@ class Steps:
             modes.refuse_torch(was, operation)
             return given.ready(batch, options, share.parts)
 
-        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches] | None]:
+        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None] | None]:
             given.check(ready if share.own else batch, share.own)
             changed = self.programs.changed()
             changes.append(str(changed))
@@ -186,12 +208,14 @@ class Steps:
 
         def known(
             ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
-        ) -> tuple[Said, tuple[Trainer, Microbatches]]:
+        ) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None]]:
             given.check_cut(batch, made, share.parts)
             if operation == STEP:
                 modes.refuse_no_gradient(made.program.manifest)
             said, dealt = made.ready(self.complete(matches, made), local=share.own)
-            return say(ready, said, programs.decides(matches, options)), (made, dealt)
+            coming, encoding = self._coming(following, made, options, share.parts)
+            said = replace(said, value=said.value + NOTHING_AHEAD * (encoding is None))
+            return say([*ready, *coming], said, programs.decides(matches, options)), (made, dealt, encoding)
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
@@ -215,7 +239,25 @@ class Steps:
             programs.use(found[0])
             if operation not in STEPS or compared:
                 meeting.began()
-            yield (*found, share.flags(heard), compared[-1] if compared else None)
+            made, dealt, encoding = found
+            yield made, dealt, share.flags(heard), compared[-1] if compared else None, encoding
+
+    def _coming(
+        self, following: Any, trainer: Trainer, options: Options, parts: int
+    ) -> tuple[list[dict[str, Any]], Encoding | None]:
+        """The microbatches of the batch that follows, and what is encoded of them now; None where they are of sizes
+        that no program is for. What is wrong with them is said in their step.
+        """
+        programs, features = self.programs.set, self.encodes_ahead
+        if following is None or features is None:
+            return [], None
+        try:
+            coming = self.given.ready(following, options, parts)
+            matches = programs.match(coming)
+            served = programs.serves(matches, options) is not None
+        except InputError:
+            return [], None
+        return coming, features.encoding(matches, trainer) if served else None
 
     def _made(
         self, ready: list[dict[str, Any]], options: Options, batch: Any, own: bool, due: bool
@@ -264,7 +306,7 @@ class Steps:
     def prepare(self, batch: Any, depth: int) -> None:
         """Plan a coming batch, which is at most `depth` steps ahead; another thread may train meanwhile."""
         programs = self.programs.set
-        if programs.replays:  # which change the model for a while
+        if programs.replays or self._options.mesh.cp == 1:  # what is replayed changes the model for a while
             return
         ready = self.given.ready(batch, self._options)
         with programs.compiling:
@@ -272,7 +314,7 @@ class Steps:
             trainer = programs.serves(matches, self._options)
             if trainer is None:
                 return
-            complete = self.complete(matches, trainer)
+            complete = [trainer.reads(one) for one in programs.checked_places(matches, features=False)]
         trainer.prepare(complete, depth)
 
     def ahead(self, batches: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -281,7 +323,18 @@ class Steps:
             raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
         if self.given.known:
             self.trainer()  # what batches are planned for
-        return ahead(batches, lambda batch: self.prepare(batch, depth), depth)
+        found = ahead(batches, lambda batch: self.prepare(batch, depth), depth)
+        return found if self.encodes_ahead is None else self._announcing(found)
+
+    def _announcing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; while one is trained on, the one that follows is known."""
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            self._announced = (batch, following)
+            yield batch
+            batch = following
+        self._announced = None
 
     def timeline(self, batch: Any, microbatches: int | None) -> Timeline:
         """One step that also records when every rank ran what. If none was made yet, one is made and dropped before."""

@@ -226,12 +226,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner decided and what it expects. Times are seconds of one step, sizes bytes of one rank.
-
-    costs: where the seconds come from. layout: how components share ranks. pipeline: what the simulator needs, in the
-    JSON form of csc.simulation. bound: no plan of one stage a rank takes less; None where several share a rank.
-    shared_bound: no plan whatever takes less. peak_flops: FLOP/s that a device can do in the dtype that is computed in,
-    0 if the hardware profile does not say.
+    """What the planner decided and expects, in seconds of a step and bytes of a rank. costs: where seconds come from.
+    layout: how components share ranks. pipeline: for the simulator, as JSON. bound: no plan of one stage a rank takes
+    less; None: several share one. shared_bound: no plan does. peak_flops: FLOP/s of a device in the computed dtype,
+    0: unknown. ahead: by rank, how many of its computes come before it encodes which microbatches of the next step.
     """
 
     schedule: Schedule
@@ -243,6 +241,7 @@ class Plan:
     shared_bound: float
     peak_memory: tuple[float, ...]
     peak_flops: float = 0.0
+    ahead: tuple[Mapping[int, tuple[int, ...]], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,8 @@ class Distributed:
     def drain(self) -> None:
         while self._left:
             self._await_sends(self._left.pop(0))
-        for channel in self._sending:
-            self._release(channel, self._manifest.microbatches)
+        for channel, queue in self._sending.items():
+            self._release(channel, max((one.microbatch for one in queue), default=0))
 
     def _release(self, channel: Message, microbatch: int) -> None:
         queue = self._sending.get(channel, [])

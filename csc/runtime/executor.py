@@ -23,6 +23,7 @@ from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
 from csc.runtime import context_group, loss_terms, seeds
+from csc.runtime.encoding import RankEncoding
 from csc.runtime.gathering import Gathered
 from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
 from csc.runtime.loaded_program import StageFunctions
@@ -223,13 +224,15 @@ def step(
     uneven: bool = False,
     counts: StepCounts | None = None,
     profiled: bool = False,
+    encoding: RankEncoding | None = None,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
     name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
-    of these microbatches. profiled: whether a profiler is on, which ranges are for.
+    of these microbatches. profiled: whether a profiler is on, which ranges are for. encoding: what it does for the next
+    step meanwhile; once its messages have left, since others wait for these.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
@@ -242,14 +245,24 @@ def step(
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = yield from loss_terms.weights(ranks, microbatches)
+    done, due = 0, encoding is not None  # computes, and whether there may be something to encode before the next
     try:
         for i, action in enumerate(actions):
             if i == 0 or action.computes:
                 _post(state, actions, i)
+            if due and encoding is not None and action.kind != "SEND":
+                encoding.run(done)
+                due = False
             start = time.perf_counter()
             yield from _act(state, action, uneven)
             if trace and state.doable(action) is not None:
                 timed.append(Timed(action, start, time.perf_counter()))
+            if action.computes:
+                done, due = done + 1, encoding is not None
+        if encoding is not None:
+            if due:
+                encoding.run(done)
+            yield from encoding.exchange()
     except Exception as error:
         error.add_note(f"in rank {rank.rank} at '{action}'")
         raise

@@ -39,6 +39,7 @@ from csc.runtime import batches, context_group, seeds, weights
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
+from csc.runtime.encoding import Encoding
 from csc.runtime.executor import StepResult, Timed, interleave, step
 from csc.runtime.inductor import fuse
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
@@ -55,7 +56,7 @@ from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
-UNEVEN, STALE = 1, 2  # what ranks say before a step, as bits
+UNEVEN, STALE, NOTHING_AHEAD = 1, 2, 4  # what ranks say before a step, as bits
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -220,9 +221,12 @@ class Trainer:
         return replace(said, value=float(UNEVEN * part + STALE * self.own.stale)), dealt
 
     @torch.no_grad()
-    def run(self, dealt: batches.Microbatches, flags: int, drawn: int | None = None) -> torch.Tensor:
+    def run(
+        self, dealt: batches.Microbatches, flags: int, drawn: int | None = None, encoding: Encoding | None = None
+    ) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
         UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards.
+        encoding: what ranks do for the next step, unless any said NOTHING_AHEAD.
         """
         state = torch.get_rng_state() if self.program.manifest.random else None
         start = time.perf_counter()
@@ -231,7 +235,7 @@ class Trainer:
             self.transport.meeting.began()
             if flags & STALE:
                 self.own.gather()
-            results = self._results(dealt, bool(flags & UNEVEN), drawn)
+            results = self._results(dealt, bool(flags & UNEVEN), drawn, None if flags & NOTHING_AHEAD else encoding)
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
@@ -254,7 +258,9 @@ class Trainer:
         self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(self, dealt: batches.Microbatches, uneven: bool, drawn: int | None) -> dict[int, StepResult]:
+    def _results(
+        self, dealt: batches.Microbatches, uneven: bool, drawn: int | None, encoding: Encoding | None
+    ) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
         working = {spec.name: self.own.values[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
@@ -269,7 +275,8 @@ class Trainer:
             ]
             held = {p.name: self.own.parts.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
             counts = counted(self._manifests, given)
-            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled)
+            coming = encoding.of(rank) if encoding is not None else None
+            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled, coming)
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         return interleave(runs) if turns is None else together(runs, turns)
 

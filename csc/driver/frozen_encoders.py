@@ -1,0 +1,143 @@
+"""The frozen encoders of a model's programs, which no step runs: who reads features makes them before.
+
+Terms
+  encoder    of a program what no step runs (csc.ir.program.Features): features.py
+  identity   all that decides what an encoder makes of its entries: the model's code and configuration, what of it is
+             computed, in which dtypes, and the weights
+
+    encoders = FrozenEncoders(model, option)          option: which the user has given
+    encoders.add(match, program)                      the program of microbatches like the one matched
+    encoders.of(match) -> FrozenEncoder | None        .entries(match)   .encode(entries) -> {value: features}
+    encoders.identity(encoder) -> text
+    encoders.complete(match, made) -> microbatch      as its program takes it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.cache.keys import Opaque, model_key
+from csc.capture.batch import device_of, split_batch
+from csc.capture.guards import Match
+from csc.errors import InputError
+from csc.runtime.loaded_program import LoadedProgram, encoder
+from csc.runtime.specs import FeatureSpec
+from csc.runtime.weights import bytes_of
+
+log = logging.getLogger("csc")
+
+Entries = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FrozenEncoder:
+    """Of one program. code: a hash of what decides its features, but for the weights."""
+
+    spec: FeatureSpec
+    forward: Callable[..., Any]
+    weights: Mapping[str, nn.Parameter]
+    constants: Mapping[str, torch.Tensor]
+    device: torch.device
+    code: str
+
+    def entries(self, match: Match) -> dict[str, torch.Tensor]:
+        """What it takes of a microbatch."""
+        return {name: match.batch[name] for name in self.spec.inputs}
+
+    @torch.no_grad()
+    def encode(self, entries: Entries) -> dict[str, torch.Tensor]:
+        """The features by value, on the encoder's device."""
+        weights = {name: weight.detach().to(self.spec.parameters[name]) for name, weight in self.weights.items()}
+        given = {name: entry.to(self.device) for name, entry in entries.items()}
+        made, _ = self.forward(given, {}, weights, self.constants)
+        return {value.name: made[value.name] for value in self.spec.values}
+
+
+class FrozenEncoders:
+    """By the key of microbatches."""
+
+    def __init__(self, model: nn.Module, option: str) -> None:
+        self._model, self._option = model, option
+        self._of: dict[Any, FrozenEncoder] = {}
+        self._identities: dict[Any, tuple[Any, str]] = {}
+
+    def add(self, match: Match, program: LoadedProgram) -> None:
+        """InputError if the encoder has no weights here."""
+        spec = program.manifest.features
+        if spec is None and not self._of:
+            raise InputError(
+                "the example has no entry of floating point, so nothing is encoded", self._option,
+                f"compile with an example that has images or sounds, or leave {self._option} out",
+            )  # fmt: skip
+        if spec is None:
+            return
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        without = next((name for name in spec.parameters if parameters[name].is_meta), None)
+        if without is not None:
+            raise InputError(
+                f"{without!r} of the frozen encoder has no values here, the model is on the meta device",
+                self._option,
+                f"make the model with its weights in every process, or leave {self._option} out",
+            )
+        device = device_of(self._model)
+        constants = program.named_constants(spec.constants, device)
+        own = {name: parameters[name] for name in spec.parameters}
+        code = _code(self._model, match, program)
+        self._of[match.key] = FrozenEncoder(spec, encoder(program), own, constants, device, code)
+
+    def of(self, match: Match) -> FrozenEncoder | None:
+        """None: nothing of the microbatch is encoded."""
+        return self._of.get(match.key)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The entries of batches that encoders read."""
+        return frozenset(name for one in self._of.values() for name in one.spec.inputs)
+
+    def complete(self, match: Match, made: Callable[[FrozenEncoder, Match], Entries] | None) -> dict[str, Any]:
+        """The microbatch with what `made` returns of it; None: with features on the meta device, which only other
+        processes read.
+        """
+        one = self.of(match)
+        if one is None:
+            return dict(match.batch)
+        named = zip(one.spec.entries, one.spec.values, strict=True)
+        if made is None:
+            return {**match.batch, **{e: torch.empty(v.shape, dtype=v.dtype, device="meta") for e, v in named}}
+        features = made(one, match)
+        return {**match.batch, **{entry: features[value.name] for entry, value in named}}
+
+    def identity(self, one: FrozenEncoder) -> str:
+        """Hashed anew where a weight was written, or is another tensor."""
+        now = tuple((weight.data_ptr(), weight._version) for weight in one.weights.values())
+        known = self._identities.get((one.code, *one.weights))
+        if known is None or known[0] != now:
+            digest = hashlib.sha256(one.code.encode())
+            for name, weight in one.weights.items():
+                digest.update(f"{name} {weight.dtype} {list(weight.shape)} {one.spec.parameters[name]}\n".encode())
+                digest.update(bytes_of(weight.detach().cpu().contiguous()))
+            known = self._identities[(one.code, *one.weights)] = (now, digest.hexdigest())
+        return known[1]
+
+
+def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:
+    """Of the model as it is traced; of one that cannot be described, the program's files, which are for one size."""
+    spec = program.manifest.features
+    assert spec is not None
+    try:
+        what = model_key(model, split_batch(match.given)[1])
+    except Opaque as reason:
+        log.info("features are kept for each size of microbatches apart: the model holds %s", reason)
+        what = json.dumps(sorted([*program.manifest.files.items(), *program.manifest.tensors.items()]))
+    computed = [(name, str(dtype)) for name, dtype in spec.parameters.items()]
+    values = [(value.name, str(value.dtype)) for value in spec.values]
+    tree = [what, values, computed, program.manifest.device]
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
