@@ -46,7 +46,8 @@ def features(program: Program, options: Options) -> Program:
         raise InputError(
             f"no features of {program.name} can be kept: {_why(program, inexact, reasons)}",
             "cache_features, encode_ahead",
-            "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features (encode_ahead) out",
+            "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features "
+            "(encode_ahead) out",
         )
     inside = {region.name for region in left_out}
     rest = [region for region in program.regions if region.name not in inside]

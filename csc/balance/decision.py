@@ -18,6 +18,7 @@ import numpy as np
 
 from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import Costs
+from csc.planning.assign.known_sizes import CHEAP, EVERY, Effort
 from csc.planning.assign.layout import BatchLayout, Kind, Size, widths_of
 from csc.planning.assign.portfolio import MOVES, assign, even, with_known_sizes
 from csc.planning.assign.step import SampleCosts
@@ -26,6 +27,7 @@ from csc.planning.schedules.timing import peaks
 ROOM = 1.5
 SPARE = 1.1  # times that for microbatches whose size is known
 DRAWS = 32  # steps of random samples whose sizes are known beforehand
+LONG, LONGEST = 4, 8  # of them have so many of the longest samples each
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class StepAssignment:
 
 @dataclass(frozen=True)
 class Decider:
-    """examples: of each size of microbatches that steps keep to one that has it, as samples of the dataset."""
+    """examples: of each size of microbatches that steps keep to one that has it, as samples of the dataset. efforts: to
+    keep to them.
+    """
 
     lengths: Lengths
     costs: Costs
@@ -49,6 +53,7 @@ class Decider:
     multiple: int
     examples: Mapping[Size, tuple[int, ...]] = field(default_factory=dict)
     moves: int = MOVES
+    efforts: tuple[Effort, ...] = EVERY
 
     def decide(self, indices: Sequence[int]) -> StepAssignment:
         """InputError for a sample that no rank has room for: its number in the dataset and what would do."""
@@ -56,7 +61,7 @@ class Decider:
         hard = self.costs.room
         room = hard or self._soft_room(step)
         found = assign(step, room, self.moves, list(indices))
-        found = with_known_sizes(step, found, hard or [SPARE * one for one in room])
+        found = with_known_sizes(step, found, hard or [SPARE * one for one in room], self.efforts)
         groups = tuple(tuple(tuple(int(indices[i]) for i in group) for group in own) for own in found.groups)
         layout = self._layout(indices)
         sizes = tuple(tuple(layout.sizes(own)) for own in found.groups)
@@ -83,18 +88,23 @@ class Decider:
         return [max(ROOM * one, other) for one, other in zip(equal, step.peaks(even(step)))]
 
     def with_sizes(self, batch_size: int) -> Decider:
-        """Knowing the sizes of a few steps of random samples, each of which kept to those before where it could."""
-        found = replace(self, moves=0)
+        """Knowing the sizes of a few steps of random samples, each of which kept to those before where that was cheap;
+        of some the longest samples are a part, which hardly any other sizes would have room for.
+        """
+        found = replace(self, moves=0, efforts=CHEAP)
         for indices in self._draws(batch_size):
             decided = found.decide(indices)
             new = dict(zip(chain(*decided.sizes), chain(*decided.groups)))
             found = replace(found, examples={**new, **found.examples})
-        return replace(found, moves=self.moves)
+        return replace(found, moves=self.moves, efforts=self.efforts)
 
     def _draws(self, batch_size: int) -> Iterator[list[int]]:
-        random = np.random.default_rng(0)
-        for _ in range(DRAWS):
-            yield random.choice(len(self.lengths), min(batch_size, len(self.lengths)), replace=False).tolist()
+        random, count = np.random.default_rng(0), min(batch_size, len(self.lengths))
+        longest = np.argsort(-self.lengths.tokens, kind="stable")[: LONG * LONGEST].tolist()
+        for number in range(DRAWS):
+            drawn = random.choice(len(self.lengths), count, replace=False).tolist()
+            own = longest[number::LONG][: count // 2] if number < LONG else []
+            yield [*own, *(one for one in drawn if one not in own)][:count]
 
     @cached_property
     def known(self) -> Mapping[Kind, tuple[int, ...]]:

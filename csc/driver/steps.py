@@ -159,7 +159,7 @@ class Steps:
             self._count += 1
             if operation == STEP:
                 self._tell_what_trains(trainer)
-            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags, encoding=encoding)
+            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags, None, encoding)
             if self.encodes_ahead is not None:
                 self.encodes_ahead.keep(encoding)
             self._measure(trainer)

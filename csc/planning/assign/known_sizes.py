@@ -1,15 +1,18 @@
 """An assignment brought to sizes that have programs already: samples change places until every microbatch has one.
 
-    settled(step, groups, fits) -> groups of one replica       the same if all sizes are known, or none can be met
+    settled(step, groups, fits, efforts) -> groups of one replica    the same if all sizes are known or none can be had
 
 A microbatch of an unknown size gives a sample to another one, takes one, or swaps two; of all changes that leave both
 with known sizes those that move the least load are timed, and the fastest is made, unless the step becomes much longer
-for it: a program is compiled once, and a step that is longer is paid for every time.
+for it: a program is compiled once, and a step that is longer is paid for every time. What that leaves is tried with any
+other microbatch and more samples, and for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -17,24 +20,39 @@ from csc.planning.assign.layout import BatchLayout, Floats
 from csc.planning.assign.step import SampleCosts
 
 Lists = list[list[int]]
-DEAR = (0.3, 0.8)  # of a microbatch's load: more is not moved
-NEAR = 12  # microbatches that it is tried with: those of the nearest load
-LONGER = 0.01  # by how much of itself a step may become longer for each known size
 
 
-def settled(step: SampleCosts, groups: Sequence[Sequence[int]], fits: Callable[[Lists], bool]) -> Lists:
-    """fits: whether the groups' activations do."""
+@dataclass(frozen=True)
+class Effort:
+    """load: of a microbatch's, more is not moved. others: microbatches that it is tried with, of the nearest load.
+    samples: that each of the two gives at most. longer: by how much of itself a step may become for a known size.
+    """
+
+    load: float
+    others: int
+    samples: int
+    longer: float
+
+
+CHEAP = (Effort(0.3, 12, 1, 0.01), Effort(0.8, 12, 1, 0.01))
+EVERY = (*CHEAP, Effort(4.0, 1000, 2, 0.05))
+
+
+def settled(
+    step: SampleCosts, groups: Sequence[Sequence[int]], fits: Callable[[Lists], bool], efforts: Sequence[Effort] = EVERY
+) -> Lists:
+    """fits: whether the groups' activations do. efforts: one after the other, for what is left."""
     layout = step.layout
     assert layout is not None
     found = [list(group) for group in groups]
-    for dear in DEAR if layout.known else ():
+    for effort in efforts if layout.known else ():
         for place in [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]:
             if layout.knows(layout.size(found[place])):  # it took part in another's change
                 continue
-            ways = list(_ways(found, place, layout, step.shares, dear))
+            ways = list(_ways(found, place, layout, step.shares, effort))
             now, *seconds = step.seconds_of_ways([found, *ways])
             for took, way in sorted(zip(seconds, ways), key=lambda one: one[0]):
-                if took > now * (1 + LONGER):
+                if took > now * (1 + effort.longer):
                     break
                 if fits(way):
                     found = way
@@ -42,10 +60,10 @@ def settled(step: SampleCosts, groups: Sequence[Sequence[int]], fits: Callable[[
     return found
 
 
-def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, dear: float) -> Iterator[Lists]:
+def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort) -> Iterator[Lists]:
     """With each of the other microbatches the change that moves the least load."""
-    for other in _partners(found, place, shares)[:NEAR]:
-        change = _least_change(found[place], found[other], layout, shares, dear)
+    for other in _partners(found, place, shares)[: effort.others]:
+        change = _least_change(found[place], found[other], layout, shares, effort)
         if change is not None:
             way = list(found)
             way[place], way[other] = change
@@ -60,31 +78,36 @@ def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
 
 
 def _least_change(
-    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, dear: float
+    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, effort: Effort
 ) -> tuple[list[int], list[int]] | None:
     """What both have after the change that moves the least load, where both have known sizes then, or the other one had
     none before either.
     """
     demanding = layout.knows(layout.size(theirs))
     best: tuple[float, tuple[list[int], list[int]]] | None = None
-    nothing = np.zeros(shares.shape[1])
-    most = dear * float(shares[own].sum(axis=0).max())
-    for i in (None, *range(len(own))):
-        for j in (None, *range(len(theirs))):
-            mine, left = _exchanged(own, i, theirs, j)
+    most = effort.load * float(shares[own].sum(axis=0).max())
+    for given in _parts(own, effort.samples):
+        for taken in _parts(theirs, effort.samples):
+            mine, left = _exchanged(own, given, theirs, taken)
             if not mine or not left or not layout.knows(layout.size(mine)):
                 continue
             if demanding and not layout.knows(layout.size(left)):
                 continue
-            given, taken = nothing if i is None else shares[own[i]], nothing if j is None else shares[theirs[j]]
-            moved = float(np.abs(given - taken).max())
+            moved = float(np.abs(shares[list(given)].sum(axis=0) - shares[list(taken)].sum(axis=0)).max())
             if moved <= most and (best is None or moved < best[0]):
                 best = moved, (mine, left)
     return best[1] if best is not None else None
 
 
-def _exchanged(own: list[int], i: int | None, theirs: list[int], j: int | None) -> tuple[list[int], list[int]]:
-    """Both with the i-th of one and the j-th of the other exchanged; None: nothing of it."""
-    mine = [*(own if i is None else own[:i] + own[i + 1 :]), *([] if j is None else [theirs[j]])]
-    left = [*(theirs if j is None else theirs[:j] + theirs[j + 1 :]), *([] if i is None else [own[i]])]
+def _parts(group: list[int], most: int) -> list[tuple[int, ...]]:
+    """None of it, single ones, and so on."""
+    return list(chain.from_iterable(combinations(group, count) for count in range(most + 1)))
+
+
+def _exchanged(
+    own: list[int], given: tuple[int, ...], theirs: list[int], taken: tuple[int, ...]
+) -> tuple[list[int], list[int]]:
+    """Both, with what one gives and takes."""
+    mine = [*(one for one in own if one not in given), *taken]
+    left = [*(one for one in theirs if one not in taken), *given]
     return mine, left

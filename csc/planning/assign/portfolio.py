@@ -21,7 +21,7 @@ import numpy as np
 
 from csc.errors import InputError
 from csc.planning.assign.filling import filled, fillings
-from csc.planning.assign.known_sizes import settled
+from csc.planning.assign.known_sizes import EVERY, Effort, settled
 from csc.planning.assign.layout import Floats
 from csc.planning.assign.polish import polished
 from csc.planning.assign.runs import SampleRuns
@@ -158,9 +158,11 @@ def _members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[i
     return found
 
 
-def with_known_sizes(step: SampleCosts, found: Assignment, room: Sequence[float] | None = None) -> Assignment:
+def with_known_sizes(
+    step: SampleCosts, found: Assignment, room: Sequence[float] | None = None, efforts: Sequence[Effort] = EVERY
+) -> Assignment:
     """The assignment, changed as little as it takes for microbatches to have sizes that the step's layout knows, as far
-    as they can be had and fit.
+    as they can be had with these efforts and fit.
     """
     layout = step.layout
     if layout is None or not layout.known:
@@ -169,7 +171,7 @@ def with_known_sizes(step: SampleCosts, found: Assignment, room: Sequence[float]
     def fits(groups: Groups) -> bool:
         return room is None or all(peak <= limit for peak, limit in zip(step.peaks([groups]), room))
 
-    return _assignment(step, [settled(step, own, fits) for own in found.groups])
+    return _assignment(step, [settled(step, own, fits, efforts) for own in found.groups])
 
 
 def _first(

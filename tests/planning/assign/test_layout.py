@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.assign.known_sizes import settled
+from csc.planning.assign.known_sizes import CHEAP, settled
 from csc.planning.assign.layout import BatchLayout, widths_of
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import SampleCosts
@@ -81,6 +81,16 @@ def test_samples_change_places_until_sizes_are_known() -> None:
     assert sorted(map(sorted, found)) == [[0, 3], [1, 2]] or sorted(map(len, found)) == [1, 3]
     assert {layout.size(group) for group in found} == {(0, 1, 50)}
     assert settled(step(layout, 1, 2), [[0, 1], [2, 3]], lambda groups: False) == [[0, 1], [2, 3]]
+
+
+def test_what_single_samples_do_not_settle_two_do() -> None:
+    """A short row and two longer ones change places; one for one leads nowhere."""
+    lengths = np.array([100.0, 90.0, 90.0, 30.0, 30.0, 30.0])
+    layout = BatchLayout(lengths, np.ones((6, 1)), True, 10, known={(3, 1): (160, 210)}, slack=0.0)
+    asked, groups = step(layout, 1, 2), [[0, 1, 2], [3, 4, 5]]
+    assert settled(asked, groups, lambda groups: True, CHEAP) == groups
+    found = settled(asked, groups, lambda groups: True)
+    assert {layout.size(group) for group in found} == {(3, 1, 160), (3, 1, 210)}
 
 
 def test_a_known_size_is_not_bought_with_a_longer_step() -> None:
