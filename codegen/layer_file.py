@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from csc.codegen.fixed_tables import ONCE
 from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, with_note, wrapped
 from torch import fx
 
@@ -25,6 +26,8 @@ def header(functions: Sequence[str]) -> str:
     lines = ["import torch"]
     for module in operators(functions):
         lines.append(f"import csc.kernels.{module}  # the operators torch.ops.csc")
+    if any(text.startswith(ONCE) for text in functions):
+        lines.append("from csc.runtime.made_once import once")
     named = any(re.search(r"\baten\.", text) for text in functions)
     return "\n".join([*lines, "", *(["aten = torch.ops.aten", ""] if named else [])])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from csc.codegen.fixed_tables import ONCE, FixedTables, fixed
 from csc.codegen.layer_file import header
 from csc.codegen.python import body, comment, quoted, source, wrapped
 from torch import fx
@@ -17,6 +19,7 @@ from csc.ir.rewrite import extract
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
 Each stage that needs one computes it by itself: that is cheaper than a message, and nothing of it needs a gradient.
+What no batch changes is made once, and kept.
 """
 
 '''
@@ -68,10 +71,12 @@ def tables_source(program: Program) -> str:
     nodes = tables(program)
     assert program.shared is not None
     wanted = {name: [nodes[table] for table in made] for made, name in function_names(program, nodes).items()}
-    common = _common(program.shared, wanted)
-    functions = [_common_source(program.shared, one, common) for one in common]
+    kept = fixed(program.shared, wanted)
+    common = _common(program.shared, wanted, {node for one in kept for node in one.results})
+    functions = [_fixed_source(program.shared, one) for one in kept]
+    functions += [_common_source(program.shared, one, kept, common) for one in common]
     for name, results in wanted.items():
-        functions.append(_function(program.shared, name, results, common, one=name == program.loss_tokens))
+        functions.append(_function(program.shared, name, results, kept, common, one=name == program.loss_tokens))
     if program.contexts:
         functions += [_visibility(context) for context in program.contexts]
         entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
@@ -111,9 +116,11 @@ class _Common:
 LEAST = 3  # calls that are worth a function
 
 
-def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]]) -> list[_Common]:
-    """What more than one of these functions computes. Those with more readers come first: others may read them."""
-    needed = {name: g.ancestors(results) for name, results in wanted.items()}
+def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], given: Collection[fx.Node]) -> list[_Common]:
+    """What more than one of these functions computes. Those with more readers come first: others may read them.
+    given: what they have.
+    """
+    needed = {name: g.ancestors(results, until=given) - set(given) for name, results in wanted.items()}
     readers = {node: tuple(name for name in wanted if node in needed[name]) for node in g.calls(graph)}
     groups: dict[tuple[str, ...], list[fx.Node]] = {}
     for node, names in readers.items():
@@ -129,12 +136,17 @@ def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]]) -> list[_C
     return found
 
 
-def _given(common: Sequence[_Common], readers: Collection[str]) -> list[_Common]:
-    """The common functions that all of these call."""
-    return [one for one in common if set(readers) <= set(one.readers)]
+Called = TypeVar("Called", _Common, FixedTables)
 
 
-def _start(graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common]) -> tuple[fx.Graph, dict, list[str]]:
+def _given(functions: Sequence[Called], readers: Collection[str]) -> list[Called]:
+    """Those that all of these call."""
+    return [one for one in functions if set(readers) <= set(one.readers)]
+
+
+def _start(
+    graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common | FixedTables]
+) -> tuple[fx.Graph, dict, list[str]]:
     """The graph of a function's own calls, the names of its placeholders, and those of them that others make."""
     part = extract(graph, results, given={node for one in called for node in one.results})
     names, given = {}, []
@@ -145,8 +157,14 @@ def _start(graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common
     return part, names, given
 
 
-def _common_source(graph: fx.Graph, own: _Common, common: Sequence[_Common]) -> str:
-    called = [one for one in _given(common, own.readers) if one is not own]
+def _fixed_source(graph: fx.Graph, own: FixedTables) -> str:
+    part, names, _ = _start(graph, own.results, [])
+    lines = [f"def {own.name}(constants):", '    """What no batch changes."""', *body(part, names)]
+    return ONCE + "\n".join([*lines, *_returned([names[node] for node in g.outputs(part)])]) + "\n"
+
+
+def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[FixedTables], common: Sequence[_Common]) -> str:
+    called = [*_given(kept, own.readers), *(one for one in _given(common, own.readers) if one is not own)]
     part, names, given = _start(graph, own.results, called)
     lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
     lines.append(f'    """What {len(own.readers)} of the functions below need."""')
@@ -155,20 +173,32 @@ def _common_source(graph: fx.Graph, own: _Common, common: Sequence[_Common]) -> 
 
 
 def _function(
-    graph: fx.Graph, name: str, results: Sequence[fx.Node], common: Sequence[_Common], one: bool = False
+    graph: fx.Graph,
+    name: str,
+    results: Sequence[fx.Node],
+    kept: Sequence[FixedTables],
+    common: Sequence[_Common],
+    one: bool = False,
 ) -> str:
     """The function that returns these results; one: the only one, not in a tuple."""
-    called = _given(common, [name])
-    part, names, _ = _start(graph, results, called)
+    once, called = _given(kept, [name]), _given(common, [name])
+    part, names, _ = _start(graph, results, [*once, *called])
     lines = [f"def {name}(batch, constants):"]
+    for fixed_function in once:
+        lines += _taken(fixed_function, ["constants"])
     for at, function in enumerate(called):
-        _, _, given = _start(graph, function.results, _given(called[:at], function.readers))
-        made = [node.name for node in function.results]
-        arguments = ", ".join(["batch", "constants", *given])
-        lines += wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({arguments})")
+        before = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
+        _, _, given = _start(graph, function.results, before)
+        lines += _taken(function, ["batch", "constants", *given])
     lines += body(part, names)
     found = [names[node] for node in g.outputs(part)]
     return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
+
+
+def _taken(function: _Common | FixedTables, arguments: Sequence[str]) -> list[str]:
+    """The call of a function, and the names of what it returns."""
+    made = [node.name for node in function.results]
+    return wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({', '.join(arguments)})")
 
 
 def _returned(names: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule, parse
 from csc.ir.schedule_verifier import verify
+from csc.runtime.made_once import Constants
 from csc.runtime.read_manifest import manifest
 from csc.runtime.reading import checked_file, read_json, read_text, within
 from csc.runtime.specs import Manifest
@@ -59,15 +60,15 @@ class LoadedProgram:
         """Example inputs of one microbatch, by name."""
         return read_tensors(self.directory / "example.safetensors")
 
-    def constants(self, rank: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    def constants(self, rank: int, device: torch.device | str = "cpu") -> Constants:
         """The constants that the stages of a position on the pp axis read, on `device`."""
         own = {stage.stage for stage in self.manifest.stages_of(rank)}
         return self.named_constants([c.name for c in self.manifest.constants if own.intersection(c.stages)], device)
 
-    def named_constants(self, names: Iterable[str], device: torch.device | str) -> dict[str, torch.Tensor]:
+    def named_constants(self, names: Iterable[str], device: torch.device | str) -> Constants:
         """These constants, on `device`."""
         found = read_tensors(self.directory / "constants.safetensors", list(names))
-        return {name: tensor.to(device) for name, tensor in found.items()}
+        return Constants({name: tensor.to(device) for name, tensor in found.items()})
 
 
 def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedProgram:

@@ -17,6 +17,7 @@ import torch
 from csc.ir.groups import Group
 from csc.ir.mesh import Coordinates
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
+from csc.runtime.made_once import Constants
 from csc.runtime.specs import ContextSpec, StageSpec
 from csc.runtime.tensor_group import Met
 from csc.runtime.transport import Endpoint
@@ -30,7 +31,7 @@ class Rank:
     rank: int
     functions: Mapping[int, StageFunctions]
     endpoint: Endpoint
-    constants: Mapping[str, torch.Tensor]
+    constants: Constants
     device: torch.device
     visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
     met: Met | None = None  # with tp > 1: where it meets those that divide its layers
