@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from csc.cache.keys import own_sources
 from csc.cache.store import INDUCTOR, Store
 from csc.cache.trust import refused
 from csc.runtime.inductor import host_compiler
@@ -45,8 +46,8 @@ def inductor_folder(store: Store | None) -> Path | None:
 
 
 def _machine() -> str:
-    """A hash of torch, Python, the CPU and the C++ compiler."""
-    told = [torch.__version__, sys.version, platform.machine(), _cpu(), _compiler()]
+    """A hash of torch, Python, the CPU, the C++ compiler, and of csc, whose operators compiled functions call."""
+    told = [own_sources(), torch.__version__, sys.version, platform.machine(), _cpu(), _compiler()]
     return hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
 
 

@@ -3,6 +3,7 @@
 model_key(model, extra) -> hex                    Opaque if something in it cannot be described
 trace_key(model, batch, options) -> hex           the model's key, that of a match: its traced templates
 program_key(trace, options, trainable) -> hex     and the frozen set, the mesh, ...: its program directory
+own_sources() -> hex                              csc's own files
 mesh_key(model, sizes, options, trainable) -> hex   and the sizes of its batch: the mesh that was chosen
 """
 
@@ -37,7 +38,7 @@ FORMAT = 4
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
-__all__ = ["Opaque", "mesh_key", "model_key", "program_key", "trace_key"]
+__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "program_key", "trace_key"]
 
 
 def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
@@ -86,7 +87,7 @@ def _option(name: str, value: Any) -> str:
 def _environment(model: nn.Module) -> Any:
     device = device_of(model)
     here = [device.type, devices.capability(device), switches()]
-    return [platform.python_version(), _versions(), *here, _own_sources()]
+    return [platform.python_version(), _versions(), *here, own_sources()]
 
 
 @cache
@@ -95,7 +96,7 @@ def _versions() -> list[list[str]]:
 
 
 @cache
-def _own_sources() -> str:
+def own_sources() -> str:
     """A hash of csc's own files, as this process runs them: another csc, or an edited one, starts afresh."""
     digest = hashlib.sha256()
     for folder in csc_folders():

@@ -30,6 +30,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
 from csc.runtime.executor import Timed, interleave, step
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions
+from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
 from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueSpec
 from csc.runtime.transport import Transport
@@ -121,7 +122,7 @@ def run(program: Emulated, transport: Transport, steps: int = 1, factor: float =
             rank,
             _functions(program, position(rank).pp),
             transport.endpoint(rank),
-            {},
+            Constants({}),
             device,
         )
         for rank in transport.ranks

@@ -20,18 +20,23 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from csc.runtime.flat_tensors import tensors_of
+
+if TYPE_CHECKING:
+    from csc.runtime.compiled_function import CompiledFunction
 
 log = logging.getLogger("csc")
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight")
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
+Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 CALLS = 64  # of a function for sizes that came later, before it is compiled: a step does not wait for what comes once
 
 
@@ -64,74 +69,74 @@ def _lacks(device: torch.device) -> str:
     return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
 
 
-@contextmanager
-def _kept_in(folder: Path | None) -> Iterator[None]:
-    """What torch compiles meanwhile is kept there. The user's own compilations stay where they are."""
-    before = os.environ.get(FOLDER)
-    if folder is not None:
-        os.environ[FOLDER] = str(folder)
-    try:
-        yield
-    finally:
-        if folder is not None and before is None:
-            os.environ.pop(FOLDER, None)
-        elif before is not None:
-            os.environ[FOLDER] = before
-
-
 def _fuse(module: ModuleType, calls: int, folder: Path | None) -> None:
+    text = ""
     for name in FUNCTIONS:
         function = getattr(module, name, None)
         if not inspect.isfunction(function):  # not there, or done
             continue
         shown = f"{module.__name__.rpartition('.')[2]}.{name}"
+        text = text or _code(Path(function.__code__.co_filename).read_text())
         try:
-            setattr(module, name, Fused(shown, function, calls, folder))
+            setattr(module, name, Fused(shown, function, text, calls, folder))
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
 
 
 class Fused:
-    """A template function that is compiled for the sizes of its first call. ValueError if `w` is used otherwise than by
-    names in the text: those could not be told from outside.
+    """A template function that is compiled for the layouts of its first call, and for others that come. ValueError if
+    `w` is used otherwise than by names in the text: those could not be told from outside.
+
+    text: of its file, as `_code` gives it. calls: to run as it is before it is compiled.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], calls: int, folder: Path | None) -> None:
-        self.name, self.folder = name, folder
-        self.plain = function
-        self.calls = calls  # to run as it is before it is compiled
+    def __init__(self, name: str, function: Callable[..., Any], text: str, calls: int, folder: Path | None) -> None:
+        self.name, self.plain, self.calls = name, function, calls
+        self._text, self._folder = text, folder
         self._names = _read_of_w(function)
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
-        self._compiled: Callable[..., Any] | None = torch.compile(function, fullgraph=True, dynamic=False)
-        self._is_new = True
+        self._known: dict[Layouts, CompiledFunction | None] = {}
 
     def __call__(self, *given: Any) -> Any:
-        if self.calls or self._compiled is None:
-            self.calls = max(0, self.calls - 1)
+        if self.calls:
+            self.calls -= 1
             return self.plain(*given)
         if self._place >= 0:
             w: Mapping[str, torch.Tensor] = given[self._place]
             own = {name: w[name] for name in self._names}
             given = (*given[: self._place], own, *given[self._place + 1 :])
-        return self._first(given) if self._is_new else self._compiled(*given)
+        try:
+            tensors = tensors_of(given)
+        except TypeError:  # an edited file may hand on anything
+            return self.plain(*given)
+        layouts = tuple([(one.shape, one.stride(), one.dtype) for one in tensors])
+        if layouts not in self._known:
+            self._known[layouts] = self._first(given) if len(self._known) < LAYOUTS else None
+        compiled = self._known[layouts]
+        return self.plain(*given) if compiled is None else compiled(tensors)
 
-    def _first(self, given: tuple[Any, ...]) -> Any:
-        """Compile, and run; what cannot be compiled runs as it is from here on."""
-        from csc.torch_private.processes import compiler_errors
+    def _first(self, given: tuple[Any, ...]) -> CompiledFunction | None:
+        """Compile, or find what is kept; None for what cannot be compiled, which runs as it is from here on."""
+        from csc.runtime.compiled_function import compiled_function  # which imports what only compilers need
 
-        assert self._compiled is not None
         start = time.perf_counter()
         try:
-            with _kept_in(self.folder):
-                found = self._compiled(*given)
-        except compiler_errors() as error:
-            self._compiled = None
+            found, was_kept = compiled_function(self.plain, self._text, given, self._folder)
+        except Exception as error:  # of whatever stands in the file; run as it is, its own errors come again
             reason = str(error).strip().partition("\n")[0]
             log.warning("fuse: %s runs as it is: %s: %s", self.name, type(error).__name__, reason)
-            return self.plain(*given)
-        self._is_new = False
-        log.info("fuse: %s compiled in %.1f s", self.name, time.perf_counter() - start)
+            return None
+        how = "found in the cache" if was_kept else "compiled"
+        log.info("fuse: %s %s in %.2f s", self.name, how, time.perf_counter() - start)
         return found
+
+
+def _code(text: str) -> str:
+    """A file's Python without comments and what its docstring says of a program: the same for any number of layers."""
+    tree = ast.parse(text)
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    return ast.dump(tree)
 
 
 def _read_of_w(function: Callable[..., Any]) -> list[str]:

@@ -18,13 +18,6 @@ def unattended_workers(batches: Iterator[Any]) -> Iterator[Any]:
     return batches
 
 
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises for what it cannot compile, before any of it has run."""
-    from torch._dynamo import exc  # takes a second to import
-
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
-
-
 def is_profiled() -> bool:
     """Whether a profiler of torch's is on, emit_nvtx included."""
     return bool(torch.autograd._profiler_enabled())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from csc.ir.mesh import Mesh
 from csc.runtime.loaded_program import LoadedProgram
+from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
 from csc.runtime.threads import together
@@ -71,7 +72,7 @@ def ranks_of(spec: ContextSpec, groups: int = 1) -> tuple[list[Rank], InProcess]
 
     cpu = torch.device("cpu")
     made = {spec.component: visibility}
-    ranks = [Rank(program, r, {}, transport.endpoint(r), {}, cpu, made) for r in transport.ranks]
+    ranks = [Rank(program, r, {}, transport.endpoint(r), Constants({}), cpu, made) for r in transport.ranks]
     return ranks, transport
 
 

@@ -149,7 +149,7 @@ def test_what_does_not(what: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["net", "layers", "helper"])
-def test_own_sources_count_wherever_they_lie(part: str, folder: Path) -> None:
+def testown_sources_count_wherever_they_lie(part: str, folder: Path) -> None:
     sources = {"net": NET, "layers": LAYERS, "helper": HELPER}
     before = model_key(build(folder / "a"), {})
     assert model_key(build(folder / "b"), {}) == before
@@ -163,7 +163,7 @@ def test_what_is_around_it_matters(what: str, folder: Path, monkeypatch: pytest.
     net = build(folder)
     before, extra = model_key(net, {"return_dict": True}), {"return_dict": True}
     if what == "csc":
-        monkeypatch.setattr(keys, "_own_sources", lambda: "another")
+        monkeypatch.setattr(keys, "own_sources", lambda: "another")
     elif what == "torch":
         versions = [[name, version + "1"] for name, version in keys._versions()]
         monkeypatch.setattr(keys, "_versions", lambda: versions)

@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from csc.torch_private import artifacts as private_artifacts
 from csc.torch_private import autograd as private_autograd
 from csc.torch_private import dict_versions as private_versions
 from csc.torch_private import distributed_checkpoint as private_checkpoints
@@ -35,8 +37,8 @@ from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
 
 ROOMS = (
-    private_attention, private_autograd, private_checkpoints, private_exported, private_hooks, private_lists,
-    private_processes, private_sizes, private_traces, private_versions,
+    private_artifacts, private_attention, private_autograd, private_checkpoints, private_exported, private_hooks,
+    private_lists, private_processes, private_sizes, private_traces, private_versions,
 )  # fmt: skip
 
 
@@ -348,17 +350,55 @@ class NoGrad(nn.Module):
         return x + y
 
 
-def test_compiler_errors() -> None:
-    def refused(x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()  # then there is no full graph
-        return x
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept and read again, with inputs that are handed on; nothing for what calls nothing; errors of what is there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
+    x, file = torch.linspace(-1, 1, 6).view(2, 3), tmp_path / "kept"
+    made = private_artifacts.artifact(lambda x: [x.sin() + 1, x], [x], {"cpp.simdlen": 0}, file)
+    read = private_artifacts.artifact_of(file, {"cpp.simdlen": 0})
+    for one in (made, read):
+        assert one is not None
+        result, given = one(x)
+        assert torch.allclose(result, x.sin() + 1) and given is x
+    assert private_artifacts.artifact(lambda x: [x], [x], {}, None) is None
+    with pytest.raises(RuntimeError):
+        private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
 
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("the backend")
 
-    for function, backend in ((refused, "eager"), (torch.sin, broken)):
-        with pytest.raises(private_processes.compiler_errors()):
-            torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(torch.ones(2))
+def test_artifact_of(tmp_path: Path) -> None:
+    """None for what is damaged or not there."""
+    file = tmp_path / "kept"
+    assert private_artifacts.artifact_of(file, {}) is None
+    file.write_bytes(b"something else")
+    assert private_artifacts.artifact_of(file, {}) is None
+
+
+def test_inductor_settings() -> None:
+    from torch._inductor import config
+
+    before = private_artifacts.inductor_settings()
+    with config.patch({"cpp.simdlen": 0}):
+        assert private_artifacts.inductor_settings() != before
+    assert private_artifacts.inductor_settings() == before
+
+
+def test_vector_sets_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those alone that the CPU names."""
+    from torch._inductor import cpu_vec_isa
+
+    class No:
+        def __str__(self) -> str:
+            return "avx2 other"
+
+        def __bool__(self) -> bool:
+            return False
+
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [No()])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
+    assert private_artifacts.vector_sets_are_proven()
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "other"])
+    assert not private_artifacts.vector_sets_are_proven()
 
 
 def test_is_no_grad_region() -> None:

@@ -1,0 +1,67 @@
+"""Functions compiled by Inductor ahead of their calls, and kept in files, from which they run without a trace.
+
+Nothing of Inductor is imported before something is compiled: it takes a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def artifact(
+    function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path | None
+) -> Callable[..., Tensors] | None:
+    """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file if there is
+    one. None if it calls nothing. Any error of the trace, of Inductor, of the C++ compiler.
+    """
+    from torch._inductor import standalone_compile
+
+    from csc.torch_private.traces import make_fx
+
+    with torch.no_grad():
+        graph = make_fx(function, tracing_mode="fake")(*given)
+    if not any(node.op == "call_function" for node in graph.graph.nodes):
+        return None
+    made = standalone_compile(
+        graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
+    )
+    if file is not None:
+        made.save(path=str(file))
+    return made
+
+
+def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensors] | None:
+    """What `artifact` kept under these settings; None if it is not there, or not this torch's."""
+    if not file.is_file():
+        return None
+    from torch._inductor import CompiledArtifact, config
+
+    try:
+        with config.patch(dict(settings)):
+            return CompiledArtifact.load(path=str(file))
+    except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
+        return None
+
+
+def inductor_settings() -> str:
+    """A hash of Inductor's settings as they are now."""
+    from torch._inductor import config
+
+    return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()
+
+
+def vector_sets_are_proven() -> bool:
+    """Whether the C++ compiler builds for every vector instruction set that the CPU names, and a process loads what it
+    built: what Inductor finds out in each process, in a second of subprocesses.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    named = set(cpu_vec_isa.x86_isa_checker())
+    return all(map(bool, [one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split())]))

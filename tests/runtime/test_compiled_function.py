@@ -1,0 +1,113 @@
+"""What is kept of a compiled function, and when it is found again. Nothing here runs Inductor."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from csc.runtime import compiled_function as kept
+from csc.runtime.flat_tensors import tensors_of
+
+GIVEN = ({"weight": torch.eye(2)}, (torch.ones(2, 2), torch.zeros(3)))
+
+
+def function(w: dict[str, torch.Tensor], saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    first, second = saved
+    return {"sum": first + w["weight"], "rest": (second, first)}, second
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
+    """The files that were compiled, in order; each is the function itself."""
+    files: list[Path | None] = []
+
+    def artifact(flat: Callable[..., Any], given: Any, settings: Any, file: Path | None) -> Any:
+        flat(*given)
+        files.append(file)
+        if file is not None:
+            file.write_text("compiled")
+        return flat
+
+    def artifact_of(file: Path, settings: Any) -> Any:
+        return (lambda *tensors: tensors_of(function(*GIVEN))) if file.is_file() else None
+
+    monkeypatch.setattr(kept, "artifact", artifact)
+    monkeypatch.setattr(kept, "artifact_of", artifact_of)
+    monkeypatch.setattr(kept, "vector_sets_are_proven", lambda: True)
+    return files
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(other), strict=True))
+
+
+def test_a_function_is_made_once_and_found_as_it_was(tmp_path: Path, made: list[Path | None]) -> None:
+    tensors = tensors_of(GIVEN)
+    for number in range(2):
+        compiled, found = kept.compiled_function(function, "text", GIVEN, tmp_path)
+        assert found == bool(number) and compiled is not None
+        (named, second), expected = compiled(tensors), function(*GIVEN)
+        assert list(named) == ["sum", "rest"] and isinstance(named["rest"], tuple)
+        assert same((named, second), expected)
+    assert len(made) == 1
+    assert kept.compiled_function(function, "text", GIVEN, None)[1] is False and made[-1] is None
+
+
+def test_other_text_layouts_and_settings_are_others(
+    tmp_path: Path, made: list[Path | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (w, (first, second)) = GIVEN
+    others: list[tuple[str, Any]] = [
+        ("text", GIVEN), ("edited", GIVEN), ("text", (w, (first.t(), second))), ("text", (w, (first.double(), second))),
+        ("text", (w, (first, torch.zeros(4)))),
+    ]  # fmt: skip
+    others[2] = ("text", (w, (torch.ones(2, 4)[:, ::2], second)))  # other strides
+    for text, given in others:
+        kept.compiled_function(function, text, given, tmp_path)
+    monkeypatch.setattr(kept, "inductor_settings", lambda: "others")
+    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    monkeypatch.setenv(kept.SETS_BUILD, "0")
+    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    assert len(set(made)) == len(made) == 7
+
+
+def test_what_is_lost_or_cut_short_is_made_again(tmp_path: Path, made: list[Path | None]) -> None:
+    for lost in (".bin", ".json"):
+        kept.compiled_function(function, "text", GIVEN, tmp_path)
+        (file,) = (tmp_path / "functions").glob(f"*{lost}")
+        file.unlink()
+    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    assert len(made) == 3
+    (file,) = (tmp_path / "functions").glob("*.json")
+    file.write_text("{")
+    assert kept.compiled_function(function, "text", GIVEN, tmp_path)[1] is False
+
+
+def _hold(file: Path, held: Any, go: Any) -> None:
+    with kept._alone(file):
+        held.set()
+        go.wait(20)
+        file.write_text("made")
+
+
+def test_others_wait_for_who_makes_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    held, go = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(tmp_path / "file", held, go))
+    process.start()
+    assert held.wait(20)
+    go.set()
+    with kept._alone(tmp_path / "file"):
+        assert (tmp_path / "file").read_text() == "made"
+    process.join()
+
+
+def test_other_values_than_tensors_are_refused() -> None:
+    for other in (None, 3, [torch.ones(1)]):
+        with pytest.raises(TypeError):
+            tensors_of((torch.ones(1), {"a": other}))
