@@ -18,7 +18,10 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
-COLLECTIVES = ("all_gather", "all_reduce", "gather_pieces", "own_part", "scatter_pieces", "share")
+COLLECTIVES = (
+    "all_gather", "all_reduce", "gather_pieces", "gather_shared", "own_part", "reduce_scatter", "scatter_pieces",
+    "share",
+)  # fmt: skip
 
 
 def header(functions: Sequence[str]) -> str:

@@ -52,6 +52,7 @@ def compile(
     context: Mapping[str, int] | None = None,
     fuse: bool | None = None,
     zero: int | None = None,
+    sequence_parallel: bool | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
@@ -99,6 +100,9 @@ def compile(
         zero: What data-parallel ranks divide among each other instead of holding it alike: 1, the state of the
             optimizer, which `compiled.optimizer` makes; 2, gradients too; 3, parameters too, frozen ones included.
             None: 0, nothing; see docs/zero.md.
+        sequence_parallel: With tp: its ranks share out the tokens between the products that they divide (norms,
+            additions, dropout), which takes less memory; sums become a reduce-scatter and an all-gather. None: False;
+            see docs/tensor.md.
         directory: Where the program is written; None: a temporary directory, removed at exit.
         cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
         check: Compare a program with eager PyTorch before its first step, on that step's batch (see docs/check.md
@@ -129,7 +133,7 @@ def compile(
         freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
         hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
         keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse, zero=zero,
-        **misspelt,
+        sequence_parallel=sequence_parallel, **misspelt,
     )  # fmt: skip
 
     features = made_features(cache_features, encode_ahead)

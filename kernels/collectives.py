@@ -4,6 +4,8 @@
     csc::share(x, group) -> x                                equal -> shared; backward: an all-reduce
     csc::own_part(x, dim, samples, ranks, repeat, group) -> part       equal -> shard; backward: an all-gather
     csc::all_gather(x, dim, samples, ranks, group) -> whole            shard -> equal; backward: a rank's own part
+    csc::reduce_scatter(x, dim, samples, ranks, repeat, group) -> part   parts -> shard; backward: an all-gather
+    csc::gather_shared(x, dim, samples, ranks, group) -> whole         shard -> shared; backward: a reduce-scatter
     csc::gather_pieces(x, group, dim, each) -> whole         shard -> shared, of `each` neighbours: their pieces behind
                                                              each other; backward: a reduce-scatter
     csc::scatter_pieces(d, group, dim, each) -> piece        that
@@ -103,13 +105,26 @@ def slots(samples: int, ranks: int) -> int:
 
 @torch.library.custom_op("csc::own_part", mutates_args=())
 def _own_part(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, group: torch.Tensor) -> torch.Tensor:
+    return _piece(x, dim, samples, ranks, repeat, _MEETINGS.find(group).index)
+
+
+def _piece(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, index: int) -> torch.Tensor:
+    """What the rank of this index has in its slots."""
     size, each = slots(samples, ranks), x.shape[dim] // samples
-    start = min(_MEETINGS.find(group).index * size, samples)
+    start = min(index * size, samples)
     own = x.narrow(dim, start * each, min(size, samples - start) * each)
     missing = size - own.shape[dim] // each
     last = x.narrow(dim, (samples - 1) * each, each)
     padding = [last if repeat else torch.zeros_like(last)] * missing
     return torch.cat([own, *padding], dim).contiguous()
+
+
+@torch.library.custom_op("csc::reduce_scatter", mutates_args=())
+def _reduce_scatter(
+    x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, group: torch.Tensor
+) -> torch.Tensor:
+    pieces = [_piece(x, dim, samples, ranks, repeat, index) for index in range(ranks)]
+    return _sum(_MEETINGS.find(group).exchange(pieces))
 
 
 @torch.library.custom_op("csc::all_gather", mutates_args=())
@@ -118,12 +133,19 @@ def _all_gather(x: torch.Tensor, dim: int, samples: int, ranks: int, group: torc
     return whole.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
 
 
+@torch.library.custom_op("csc::gather_shared", mutates_args=())
+def _gather_shared(x: torch.Tensor, dim: int, samples: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
+    return _all_gather(x, dim, samples, ranks, group)
+
+
+@_reduce_scatter.register_fake
 @_own_part.register_fake
 def _(x: Any, dim: int, samples: int, ranks: int, repeat: bool, group: Any) -> Any:
     return x.new_empty(_resized(x, dim, samples, slots(samples, ranks)))
 
 
 @_all_gather.register_fake
+@_gather_shared.register_fake
 def _(x: Any, dim: int, samples: int, ranks: int, group: Any) -> Any:
     return x.new_empty(_resized(x, dim, slots(samples, ranks), samples))
 
@@ -153,8 +175,15 @@ def _parted(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
     return csc.own_part(d, ctx.dim, ctx.samples, ctx.ranks, False, *ctx.saved_tensors), None, None, None, None
 
 
+def _scattered(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
+    d_x = csc.reduce_scatter(d, ctx.dim, ctx.samples, ctx.ranks, False, *ctx.saved_tensors)
+    return d_x, None, None, None, None
+
+
 _own_part.register_autograd(_gathered, setup_context=_remember_shard)
+_reduce_scatter.register_autograd(_gathered, setup_context=_remember_shard)
 _all_gather.register_autograd(_parted, setup_context=_remember_shard)
+_gather_shared.register_autograd(_scattered, setup_context=_remember_shard)
 
 
 def _remember_pieces(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -170,6 +199,8 @@ _gather_pieces.register_autograd(_of_pieces, setup_context=_remember_pieces)
 
 ALL_GATHER = torch.ops.csc.all_gather.default
 ALL_REDUCE = torch.ops.csc.all_reduce.default
+GATHER_SHARED = torch.ops.csc.gather_shared.default
 OWN_PART = torch.ops.csc.own_part.default
+REDUCE_SCATTER = torch.ops.csc.reduce_scatter.default
 SHARE = torch.ops.csc.share.default
 GATHER_PIECES = torch.ops.csc.gather_pieces.default

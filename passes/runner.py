@@ -27,6 +27,7 @@ from csc.passes.prune import prune
 from csc.passes.recompute import recompute
 from csc.passes.regions import regions
 from csc.passes.schedule import schedule
+from csc.passes.sequence import sequence
 from csc.passes.shapes import shapes
 from csc.passes.simplify import simplify
 from csc.passes.split import split
@@ -42,7 +43,8 @@ CAPTURE = "capture"
 
 # Up to `simplify` nothing depends on what is frozen; a new frozen set starts again behind it.
 TRACING: tuple[Pass, ...] = (
-    shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, differentiate, simplify,
+    shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
+    differentiate, simplify,
 )  # fmt: skip
 DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)

@@ -44,6 +44,7 @@ from csc.ir.rewrite import Writer
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
+DIVIDED = "divided"  # in the meta of calls on shards, and of those that make or take parts
 MEAN, SUM = 1, 2  # reductions of a loss
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
@@ -140,6 +141,7 @@ class ShardedGraph:
             self.heads[node] = self.writer.named(
                 f"{node.name}_heads", node, GATHER_PIECES, self.mapping[node], self.group, place, division.each
             )  # fmt: skip
+            self.heads[node].meta[DIVIDED] = True
             self.summed += self.heads[node].meta["val"].numel()
         return self.heads[node]
 
@@ -149,6 +151,8 @@ class ShardedGraph:
         if node.target is operator.getitem:
             several, which = node.args
             self.mapping[node] = self.writer.named(node.name, node, node.target, self.mapping[several], which)  # type: ignore[index]
+            if DIVIDED in self.mapping[several].meta:  # type: ignore[index]
+                self.mapping[node].meta[DIVIDED] = True
             if several in self.values.in_pieces and self.values.knows_no_groups(node) is not None:
                 self.values.in_pieces.add(node)
             return
@@ -215,10 +219,12 @@ class ShardedGraph:
 
     def _made(self, node: fx.Node, name: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         try:
-            return self.writer.named(name, node, target, *args, **kwargs)
+            made = self.writer.named(name, node, target, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
             said = (str(error).strip().splitlines() or [""])[0]
             raise Undivided(node, f"does not run on shards ({said})") from error
+        made.meta[DIVIDED] = True
+        return made
 
     def _same(self, node: fx.Node) -> None:
         if not self.values.is_cut(node):
@@ -291,7 +297,7 @@ class ShardedGraph:
         total = self._total(node, part, name)
         for bias in added:
             self.equal_reads |= {bias.meta["role"][1]} if is_parameter(bias) else set()
-            total = self._made(node, node.name, aten.add.Tensor, total, self.mapping[bias])
+            total = self.writer.named(node.name, node, aten.add.Tensor, total, self.mapping[bias])
         self.mapping[node] = total
 
     def _reduction(self, node: fx.Node) -> None:
@@ -310,7 +316,7 @@ class ShardedGraph:
         mean = g.op_name(node) == "aten::mean"
         total = self._total(node, part, f"{node.name}_sum" if mean else node.name)
         self.mapping[node] = (
-            self._made(node, node.name, aten.div.Tensor, total, self.divisions[0].ranks) if mean else total
+            self.writer.named(node.name, node, aten.div.Tensor, total, self.divisions[0].ranks) if mean else total
         )
 
     def _look_up(self, node: fx.Node) -> None:
@@ -342,7 +348,7 @@ class ShardedGraph:
         if list(part.meta["val"].shape) != list(node.meta["val"].shape):
             raise Undivided(node, f"gives parts of {list(part.meta['val'].shape)}")
         self.summed += prod(part.meta["val"].shape)
-        return self.writer.named(name, node, ALL_REDUCE, part, self.group)
+        return self._made(node, name, ALL_REDUCE, part, self.group)
 
     def _is_unread(self, node: fx.Node, operand: fx.Node) -> bool:
         """Whether an operand is looked at for its type alone."""

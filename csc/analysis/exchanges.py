@@ -26,6 +26,7 @@ from csc.ir.mesh import Mesh
 DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
 WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
 SCATTERED = "csc::scatter_pieces"
+TO_SHARDS = "csc::reduce_scatter"
 PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
 Wires = Mapping[str, tuple[int, Wire]]
@@ -44,8 +45,8 @@ class Exchange(NamedTuple):
 def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
     name = g.op_name(node)
-    if name in ("csc::all_reduce", "csc::all_gather"):
-        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, False, False)
+    if name in ("csc::all_reduce", "csc::all_gather", "csc::gather_shared", TO_SHARDS):
+        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, name == TO_SHARDS, False)
     if name == "csc::divided_loss":
         told = g.bind(node)["labels"].meta["val"].numel()
         return Exchange("tp", 3 * told * node.meta["val"][1].itemsize, 0, False, False)

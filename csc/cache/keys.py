@@ -35,7 +35,7 @@ from csc.ir.program import Options
 
 FORMAT = 4
 # Of the options; and the mesh within layers.
-OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk")
+OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "sequence_parallel")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
 __all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "program_key", "trace_key"]

@@ -248,4 +248,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "context": _context,
     "fuse": _switch,
     "zero": _zero,
+    "sequence_parallel": _switch,
 }

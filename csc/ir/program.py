@@ -263,8 +263,7 @@ class Options:
     placement: the pipeline rank of each stage; None: as the schedule wants it.
     schedule: a name of csc.planning.schedules, the path of a schedule file, or a schedule as it is.
     chunks: stages a rank runs; None: as many as the schedule wants.
-    hardware: a profile's name or file, whose rates turn work into seconds, or one for each pipeline rank; None: the one
-    of the capture's device.
+    hardware: a profile's name or file, or one for each pipeline rank; None: the one of the capture's device.
     memory: bytes that one rank may hold, or for each pipeline rank; None: what the hardware has.
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
     keep_fp32: modules that compute in float32 with precision="bf16".
@@ -272,10 +271,10 @@ class Options:
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
     fuse: the templates' functions are compiled by Inductor where they run; of the program itself it changes nothing.
-    part: the stages and the schedule are those of a program that does more, beside which this one runs: regions that
-    it lacks are left out, and so are their B, W and messages.
+    part: stages and schedule are those of a program that does more, beside which this one runs what it has of them.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
     zero: what data-parallel ranks divide: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
+    sequence_parallel: with tp, ranks share out tokens between the products that they divide (pass `sequence`).
     features: what a frozen encoder makes comes with the batch (pass `features`).
     """
 
@@ -299,6 +298,7 @@ class Options:
     part: bool = False
     forward_only: bool = False
     zero: int = 0
+    sequence_parallel: bool = False
     features: bool = False
 
 

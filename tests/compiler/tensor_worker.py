@@ -38,7 +38,12 @@ def other_weights(case: dict[str, Any], directory: Path) -> None:
 def main(case: dict[str, Any], directory: Path) -> None:
     model, batch = MODELS[case["model"]](), BATCHES[case["model"]](case["samples"])
     compiled = csc.compile(
-        model, mesh=case["mesh"], example=batch, freeze=case.get("freeze"), microbatches=case["microbatches"]
+        model,
+        mesh=case["mesh"],
+        example=batch,
+        freeze=case.get("freeze"),
+        microbatches=case["microbatches"],
+        sequence_parallel=case.get("sequence_parallel"),
     )
     trained = steps(compiled, batch)
     rank = dist.get_rank()

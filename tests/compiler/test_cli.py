@@ -77,6 +77,7 @@ def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
         "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
+        "sequence",
         "differentiate",
         "simplify", "freeze", "prune", "features", "recompute", "split", "partition", "schedule",
     ]  # fmt: skip

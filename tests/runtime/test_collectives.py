@@ -48,6 +48,16 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Whole, Whole]] = {
         lambda xs, r: torch.cat(xs)[:-1],
         lambda ds, r: torch.cat([ds[r], torch.zeros_like(ds[r][:1])]).chunk(len(ds))[r],
     ),
+    "reduce_scatter": (
+        lambda x, g, n: csc.reduce_scatter(x, 1, 6, n, True, g),
+        lambda xs, r: CASES["own_part"][1]([sum(xs)] * len(xs), r),
+        lambda ds, r: torch.cat(ds, 1)[:, :12],
+    ),
+    "gather_shared": (
+        lambda x, g, n: csc.gather_shared(x, 0, 4 * n - 1, n, g),
+        lambda xs, r: torch.cat(xs)[:-1],
+        lambda ds, r: torch.cat([sum(ds), torch.zeros_like(ds[r][:1])]).chunk(len(ds))[r],
+    ),
     "gather_pieces": (
         lambda x, g, n: csc.gather_pieces(x, g, 1, EACH),
         lambda xs, r: torch.cat(xs[r // EACH * EACH :][:EACH], 1),
