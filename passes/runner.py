@@ -34,6 +34,7 @@ from csc.passes.split import split
 from csc.passes.tensor import tensor
 from torch import fx
 
+from csc.analysis.placement_check import verify_placements
 from csc.errors import InputError
 from csc.ir.program import Options, Program, Record
 from csc.ir.verifier import verify
@@ -90,6 +91,8 @@ def run(
         start = time.perf_counter()
         program = one(programs[-1], options)
         verify(program, after=one.__name__, sound=sound)
+        if options.mesh.tp > 1 and not options.mesh.components:  # of shared-out samples gradients are parts throughout
+            verify_placements(program, one.__name__, sound)
         record = Record(one.__name__, time.perf_counter() - start, _summary(program))
         programs.append(replace(program, history=(*programs[-1].history, record)))
     return programs

@@ -18,6 +18,7 @@ NAMES = {
     "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
     "csc.analysis.samples.rules": "which rule follows samples through which call",
     "csc.analysis.samples.size_rules": "the rule of one call",
+    "csc.analysis.placements": "what adds and what scales the terms of a sum",
     "csc.analysis.sized": "writes a view as a reshape",
     "csc.analysis.token_counts": "a pattern: what csc.capture.lower.masked_index writes for a selection",
     "csc.analysis.visibility": "a pattern: masks written as comparisons",
@@ -57,6 +58,7 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.propagation": {"UNLESS"},
+    "csc.analysis.placements": {"FACTORS", "TERMS"},
     "csc.analysis.routing": {"UNWRITTEN"},
     "csc.capture.lower.decompose": {"_OTHER_OPERATIONS", "_MADE_OF_OTHERS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},

@@ -1,0 +1,178 @@
+"""What the ranks of a tensor-parallel group hold of each value of a graph, followed through its calls.
+
+Terms
+  equal    all ranks have the same                     shard    of one dimension, each its own entries
+  part     terms of a sum, which nothing has added up  unknown  what is not known for sure: no error comes of it
+
+    problems(graph, given) -> sentences, each with the value it is about
+    types_of(graph, given) -> {node: EQUAL | PART | UNKNOWN | a dimension}     given: those of the placeholders
+
+A sum that is lost leaves a part where a whole is needed, one that is doubled adds up what is equal. Which dimension a
+shard has is taken from the table of operators; where that does not tell, the value is unknown.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from torch import fx
+
+from csc.analysis.operators.moves import CASTS, RESHAPES
+from csc.analysis.operators.pointwise import is_pointwise
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS
+from csc.analysis.operators.reductions import reduction
+from csc.analysis.operators.relation import Use
+from csc.analysis.operators.table import LINEAR, RULES, relation
+from csc.ir import graph as g
+
+Placement = str | int  # a shard's dimension
+EQUAL, PART, UNKNOWN = "equal", "part", "unknown"
+SUMS = ("csc::all_reduce", "csc::reduce_scatter")
+GATHERS = ("csc::all_gather", "csc::gather_shared")
+BACKWARDS = (f"{ATTENTION}_backward", f"{CONTEXT_ATTENTION}_backward")
+TERMS = ("aten::add", "aten::sub")
+FACTORS = ("aten::mul", "aten::div")
+Types = dict[fx.Node, Placement]
+
+
+def problems(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> list[str]:
+    """Of its calls; given: what ranks hold of placeholders."""
+    found: list[str] = []
+
+    def tell(node: fx.Node, said: str) -> None:
+        found.append(f"%{node.name} ({g.op_name(node)} at {g.place(node)}) {said}")
+
+    _followed(graph, given, tell)
+    return found
+
+
+def types_of(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
+    """What ranks hold of every value."""
+    return _followed(graph, given, lambda node, said: None)
+
+
+def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement], tell: Callable[[fx.Node, str], None]) -> Types:
+    types: Types = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            types[node] = given.get(node, UNKNOWN)
+        elif node.op == "call_function":
+            met = _collective(node, types, tell)
+            types[node] = _call(node, types, tell) if met is None else met
+    return types
+
+
+def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement | None:
+    """None of a call that is none."""
+    name = g.op_name(node)
+    if not name.startswith("csc::") or not node.all_input_nodes:
+        return None
+    held = types[node.all_input_nodes[0]]
+    if name in SUMS:
+        if held == EQUAL:
+            tell(node, f"adds up %{node.all_input_nodes[0].name}, which is equal on all ranks")
+        return EQUAL if name == "csc::all_reduce" else g.bind(node)["dim"]
+    if name in GATHERS:
+        if held == PART:
+            tell(node, f"gathers %{node.all_input_nodes[0].name}, which is {_said(held)}")
+        return EQUAL
+    if name in ("csc::own_part", "csc::share"):
+        if held == PART or (isinstance(held, int) and name == "csc::own_part"):
+            tell(node, f"takes %{node.all_input_nodes[0].name} as equal on all ranks, which is {_said(held)}")
+        return g.bind(node)["dim"] if name == "csc::own_part" else held
+    if name in ("csc::gather_pieces", "csc::scatter_pieces"):
+        return held if isinstance(held, int) else UNKNOWN
+    if name == "csc::divided_loss_backward":
+        return types[g.bind(node)["logits"]]
+    return PART if name == "csc::rows" else EQUAL if name == "csc::divided_loss" else None
+
+
+def _said(held: Placement) -> str:
+    return {EQUAL: "equal on all ranks", PART: "a part of a sum that nothing has added up"}.get(str(held), "a shard")
+
+
+def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement:
+    used = node.all_input_nodes
+    held = [types[one] for one in used]
+    name = g.op_name(node)
+    if node.target is operator.getitem:
+        return _item(node, types)
+    if all(one == EQUAL for one in held):
+        return EQUAL
+    if UNKNOWN in held:
+        return UNKNOWN
+    if PART in held:
+        return _of_parts(node, name, held, tell)
+    if name == "aten::slice_backward":
+        return held[0] if g.bind(node)["dim"] != held[0] else UNKNOWN
+    known = relation(node)
+    if known is None or {use.node for use in known.uses} != set(used):
+        return held[0] if name in (ATTENTION, CONTEXT_ATTENTION) else UNKNOWN
+    if name in RESHAPES:
+        return _reshaped(used[0].meta["val"].shape, node.meta["val"].shape, held[0])
+    return _linked(known.uses, types)
+
+
+def _item(node: fx.Node, types: Types) -> Placement:
+    """One of several results: of attention that of queries, of its backward those of what it was given."""
+    several, which = node.args
+    assert isinstance(several, fx.Node) and isinstance(which, int)
+    name = g.op_name(several)
+    if name in BACKWARDS and which < 3:
+        bound = g.bind(several)
+        of = types.get(bound[("q", "k", "v")[which]], UNKNOWN)
+        return of if isinstance(of, int) else UNKNOWN
+    first = which == 0 or name in ("aten::split", "aten::split_with_sizes", "aten::chunk")
+    return types[several] if first or types[several] in (EQUAL, PART) else UNKNOWN
+
+
+def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callable[[fx.Node, str], None]) -> Placement:
+    """A sum's terms stay terms where a call is linear in them."""
+    if name in TERMS and len(node.all_input_nodes) > 1:
+        if set(held) == {PART}:
+            return PART
+        tell(node, f"adds a part of a sum to what is {_said(next(one for one in held if one != PART))}")
+        return UNKNOWN
+    if name.endswith("norm_backward") and held[0] == PART:
+        return PART
+    linear = name in LINEAR or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
+    if linear or name in PRODUCTS or (name in FACTORS and held[0] == PART):
+        return PART if held.count(PART) == 1 and not any(isinstance(one, int) for one in held) else UNKNOWN
+    if is_pointwise(node) and name not in (*TERMS, *FACTORS, "aten::where", "aten::neg") and len(held) == 1:
+        tell(node, f"reads %{node.all_input_nodes[0].name}, a part of a sum that nothing has added up")
+    return UNKNOWN
+
+
+def _linked(uses: Sequence[Use], types: Types) -> Placement:
+    """Of a result: a shard along the dimension that shards of operands walk along, a part where they are added up."""
+    found: set[Placement] = set()
+    walks: list[int | None] = []
+    for use in uses:
+        dim = types[use.node]
+        if not isinstance(dim, int):
+            continue
+        end = use.end(dim)
+        if end is None:
+            found |= {place for place, along in enumerate(use.link) if along == dim}
+        elif end.how in ("contracted", "summed"):
+            found.add(PART)
+            walks.append(end.walk)
+        elif end.how in ("grouped", "cut", "joined") and end.dim is not None:
+            found.add(end.dim)
+        elif end.how != "unread":
+            return UNKNOWN
+    contracted = [use for use in uses if any(end.how == "contracted" for end in use.ends.values())]
+    if PART in found and (len(set(walks)) > 1 or (contracted and len(walks) != 2)):
+        return UNKNOWN
+    return found.pop() if len(found) == 1 else UNKNOWN
+
+
+def _reshaped(before: Sequence[int], after: Sequence[int], held: Placement) -> Placement:
+    """A shard's dimension in other sizes: the outermost of what it becomes, if that is one for sure."""
+    if not isinstance(held, int):
+        return held
+    ahead = prod(before[:held])
+    places = [place for place in range(len(after)) if prod(after[:place]) == ahead]
+    return places[0] if len(places) == 1 else UNKNOWN
