@@ -25,6 +25,7 @@ from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
+WRITTEN_OUT = "attention written out, for the dropout of its weights"
 SEED = ("random", "seed")
 
 
@@ -148,5 +149,5 @@ class _Draws:
         found = in_layout(self.graph, result, node.meta["val"])
         assert found is not None
         where = g.place(node)
-        self.notes.append(f"{where}: attention written out, for the dropout of its weights")
+        self.notes.append(f"{where}: {WRITTEN_OUT}")
         return found

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from csc.passes.dropout import WRITTEN_OUT
 from csc.passes.tensor_choice import OddAxis, ShardChoice, chosen
 from torch import fx
 
@@ -16,6 +17,10 @@ from csc.ir.naming import unique
 from csc.ir.program import Box, Options, Parameter, Program, Template
 
 Use = tuple[str, str]  # a template and the name of a parameter in it
+DROPPED = (
+    "; attention is written out for the dropout of its weights, and there ranks cannot have a key head together: "
+    "without that dropout tp may be larger than the number of key heads"
+)
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
 
 
@@ -35,7 +40,7 @@ def tensor(program: Program, options: Options) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     found = _Agreement(program, ranks, number, _of_shards(program)).choices()
-    _check(found, ranks)
+    _check(found, ranks, any(WRITTEN_OUT in note for note in program.notes))
     return _applied(program, found, number)
 
 
@@ -111,8 +116,8 @@ def _made_of_the_batch(program: Program) -> set[str]:
     }
 
 
-def _check(found: Mapping[str, ShardChoice], ranks: int) -> None:
-    """InputError if an axis does not divide, or none was found."""
+def _check(found: Mapping[str, ShardChoice], ranks: int, written_out: bool) -> None:
+    """InputError if an axis does not divide, or none was found. written_out: whether attention is."""
     odd = [odd for choice in found.values() for odd in choice.odd]
     if odd:
         sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
@@ -123,7 +128,7 @@ def _check(found: Mapping[str, ShardChoice], ranks: int) -> None:
         first = odd[0]
         raise InputError(
             f"{first.size} {first.what} of {first.parameter} cannot be divided by tp={ranks}{_readers(first, ranks)}",
-            "mesh", f"the largest tp below it that divides this model is {largest}",
+            "mesh", f"the largest tp below it that divides this model is {largest}{DROPPED if written_out else ''}",
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))

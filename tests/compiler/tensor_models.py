@@ -72,6 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": _of(hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "lora": lora,
     "few": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW),
+    "fewdropped": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW, attention_dropout=0.1),
     "one": _of(hf.LlamaForCausalLM, hf.LlamaConfig, num_key_value_heads=1),
     "odd": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW, num_attention_heads=6, intermediate_size=96, head_dim=6),
     "biasedfew": _of(hf.LlamaForCausalLM, hf.LlamaConfig, **FEW, attention_bias=True, mlp_bias=True),
