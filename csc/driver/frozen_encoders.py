@@ -35,6 +35,7 @@ from csc.runtime.weights import bytes_of
 log = logging.getLogger("csc")
 
 Entries = Mapping[str, torch.Tensor]
+SAMPLED = 16  # entries of a weight: what is written through `weight.data`, an average of models, changes all of them
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class FrozenEncoders:
     def __init__(self, model: nn.Module, option: str) -> None:
         self._model, self._option = model, option
         self._of: dict[Any, FrozenEncoder] = {}
-        self._identities: dict[Any, tuple[Any, str]] = {}
+        self._identities: dict[Any, _Identity] = {}
 
     def add(self, match: Match, program: LoadedProgram) -> None:
         """InputError if the encoder has no weights here."""
@@ -117,15 +118,43 @@ class FrozenEncoders:
 
     def identity(self, one: FrozenEncoder) -> str:
         """Hashed anew where a weight was written, or is another tensor."""
-        now = tuple((weight.data_ptr(), weight._version) for weight in one.weights.values())
+        places = tuple((weight.data_ptr(), weight._version) for weight in one.weights.values())
         known = self._identities.get((one.code, *one.weights))
-        if known is None or known[0] != now:
+        if known is None or known.places != places or known.read() != known.entries:
+            samples = [_sample(weight.detach()) for weight in one.weights.values()]
             digest = hashlib.sha256(one.code.encode())
             for name, weight in one.weights.items():
                 digest.update(f"{name} {weight.dtype} {list(weight.shape)} {one.spec.parameters[name]}\n".encode())
                 digest.update(bytes_of(weight.detach().cpu().contiguous()))
-            known = self._identities[(one.code, *one.weights)] = (now, digest.hexdigest())
-        return known[1]
+            known = _Identity(places, samples, _bytes(samples), digest.hexdigest())
+            self._identities[(one.code, *one.weights)] = known
+        return known.text
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """places: where weights lie, and how often torch has counted writes there; samples: views of a few entries of each,
+    since writes to `weight.data` are not counted; entries: what these were.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    samples: list[torch.Tensor]
+    entries: bytes
+    text: str
+
+    def read(self) -> bytes:
+        return _bytes(self.samples)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """A view of SAMPLED entries or more, evenly spread over its memory; of all if there are fewer."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride()))
+    step = max(1, reach // SAMPLED)
+    return weight.as_strided(((reach - 1) // step + 1 if weight.numel() else 0,), (step,))
+
+
+def _bytes(samples: list[torch.Tensor]) -> bytes:
+    return bytes(bytes_of(torch.cat(samples).cpu())) if samples else b""
 
 
 def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:
