@@ -135,6 +135,9 @@ class TokenRows:
         for use in uses:
             if use.node in self.rows:
                 dim, length = self.rows[use.node]
+                end = use.end(dim)
+                if end is not None and end.how == "unread":
+                    continue
                 if use.link.count(dim) != 1:
                     return None
                 found.add(RowShards(use.link.index(dim), length))
