@@ -281,12 +281,10 @@ class CompiledModel:
             for batch in compiled.ahead(loader):
                 loss = compiled.train_step(batch)
 
-        One thread fetches and plans; an error of the loader is raised in place of its batch. Results are those of
-        `train_step` alone: a batch that is changed after all, or has a new length, is planned in its step; so is that
-        of a model whose own code runs before the step. With `encode_ahead` a step knows the batch after it, too.
-
-        Args:
-            batches: A loader, or anything that gives batches. depth: how many ahead; InputError if less than 1.
+        One thread fetches and plans `depth` batches ahead (at least 1); an error of the loader comes in place of its
+        batch. Results are those of `train_step` alone: a batch that is changed after all is planned in its step, as is
+        that of a model whose own code runs before it. With `encode_ahead` a step knows the batch after it, too. `save`
+        and checkpoints write the loader's position behind the batch that is trained on, not behind what was fetched.
         """
         return self._steps.ahead(batches, depth)
 
@@ -389,6 +387,7 @@ class CompiledModel:
 
     def saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
         """What there is of it to be saved and loaded: for csc.driver.persistence and checkpoints."""
+        loader = self._steps.behind(loader)
         return Saved.of(self.model, self._steps.current, self._programs, self.options.mesh, loader, optimizer)
 
     def save_adapter(self, directory: str | Path) -> None:

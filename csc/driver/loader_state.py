@@ -10,6 +10,7 @@ StatefulDataLoader does. The file of share d of n is loader_D_of_N.pt; it is rea
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,26 @@ from csc.errors import InputError
 from csc.runtime.saving import published
 from csc.runtime.texts import first_line
 
+ANY_SHARE = "position_of_all_shares"  # of a loader whose position is the same for whatever dp
 _FILE = re.compile(r"loader_(\d+)_of_(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """A loader of which more was fetched than was trained on: it says the position of what was."""
+
+    loader: Any
+    position: Any
+
+    def state_dict(self) -> Any:
+        return self.position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+    @property
+    def position_of_all_shares(self) -> bool:
+        return bool(getattr(self.loader, ANY_SHARE, False))
 
 
 def check(loader: Any) -> None:

@@ -31,6 +31,7 @@ from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.given_batches import GivenBatches
+from csc.driver.loader_state import Prefetched
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.notices import NewSizes, notice, unlogged, what_trains
 from csc.driver.options import changed
@@ -43,7 +44,7 @@ from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
 from csc.runtime.encoding import Encoding
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
-from csc.runtime.prefetch import ahead
+from csc.runtime.prefetch import Fetched, ahead
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import NOTHING_AHEAD, Trainer
 from csc.runtime.words import Said
@@ -64,7 +65,7 @@ class Steps:
         self._told: ProgramSet | None = None  # of which it was said what trains
         self._new_sizes = NewSizes()
         self._scaled = ScaledGradients()
-        self._announced: tuple[Any, Any] | None = None  # a batch, and the one that follows it
+        self._handed: tuple[Any, Fetched[Any]] | None = None  # a loader of `ahead`, and its batch that is trained on
         self.metrics: dict[str, float] = {}
 
     def options(self, microbatches: int | None = None) -> Options:
@@ -116,8 +117,8 @@ class Steps:
                 "nothing is done ahead for a next batch", "train_step",
                 "compile with encode_ahead=True and a frozen encoder, or leave ahead= out",
             )  # fmt: skip
-        if following is None and self._announced is not None and self._announced[0] is batch:
-            following = self._announced[1]
+        if following is None and self.encodes_ahead is not None and self._handed is not None:
+            following = self._handed[1].following() if self._handed[1].batch is batch else None
         with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
             return self._step(STEP, batch, microbatches, local, following)
 
@@ -323,18 +324,28 @@ class Steps:
             raise InputError(f"depth is {depth}", "ahead", "pass a whole number of at least 1")
         if self.given.known:
             self.trainer()  # what batches are planned for
-        found = ahead(batches, lambda batch: self.prepare(batch, depth), depth)
-        return found if self.encodes_ahead is None else self._announcing(found)
+        return self._handing(batches, ahead(batches, lambda batch: self.prepare(batch, depth), depth))
 
-    def _announcing(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; while one is trained on, the one that follows is known."""
-        batch = next(batches, None)
-        while batch is not None:
-            following = next(batches, None)
-            self._announced = (batch, following)
-            yield batch
-            batch = following
-        self._announced = None
+    def _handing(self, loader: Any, fetched: Iterator[Fetched[Any]]) -> Iterator[Any]:
+        """The batches; which one is trained on is known meanwhile. A loop that is left puts the loader back to where
+        that one was the last.
+        """
+        try:
+            for one in fetched:
+                self._handed = loader, one
+                yield one.batch
+            self._handed = None
+        finally:
+            fetched.close()  # type: ignore[attr-defined]
+            if self._handed is not None and self._handed[1].position is not None:
+                loader.load_state_dict(self._handed[1].position)
+            self._handed = None
+
+    def behind(self, loader: Any) -> Any:
+        """A loader to be saved, with the position of the batch that is trained on if `ahead` has fetched more."""
+        if self._handed is None or self._handed[0] is not loader or self._handed[1].position is None:
+            return loader
+        return Prefetched(loader, self._handed[1].position)
 
     def timeline(self, batch: Any, microbatches: int | None) -> Timeline:
         """One step that also records when every rank ran what. If none was made yet, one is made and dropped before."""

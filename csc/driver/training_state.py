@@ -42,7 +42,6 @@ from csc.runtime.words import NOTHING, Said
 
 WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
 ALL = (WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA)
-ANY_SHARE = "position_of_all_shares"  # of a loader whose position is the same for whatever dp
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def taken(state: State, copy: bool) -> ProcessState:
     if SCHEDULER in state.has:
         other[SCHEDULER] = packed(state.scheduler.state_dict(), "the scheduler's state")
     if LOADER in state.has and trainer.speaks:
-        anywhere = bool(getattr(saved.loader, ANY_SHARE, False))
+        anywhere = bool(getattr(saved.loader, loader_state.ANY_SHARE, False))
         position = packed(saved.loader.state_dict(), "the loader's state")
         other[LOADER] = {"share": list(place(saved.mesh)), "any": anywhere, "position": position}
     if RANDOM in state.has:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,49 @@ def test_a_batch_that_does_not_fit_is_refused_in_its_turn(compiled: csc.Compiled
 def test_without_cp_batches_are_only_fetched(models: Models) -> None:
     compiled = models("packed", batches(1)[0])
     assert len(gradients(compiled, compiled.ahead(batches(2)))) == 2
+
+
+class Positioned:
+    """A loader that says how many batches it has given, and fails at one of them once."""
+
+    def __init__(self, count: int, failing: int = -1) -> None:
+        self.given, self._batches, self._failing = 0, batches(count), failing
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.given < len(self._batches):
+            if self.given == self._failing:
+                self._failing = -1
+                raise OSError("a disk was away")
+            self.given += 1
+            yield self._batches[self.given - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_loader_is_saved_where_training_is(compiled: csc.CompiledModel, depth: int, tmp_path: Path) -> None:
+    """Not where fetching is: batches in between would be trained on by nobody."""
+    loader = Positioned(5)
+    for place, _ in enumerate(compiled.ahead(loader, depth=depth)):
+        if place == 2:
+            compiled.save(tmp_path, loader=loader)
+            break
+    assert loader.given == 3, "a loop that is left is taken up where it stood"
+    resumed = Positioned(5)
+    compiled.load(tmp_path, loader=resumed)
+    assert resumed.given == 3
+    assert len(list(compiled.ahead(resumed, depth=depth))) == 2 and resumed.given == 5
+    assert compiled.saved(resumed, None).loader is resumed
+
+
+def test_a_loader_that_fails_loses_no_batch(compiled: csc.CompiledModel) -> None:
+    loader, seen = Positioned(5, failing=3), 0
+    with pytest.raises(OSError, match="a disk was away"):
+        for _ in compiled.ahead(loader):
+            seen += 1
+    assert (seen, loader.given) == (3, 3)
+    assert len(list(compiled.ahead(loader))) == 2

@@ -24,8 +24,8 @@ def test_order_and_distance(depth: int) -> None:
         order.append(batch)
         prepared.release()
 
-    for place, batch in enumerate(ahead(range(7), prepare, depth)):
-        assert batch == place
+    for place, fetched in enumerate(ahead(range(7), prepare, depth)):
+        assert (fetched.batch, fetched.position) == (place, None)
         for _ in range(depth + 1 if place == 0 else 1):
             assert place + depth >= 7 or prepared.acquire(timeout=10)
         assert order == list(range(min(7, place + depth + 1)))
@@ -46,16 +46,16 @@ def test_an_error_is_raised_in_place_of_its_batch(where: str) -> None:
 
     seen = []
     with pytest.raises(OSError, match="no more"):
-        for batch in ahead(loader(), prepare, 2):
-            seen.append(batch)
-    assert seen == [0, 1, 2] and not running()
+        for fetched in ahead(loader(), prepare, 2):
+            seen.append((fetched.batch, fetched.following()))
+    assert seen == [(0, 1), (1, 2), (2, None)] and not running()
 
 
 def test_the_thread_ends_when_the_loop_is_left() -> None:
     batches = ahead(range(100), lambda batch: None, 1)
-    for batch in batches:
+    for fetched in batches:
         assert running()
-        if batch == 2:
+        if fetched.batch == 2:
             break
     batches.close()  # type: ignore[attr-defined]
     assert not running()
