@@ -29,14 +29,18 @@ def verify_placements(program: Program, after: str, sound: set[tuple[fx.Graph, i
     parameters = {one.name: one for one in program.parameters}
     made: dict[str, Placement] = {}
     tables = _tables(program)
+    left: dict[object, list[Placement]] = {}  # what equal regions hand on
     seen: set[object] = set()
     for region in program.regions:
         template = program.templates[region.template]
         own = [parameters[name] for name in region.parameters]
         held = _held(region, template, made, tables, own)
-        outputs = _outputs(template.graph, held)
+        like = (region.template, tuple(held.items()))
+        if like not in left:
+            left[like] = _outputs(template.graph, held)
+        outputs = left[like]
         made.update(zip(region.outputs, outputs))
-        key = (region.template, region.variant, tuple(held.items()))
+        key = (*like, region.variant)
         if key in seen:
             continue
         seen.add(key)
