@@ -3,8 +3,8 @@
 Terms: see csc.driver.frozen_encoders.
   key    of a microbatch: a digest of the encoder's identity and of the values of what it takes
 
-    ahead = FeaturesAhead(model)                        add, complete, counts and inputs as of csc.driver.kept_features
-    ahead.encoding(matches, trainer) -> Encoding        for the step before that of these microbatches; None: not there
+    ahead = FeaturesAhead()                             a source of features (csc.driver.frozen_encoders)
+    ahead.encoding(encoders, matches, trainer)          for the step before that of these microbatches; None: not there
     ahead.keep(encoding)                                after that step
 
 What was made serves microbatches with its key and no others. So a batch that is not the one announced, a weight that
@@ -14,16 +14,13 @@ was written since, ranks that were told of different batches: each finds nothing
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from csc.capture.guards import Match
 from csc.driver.feature_units import whole
 from csc.driver.frozen_encoders import FrozenEncoder, FrozenEncoders
 from csc.runtime.encoding import Encoding, Made, Place, orders
-from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.trainer import Trainer
 
 Entries = Mapping[str, torch.Tensor]
@@ -32,14 +29,11 @@ Entries = Mapping[str, torch.Tensor]
 class FeaturesAhead:
     """Of one model. It holds what was made for one step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._encoders = FrozenEncoders(model, "encode_ahead")
+    option = "encode_ahead"
+
+    def __init__(self) -> None:
         self._there: dict[bytes, Entries] = {}
         self._ahead = self._made = 0
-
-    def add(self, match: Match, program: LoadedProgram) -> None:
-        """The program of microbatches like this one. InputError if the encoder has no weights here."""
-        self._encoders.add(match, program)
 
     def counts(self) -> dict[str, float]:
         """As metrics of a step, from 0 again: microbatches encoded before their step, and at its beginning."""
@@ -47,26 +41,14 @@ class FeaturesAhead:
         self._ahead = self._made = 0
         return found
 
-    @property
-    def inputs(self) -> frozenset[str]:
-        """The entries of batches that encoders read."""
-        return self._encoders.inputs
-
-    def complete(self, match: Match, here: bool) -> dict[str, Any]:
-        """The microbatch with its features. here: this process reads them."""
-        return self._encoders.complete(match, self._features if here else None)
-
-    def _features(self, one: FrozenEncoder, match: Match) -> Entries:
+    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
+        """What was made ahead, or is made now."""
         entries = one.entries(match)
-        found = self._there.get(self._key(one, entries))
+        found = self._there.get(_key(one, entries, identity))
         self._ahead, self._made = self._ahead + (found is not None), self._made + (found is None)
         return one.encode(entries) if found is None else found
 
-    def _key(self, one: FrozenEncoder, entries: Entries) -> bytes:
-        (key,) = whole(entries, one.spec.values).keys(self._encoders.identity(one), entries)
-        return bytes.fromhex(key)
-
-    def encoding(self, matches: Sequence[Match], trainer: Trainer) -> Encoding | None:
+    def encoding(self, encoders: FrozenEncoders, matches: Sequence[Match], trainer: Trainer) -> Encoding | None:
         """matches: of the microbatches of the next step, of all replicas or of this process' own. None: nothing is
         encoded, or this process lacks what encoders take.
         """
@@ -81,14 +63,14 @@ class FeaturesAhead:
         found = {
             place: (one, one.entries(match))
             for place, match in placed.items()
-            if place[0] in trainer.replicas and (one := self._encoders.of(match)) is not None
+            if place[0] in trainer.replicas and (one := encoders.of(match)) is not None
         }
         if any(entry.is_meta for _, entries in found.values() for entry in entries.values()):
             return None
 
         def make(place: Place) -> Made:
             one, entries = found[place]
-            return Made(self._key(one, entries), one.encode(entries))
+            return Made(_key(one, entries, encoders.identity(one)), one.encode(entries))
 
         return Encoding(manifest, order, {place: one.spec.values for place, (one, _) in found.items()}, make)
 
@@ -96,3 +78,8 @@ class FeaturesAhead:
         """What was made in the step that is over, in place of what was made for it."""
         arrived = encoding.arrived if encoding is not None else {}
         self._there = {made.key: made.values for made in arrived.values()}
+
+
+def _key(one: FrozenEncoder, entries: Entries, identity: str) -> bytes:
+    (key,) = whole(entries, one.spec.values).keys(identity, entries)
+    return bytes.fromhex(key)

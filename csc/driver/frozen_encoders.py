@@ -5,11 +5,12 @@ Terms
   identity   all that decides what an encoder makes of its entries: the model's code and configuration, what of it is
              computed, in which dtypes, and the weights
 
-    encoders = FrozenEncoders(model, option)          option: which the user has given
+    encoders = FrozenEncoders(model, source)          source: of features, csc.driver.kept_features or features_ahead
     encoders.add(match, program)                      the program of microbatches like the one matched
     encoders.of(match) -> FrozenEncoder | None        .entries(match)   .encode(entries) -> {value: features}
     encoders.identity(encoder) -> text
-    encoders.complete(match, made) -> microbatch      as its program takes it
+    encoders.complete(match, here) -> microbatch      as its program takes it; here: with the values
+    encoders.inputs -> names                          the entries of batches that encoders read
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -62,11 +63,23 @@ class FrozenEncoder:
         return {value.name: made[value.name] for value in self.spec.values}
 
 
+class FeatureSource(Protocol):
+    """Where features come from. option: of csc.compile, which says so."""
+
+    option: str
+
+    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
+        """Of a microbatch, by value."""
+
+    def counts(self) -> dict[str, float]:
+        """As metrics of a step, from 0 again."""
+
+
 class FrozenEncoders:
     """By the key of microbatches."""
 
-    def __init__(self, model: nn.Module, option: str) -> None:
-        self._model, self._option = model, option
+    def __init__(self, model: nn.Module, source: FeatureSource) -> None:
+        self._model, self.source = model, source
         self._of: dict[Any, FrozenEncoder] = {}
         self._identities: dict[Any, _Identity] = {}
 
@@ -75,8 +88,8 @@ class FrozenEncoders:
         spec = program.manifest.features
         if spec is None and not self._of:
             raise InputError(
-                "the example has no entry of floating point, so nothing is encoded", self._option,
-                f"compile with an example that has images or sounds, or leave {self._option} out",
+                "the example has no entry of floating point, so nothing is encoded", self.source.option,
+                f"compile with an example that has images or sounds, or leave {self.source.option} out",
             )  # fmt: skip
         if spec is None:
             return
@@ -85,8 +98,8 @@ class FrozenEncoders:
         if without is not None:
             raise InputError(
                 f"{without!r} of the frozen encoder has no values here, the model is on the meta device",
-                self._option,
-                f"make the model with its weights in every process, or leave {self._option} out",
+                self.source.option,
+                f"make the model with its weights in every process, or leave {self.source.option} out",
             )
         device = device_of(self._model)
         constants = program.named_constants(spec.constants, device)
@@ -103,17 +116,15 @@ class FrozenEncoders:
         """The entries of batches that encoders read."""
         return frozenset(name for one in self._of.values() for name in one.spec.inputs)
 
-    def complete(self, match: Match, made: Callable[[FrozenEncoder, Match], Entries] | None) -> dict[str, Any]:
-        """The microbatch with what `made` returns of it; None: with features on the meta device, which only other
-        processes read.
-        """
+    def complete(self, match: Match, here: bool) -> dict[str, Any]:
+        """The microbatch with its features; if only other processes read them, on the meta device."""
         one = self.of(match)
         if one is None:
             return dict(match.batch)
         named = zip(one.spec.entries, one.spec.values, strict=True)
-        if made is None:
+        if not here:
             return {**match.batch, **{e: torch.empty(v.shape, dtype=v.dtype, device="meta") for e, v in named}}
-        features = made(one, match)
+        features = self.source.features(one, match, self.identity(one))
         return {**match.batch, **{entry: features[value.name] for entry, value in named}}
 
     def identity(self, one: FrozenEncoder) -> str:

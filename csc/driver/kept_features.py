@@ -4,11 +4,9 @@ Terms: see csc.driver.frozen_encoders.
   unit       what one entry on disk is of: an image's rows of the encoder's entries, where images do not meet in the
              encoder and their place does not count (csc.driver.unit_trials); else a microbatch
 
-    kept = KeptFeatures(cache, model, made_by_host)
-    kept.add(match, program)                   the program of microbatches like the one matched
-    kept.complete(match, here) -> microbatch   as its program takes it; here: with values, else on the meta device
+    kept = KeptFeatures(cache, made_by_host)           a source of features (csc.driver.frozen_encoders)
+    kept.features(encoder, match, identity) -> {value: features}
     kept.counts() -> {features_read, features_made}
-    kept.inputs -> names                       the entries of batches that encoders read
 
 A microbatch of which a unit is missing is encoded whole, by the calls that a step without kept features makes: its
 features are those of that step, bit for bit.
@@ -22,15 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from csc.cache.feature_entries import FeatureCache
 from csc.capture.guards import Match
 from csc.driver.apart import close
 from csc.driver.feature_units import Units, are_made_of_images, equal, packed, whole
-from csc.driver.frozen_encoders import FrozenEncoder, FrozenEncoders
+from csc.driver.frozen_encoders import FrozenEncoder
 from csc.driver.unit_trials import UnitTrials
-from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.specs import ValueSpec
 
 log = logging.getLogger("csc")
@@ -45,20 +41,15 @@ class KeptFeatures:
     """
 
     cache: FeatureCache
-    model: nn.Module
     made_by_host: Callable[[Entries], Entries]
     read: int = 0
     made: int = 0
+    option: str = "cache_features"
     _units_of: dict[Any, Units] = field(default_factory=dict)  # by the key of microbatches, where they are not packed
     _of_images: dict[Any, bool] = field(default_factory=dict)  # whether what is not packed is made of packed images
 
     def __post_init__(self) -> None:
         self._trials = UnitTrials(self.cache)
-        self._encoders = FrozenEncoders(self.model, "cache_features")
-
-    def add(self, match: Match, program: LoadedProgram) -> None:
-        """The program of microbatches like this one. InputError if the encoder has no weights here."""
-        self._encoders.add(match, program)
 
     def counts(self) -> dict[str, float]:
         """As metrics of a step, from 0 again."""
@@ -66,19 +57,10 @@ class KeptFeatures:
         self.read = self.made = 0
         return found
 
-    @property
-    def inputs(self) -> frozenset[str]:
-        """The entries of batches that encoders read."""
-        return self._encoders.inputs
-
-    def complete(self, match: Match, here: bool) -> dict[str, Any]:
-        """The microbatch with its features. here: this process reads them."""
-        return self._encoders.complete(match, self._features if here else None)
-
     @torch.no_grad()
-    def _features(self, one: FrozenEncoder, match: Match) -> Entries:
+    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
+        """From disk, or encoded and kept there."""
         entries = one.entries(match)
-        identity = self._encoders.identity(one)
         units = self._units(one, identity, match, entries)
         keys = units.keys(identity, entries)
         found = [self._read(key, one.spec.values, units, number) for number, key in enumerate(keys)]

@@ -61,7 +61,7 @@ def made_features(kept: str | Path | FeatureCache | None, ahead: bool) -> MadeFe
             "use cache_features where the same images come again, else encode_ahead",
         )  # fmt: skip
     if ahead:
-        return lambda model, _: FeaturesAhead(model)
+        return lambda _: FeaturesAhead()
     if kept is None:
         return None
     return partial(KeptFeatures, kept if isinstance(kept, FeatureCache) else FeatureCache(kept))

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from csc.analysis.token_counts import Places
 from csc.cache.inductor_folder import inductor_folder
@@ -40,7 +39,7 @@ from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
 from csc.driver.features_ahead import FeaturesAhead
-from csc.driver.kept_features import KeptFeatures
+from csc.driver.frozen_encoders import FeatureSource, FrozenEncoders
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
 from csc.ir.program import Options
@@ -58,8 +57,7 @@ log = logging.getLogger("csc")
 Microbatch = Mapping[str, Any]
 Answers = tuple[str, ...]  # what a microbatch decides
 Variants = tuple[int, Answers]  # number of microbatches
-Features = KeptFeatures | FeaturesAhead
-MadeFeatures = Callable[[nn.Module, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], Features]
+MadeFeatures = Callable[[Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], FeatureSource]
 
 
 class ProgramSet:
@@ -82,7 +80,9 @@ class ProgramSet:
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
         training: the programs that train what these evaluate; features: how those of frozen encoders are come by.
         """
-        self.features = features(compiler.model, self._made_by_host) if features is not None else None
+        self.features = None
+        if features is not None:
+            self.features = FrozenEncoders(compiler.model, features(self._made_by_host))
         self._training = training
         self._timeout = timeout
         self._meeting = meeting
@@ -244,14 +244,14 @@ class ProgramSet:
 
     def feature_counts(self) -> dict[str, float]:
         """How many units of features this process has taken from disk, and encoded, since this was asked last."""
-        return self.features.counts() if self.features is not None else {}
+        return self.features.source.counts() if self.features is not None else {}
 
     @property
     def encoded(self) -> frozenset[str]:
         """The batch entries that this process makes features of, or knows them by."""
         if self.features is None:
             return frozenset()
-        read = isinstance(self.features, FeaturesAhead) or any(one.reads_features for one in self.trainers)
+        read = isinstance(self.features.source, FeaturesAhead) or any(one.reads_features for one in self.trainers)
         return self.features.inputs if read else frozenset()
 
     def checked_places(self, matches: Sequence[Match], features: bool = True) -> list[Microbatch]:

@@ -125,8 +125,8 @@ class Steps:
     @property
     def encodes_ahead(self) -> FeaturesAhead | None:
         """What frozen encoders make of the next batch; None: nothing, or on disk."""
-        features = self.programs.set.features
-        return features if isinstance(features, FeaturesAhead) else None
+        encoders = self.programs.set.features
+        return encoders.source if encoders is not None and isinstance(encoders.source, FeaturesAhead) else None
 
     def evaluate(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
         """The loss of a batch in eval mode, by programs for the training programs of now."""
@@ -250,7 +250,7 @@ class Steps:
         that no program is for. What is wrong with them is said in their step.
         """
         programs, features = self.programs.set, self.encodes_ahead
-        if following is None or features is None:
+        if following is None or features is None or programs.features is None:
             return [], None
         try:
             coming = self.given.ready(following, options, parts)
@@ -258,7 +258,7 @@ class Steps:
             served = programs.serves(matches, options) is not None
         except InputError:
             return [], None
-        return coming, features.encoding(matches, trainer) if served else None
+        return coming, features.encoding(programs.features, matches, trainer) if served else None
 
     def _made(
         self, ready: list[dict[str, Any]], options: Options, batch: Any, own: bool, due: bool
