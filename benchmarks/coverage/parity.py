@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -100,12 +101,12 @@ def _cell(compiled: csc.CompiledModel, mesh: str, trained: str, batch: Batch, ri
     for loss, norm in zip(right.losses, right.norms):
         its = float(compiled.train_step(batch)), float(compiled.clip_grad_norm_(CLIP))
         for one, other in zip(its, (loss, norm)):
-            if abs(one - other) > 10 * tolerance * abs(other):
+            if not abs(one - other) <= 10 * tolerance * abs(other):  # not of numbers that are none either
                 return Cell(mesh, trained, worst, reason=f"loss and norm {its}, eager's {loss, norm}")
         optimizer.step()
         optimizer.zero_grad()
     weight, whose = _furthest(compiled.state_dict(), right.weights)
-    reason = f"{whose} after {STEPS} steps: {weight:.1e}" if weight > 10 * tolerance else ""
+    reason = f"{whose} after {STEPS} steps: {weight:.1e}" if not weight <= 10 * tolerance else ""
     return Cell(mesh, trained, worst, weight, reason)
 
 
@@ -130,7 +131,7 @@ def _by_eager(model: nn.Module, batch: Batch, frozen: Sequence[str]) -> _Trained
 def _furthest(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """The largest difference of a weight over its module's weights, and whose it is."""
     if found.keys() != right.keys():
-        return float("inf"), str(found.keys() ^ right.keys())
+        return inf, str(found.keys() ^ right.keys())
     size: defaultdict[str, float] = defaultdict(float)
     for name, value in right.items():
         size[name.rpartition(".")[0]] += float(value.double().square().sum())
@@ -138,7 +139,7 @@ def _furthest(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tenso
         name: float((found[name].double() - value.double()).norm()) / max(size[name.rpartition(".")[0]] ** 0.5, 1e-30)
         for name, value in right.items()
     }
-    worst = max(apart, key=apart.__getitem__)
+    worst = max(apart, key=lambda name: inf if isnan(apart[name]) else apart[name])
     return apart[worst], worst
 
 
