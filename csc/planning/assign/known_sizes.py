@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from math import comb, prod
 
 import numpy as np
 
@@ -26,12 +27,14 @@ Lists = list[list[int]]
 class Effort:
     """load: of a microbatch's, more is not moved. others: microbatches that it is tried with, of the nearest load.
     samples: that each of the two gives at most. longer: by how much of itself a step may become for a known size.
+    tries: changes that are looked at, over all microbatches of unknown sizes; of large ones there are too many.
     """
 
     load: float
     others: int
     samples: int
     longer: float
+    tries: int = 2**14
 
 
 CHEAP = (Effort(0.3, 12, 1, 0.01), Effort(0.8, 12, 1, 0.01))
@@ -46,10 +49,11 @@ def settled(
     assert layout is not None
     found = [list(group) for group in groups]
     for effort in efforts if layout.known else ():
-        for place in [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]:
+        unknown = [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]
+        for place in unknown:
             if layout.knows(layout.size(found[place])):  # it took part in another's change
                 continue
-            ways = list(_ways(found, place, layout, step.shares, effort))
+            ways = list(_ways(found, place, layout, step.shares, effort, effort.tries // len(unknown)))
             now, *seconds = step.seconds_of_ways([found, *ways])
             for took, way in sorted(zip(seconds, ways), key=lambda one: one[0]):
                 if took > now * (1 + effort.longer):
@@ -60,10 +64,14 @@ def settled(
     return found
 
 
-def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort) -> Iterator[Lists]:
-    """With each of the other microbatches the change that moves the least load."""
+def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort, tries: int) -> Iterator[Lists]:
+    """With each of the other microbatches, as far as tries go, the change that moves the least load."""
     for other in _partners(found, place, shares)[: effort.others]:
-        change = _least_change(found[place], found[other], layout, shares, effort)
+        samples = next((n for n in range(effort.samples, 0, -1) if _tries(found[place], found[other], n) <= tries), 0)
+        if not samples:
+            return
+        tries -= _tries(found[place], found[other], samples)
+        change = _least_change(found[place], found[other], layout, shares, effort.load, samples)
         if change is not None:
             way = list(found)
             way[place], way[other] = change
@@ -78,16 +86,16 @@ def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
 
 
 def _least_change(
-    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, effort: Effort
+    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, load: float, samples: int
 ) -> tuple[list[int], list[int]] | None:
     """What both have after the change that moves the least load, where both have known sizes then, or the other one had
     none before either.
     """
     demanding = layout.knows(layout.size(theirs))
     best: tuple[float, tuple[list[int], list[int]]] | None = None
-    most = effort.load * float(shares[own].sum(axis=0).max())
-    for given in _parts(own, effort.samples):
-        for taken in _parts(theirs, effort.samples):
+    most = load * float(shares[own].sum(axis=0).max())
+    for given in _parts(own, samples):
+        for taken in _parts(theirs, samples):
             mine, left = _exchanged(own, given, theirs, taken)
             if not mine or not left or not layout.knows(layout.size(mine)):
                 continue
@@ -97,6 +105,11 @@ def _least_change(
             if moved <= most and (best is None or moved < best[0]):
                 best = moved, (mine, left)
     return best[1] if best is not None else None
+
+
+def _tries(own: list[int], theirs: list[int], samples: int) -> int:
+    """How many changes there are between the two, of at most so many samples of each."""
+    return prod(sum(comb(len(group), count) for count in range(samples + 1)) for group in (own, theirs))
 
 
 def _parts(group: list[int], most: int) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.planning.assign.known_sizes import CHEAP, settled
-from csc.planning.assign.layout import BatchLayout, widths_of
+from csc.planning.assign.layout import BatchLayout, Size, widths_of
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import SampleCosts
 from tests.balance.costs import costs
@@ -100,3 +101,21 @@ def test_a_known_size_is_not_bought_with_a_longer_step() -> None:
     asked = step(layout, 1, 2)
     longer = asked.seconds_of_ways([[[0, 1], [2, 3]]])[0] / asked.seconds_of_ways([equal])[0]
     assert longer > 1.05 and settled(asked, equal, lambda groups: True) == equal
+
+
+def test_large_microbatches_are_not_searched_through() -> None:
+    """Two of fifty samples for two of fifty are a million and a half changes; what is looked at is bounded."""
+    random = np.random.default_rng(0)
+    lengths, units = random.integers(10, 2000, 400).astype(float), random.integers(0, 9, (400, 1)).astype(float)
+    groups = [list(range(first, first + 50)) for first in range(0, 400, 50)]
+    plain = BatchLayout(lengths, units, True, 64)
+    known = widths_of([plain.size(group) for group in groups[1:]])
+    looked = [0]
+
+    class Counted(BatchLayout):
+        def size(self, group: Sequence[int]) -> Size:
+            looked[0] += 1
+            return super().size(group)
+
+    settled(step(Counted(lengths, units, True, 64, known=known), 1, 8), groups, lambda groups: False)
+    assert 0 < looked[0] <= 3 * (2 * 2**14 + 100)
