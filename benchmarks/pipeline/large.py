@@ -2,6 +2,7 @@
 
 problem(layers, encoders, ranks, microbatches) -> Problem       round numbers: what matters is how much there is
 plan_seconds() -> seconds of processor time for one plan
+python -m benchmarks.pipeline.large        the table of docs/measurements.md, for these and larger ones
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value
 from csc.simulation.pipeline import Link, Network
 
+SIZES: tuple[tuple[int, tuple[int, ...], int, int], ...] = (
+    (80, (32, 24, 40), 64, 256), (160, (50, 40, 60), 128, 512), (400, (100, 80, 60), 512, 1024),
+)  # fmt: skip
 NETWORK = Network(Link(5e-6, 300e9), Link(1e-5, 25e9), 8)
 
 
@@ -46,3 +50,19 @@ def plan_seconds() -> float:
     start = time.process_time()
     plan(whole)
     return time.process_time() - start
+
+
+def main() -> None:
+    """Each row as soon as it is there."""
+    print("layers + encoders, ranks x microbatches: seconds of processor time, of the step, of its lower bound")
+    for layers, encoders, ranks, microbatches in SIZES:
+        whole = problem(layers, encoders, ranks, microbatches)
+        start = time.process_time()
+        found = plan(whole)
+        seconds = time.process_time() - start
+        row = f"{layers} + {', '.join(map(str, encoders))}, {ranks} x {microbatches:,}: {seconds:.1f}"
+        print(f"{row}, {found.makespan:.2f}, {found.makespan / (1 + found.gap):.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
