@@ -1,4 +1,4 @@
-"""One file per variant of a template: its F, B and W as functions.
+"""One file per variant of a template: its F, B, W and BW as functions.
 
 Terms: saved: what F keeps for B; stashed: what B stashes for W; w: the parameters of one region by their local names.
 """
@@ -18,6 +18,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
+BEGUN = ("start_", "finish_")  # of a collective in two calls
 COLLECTIVES = (
     "all_gather", "all_reduce", "gather_pieces", "gather_shared", "own_part", "reduce_scatter", "scatter_pieces",
     "share",
@@ -42,7 +43,8 @@ def operators(functions: Sequence[str]) -> list[str]:
     others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary")
     families = ("opaque", "context", "linear_cross_entropy")
     return sorted({
-        next((family for family in families if name.startswith(family)), others.get(name, "attention"))
+        "begun" if name.startswith(BEGUN)
+        else next((family for family in families if name.startswith(family)), others.get(name, "attention"))
         for name in called
     })  # fmt: skip
 
@@ -73,6 +75,8 @@ def layer_source(program: Program, variant: Variant, template: Template, regions
         functions.append(_backward_input(variant))
     if variant.backward_weight is not None:
         functions.append(_backward_weight(variant, template))
+    if variant.backward is not None:
+        functions.append(_backward(variant, template))
     return "\n\n".join([_docstring(program, variant, template, regions) + header(functions), *functions])
 
 
@@ -201,8 +205,24 @@ def _backward_weight(variant: Variant, template: Template) -> str:
     lines.append('    """W: gradients of the parameters that train, by local name."""')
     lines += _unpack(graph, "stashed")
     lines += body(graph, names)
+    return "\n".join([*lines, "    return {", *_by_name(variant, template, names, g.outputs(graph)), "    }"]) + "\n"
+
+
+def _backward(variant: Variant, template: Template) -> str:
+    graph = variant.backward
+    assert graph is not None
+    lines, names = _start("backward", ["saved"], graph)
+    gradients, made = g.outputs(graph)
+    what = "gradients of the activations, then those of the parameters" if gradients else "gradients of the parameters"
+    lines.append(f'    """BW: {what} by local name. W runs while ranks meet."""')
+    lines += _types(graph, {"tangent"})
+    lines += _unpack(graph, "saved")
+    lines += body(graph, names)
+    first = f"{one_or_tuple(names[n] for n in gradients)}, " if gradients else ""
+    return "\n".join([*lines, f"    return {first}{{", *_by_name(variant, template, names, made), "    }"]) + "\n"
+
+
+def _by_name(variant: Variant, template: Template, names: dict[fx.Node, str], made: Sequence[fx.Node]) -> list[str]:
+    """The items of a dict of parameters' gradients."""
     trained = [name for name, trains in zip(template.parameters, variant.dw) if trains]
-    lines.append("    return {")
-    lines += [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, g.outputs(graph))]
-    lines.append("    }")
-    return "\n".join(lines) + "\n"
+    return [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, made)]

@@ -202,35 +202,42 @@ class StageWriter:
         return lines
 
     def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
-        region, variant = segment.first, self.names.variant(segment)
-        arguments = [
-            self.names.saved[index],
-            *self._arguments(segment, variant.backward_input, self.names.weights_of(region)),
-        ]
-        arguments += self._tangents(segment, region)
-        left = self._backward_left(segment, "stashed" if at_once else self.names.stashed_name(index))
-        return [
-            *wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")"),
-            f"    del {self.names.saved[index]}",
-            *(self._weights_at_once(segment, self.names.weights_of(region)) if at_once else []),
-        ]
+        kept, saved = self.names.stashed_name(index), self.names.saved[index]
+        weights = self.names.weights_of(segment.first)
+        lines, rest = self._backward_of(segment, segment.first, saved, weights, at_once, kept)
+        return [*lines, f"    del {saved}", *rest]
 
     def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         variant, name = self.names.variant(segment), f"d_{self.names.carried(segment)}"
         keeping = variant.backward_weight is not None and not at_once
-        arguments = [f"{self.names.saved[index]}.pop()"]
-        arguments += self._arguments(segment, variant.backward_input, "under(weights, layer)")
-        arguments += self._tangents(segment, segment.last, carried=name)
         lines = [f"    {name} = d_{self.names.variable(segment.last.outputs[0])}"]
         lines += [f"    {self.names.stashed_name(index)} = []"] if keeping else []
         lines.append(f"    for layer in reversed({self.names.prefixes_name(index)}):")
-        left = self._backward_left(segment, "stashed", carried=name)
-        lines += wrapped(f"{left} = layers.{variant.name}.backward_input(", arguments, ")", indent=8)
+        saved, weights = f"{self.names.saved[index]}.pop()", "under(weights, layer)"
+        first, rest = self._backward_of(segment, segment.last, saved, weights, at_once, "stashed", carried=name)
+        lines += [f"    {line}" for line in (*first, *rest)]
         lines += [f"        {self.names.stashed_name(index)}.append(stashed)"] if keeping else []
-        lines += self._weights_at_once(segment, "under(weights, layer)", indent=8) if at_once else []
         if variant.dx[segment.carried]:
             lines.append(f"    d_{self.names.variable(segment.first.activations[segment.carried])} = {name}")
         return lines
+
+    def _backward_of(
+        self, segment: Segment, region: Region, saved: str, weights: str, at_once: bool, kept: str, carried: str = ""
+    ) -> tuple[list[str], list[str]]:
+        """B of a region, and then its W if that is to run at once; where they are one function, that, and what becomes
+        of its gradients. kept: the variable of what B alone keeps for W.
+        """
+        variant = self.names.variant(segment)
+        both = variant.backward if at_once else None
+        part, name = (variant.backward_input, "backward_input") if both is None else (both, "backward")
+        arguments = [saved, *self._arguments(segment, part, weights if both is None else "w")]
+        arguments += self._tangents(segment, region, carried)
+        made = "gradients" if both is not None else "stashed" if at_once else kept
+        left = self._backward_left(segment, made, carried)
+        lines = wrapped(f"{left} = layers.{variant.name}.{name}(", arguments, ")")
+        if both is not None:
+            return [f"    w = {weights}", *lines], ["    yield from w.full_names(gradients)", "    del gradients"]
+        return lines, self._weights_at_once(segment, weights) if at_once else []
 
     def backward_weight(self) -> str:
         lines = [
@@ -270,12 +277,12 @@ class StageWriter:
         lines += self._backwards(at_once=True)
         return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
 
-    def _weights_at_once(self, segment: Segment, weights: str, indent: int = 4) -> list[str]:
+    def _weights_at_once(self, segment: Segment, weights: str) -> list[str]:
         """W of the region whose B has just run."""
-        variant, space = self.names.variant(segment), " " * indent
+        variant = self.names.variant(segment)
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
         arguments = ["stashed", *self._arguments(segment, variant.backward_weight, "w")]
-        return [f"{space}w = {weights}", *wrapped(left, arguments, "))", indent=indent), f"{space}del stashed"]
+        return [f"    w = {weights}", *wrapped(left, arguments, "))"), "    del stashed"]
 
     def loss_tokens(self) -> str:
         name = self.index.functions[(self.program.loss_tokens,)]

@@ -42,6 +42,12 @@ class GroupExchange(Protocol):
         has for this one, in the same order: to be read only.
         """
 
+    def start(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Begin such an exchange. All ranks begin, and finish, theirs in one order. Returns a ticket."""
+
+    def finish(self, ticket: int) -> Sequence[torch.Tensor]:
+        """What `exchange` would have returned, once. RuntimeError if there is no such ticket."""
+
     def among(self, each: int) -> GroupExchange:
         """The exchange of this rank with its neighbours: of the first `each` ranks, or of the next so many."""
 
@@ -52,7 +58,7 @@ meeting_of = _MEETINGS.find
 csc = torch.ops.csc
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, *rest = parts
     total = first.to(exact(first.dtype) if first.is_floating_point() else first.dtype, copy=True)
     for part in rest:
@@ -63,7 +69,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.library.custom_op("csc::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     meeting = _MEETINGS.find(group)
-    return _sum(meeting.exchange([x.contiguous()] * meeting.ranks))
+    return summed(meeting.exchange([x.contiguous()] * meeting.ranks))
 
 
 @torch.library.custom_op("csc::share", mutates_args=())
@@ -84,7 +90,7 @@ def _(x: Any, group: Any, dim: int, each: int) -> Any:
 @torch.library.custom_op("csc::scatter_pieces", mutates_args=())
 def _scatter_pieces(d: torch.Tensor, group: torch.Tensor, dim: int, each: int) -> torch.Tensor:
     pieces = [one.contiguous() for one in d.chunk(each, dim)]
-    return _sum(_MEETINGS.find(group).among(each).exchange(pieces))
+    return summed(_MEETINGS.find(group).among(each).exchange(pieces))
 
 
 @_scatter_pieces.register_fake
@@ -105,10 +111,10 @@ def slots(samples: int, ranks: int) -> int:
 
 @torch.library.custom_op("csc::own_part", mutates_args=())
 def _own_part(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, group: torch.Tensor) -> torch.Tensor:
-    return _piece(x, dim, samples, ranks, repeat, _MEETINGS.find(group).index)
+    return piece(x, dim, samples, ranks, repeat, _MEETINGS.find(group).index)
 
 
-def _piece(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, index: int) -> torch.Tensor:
+def piece(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, index: int) -> torch.Tensor:
     """What the rank of this index has in its slots."""
     size, each = slots(samples, ranks), x.shape[dim] // samples
     start = min(index * size, samples)
@@ -123,8 +129,8 @@ def _piece(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, in
 def _reduce_scatter(
     x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, group: torch.Tensor
 ) -> torch.Tensor:
-    pieces = [_piece(x, dim, samples, ranks, repeat, index) for index in range(ranks)]
-    return _sum(_MEETINGS.find(group).exchange(pieces))
+    pieces = [piece(x, dim, samples, ranks, repeat, index) for index in range(ranks)]
+    return summed(_MEETINGS.find(group).exchange(pieces))
 
 
 @torch.library.custom_op("csc::all_gather", mutates_args=())

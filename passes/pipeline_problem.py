@@ -47,7 +47,7 @@ def problem(program: Program, options: Options) -> Problem:
             component=cost.component,
             forward=cost.forward,
             backward_input=cost.backward_input,
-            backward_weight=cost.backward_weight,
+            backward_weight=cost.backward_weight - cost.beside,
             has_b=cost.has_b,
             has_w=cost.has_w,
             saved=cost.saved,
@@ -55,6 +55,7 @@ def problem(program: Program, options: Options) -> Problem:
             state=cost.state,
             gathered=cost.gathered,
             working=of_variant[region.variant],
+            apart=cost.beside,
         )
         for cost, region in zip(costs, program.regions, strict=True)
     )
@@ -76,7 +77,7 @@ def problem(program: Program, options: Options) -> Problem:
             own[members[0]].name,
             tuple(members),
             tuple(
-                (cost.forward, cost.backward_input, cost.backward_weight)
+                (cost.forward, cost.backward_input, cost.backward_weight - cost.beside)
                 for cost in _costs(program, own[members[0]], options)
             ),
             memory,

@@ -21,6 +21,7 @@ from csc.passes.features import features
 from csc.passes.freeze import freeze
 from csc.passes.head import head
 from csc.passes.loss import loss
+from csc.passes.overlap import overlap
 from csc.passes.partition import partition
 from csc.passes.precision import precision
 from csc.passes.prune import prune
@@ -47,7 +48,7 @@ TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
     differentiate, simplify,
 )  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, overlap)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 

@@ -37,6 +37,8 @@ def working(variant: Variant, saved: int | None = None) -> int:
         # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
         made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
         over.append(peak(variant.backward_weight) - stashed + sum(made) + max(made, default=0))
+        if variant.backward is not None:
+            over.append(peak(variant.backward) - max(saved, stashed) + sum(made) + max(made, default=0))
     return max(0, *over) if over else 0
 
 

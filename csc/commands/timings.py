@@ -32,7 +32,7 @@ STEPS = {  # of the way through, and what of it stands in program.json
         "regions",
         "tensor",
     ),
-    "differentiation": ("differentiate", "simplify", "freeze", "prune", "recompute", "split"),
+    "differentiation": ("differentiate", "simplify", "freeze", "prune", "recompute", "split", "overlap"),
     "planning": ("partition", "schedule"),
     "emission": ("emission",),
 }

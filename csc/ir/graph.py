@@ -17,7 +17,7 @@ from torch import fx
 
 from csc.torch_private.exported import OpOverload
 
-KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place")
+KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place", "rematerialised")
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
 

@@ -79,7 +79,7 @@ def _variant_lines(variant: Variant) -> Iterator[str]:
     if variant.forward is None:
         yield from graph_lines(f"variant {variant.name}", variant.pruned)
         return
-    for letter, part in zip("FBW", (variant.forward, variant.backward_input, variant.backward_weight)):
+    for letter, part in variant.parts.items():
         if part is not None:
             yield from graph_lines(f"variant {variant.name}, {letter}", part)
 

@@ -160,7 +160,9 @@ class Variant:
     forward(activations, shared, parameters) -> outputs, saved
     backward_input(saved, shared, parameters, gradients in) -> gradients of activations, saved for W
     backward_weight(saved for W, shared, parameters) -> gradients of parameters
-    `backward_input` is None if nothing is to be computed, `backward_weight` if no parameter trains.
+    backward(saved, shared, parameters, gradients in) -> gradients of activations, gradients of parameters
+    `backward_input` is None if nothing is to be computed, `backward_weight` if no parameter trains; `backward`, the two
+    in one, is there where W runs beside exchanges of B (pass `overlap`).
     """
 
     name: str
@@ -173,9 +175,15 @@ class Variant:
     forward: fx.Graph | None = None
     backward_input: fx.Graph | None = None
     backward_weight: fx.Graph | None = None
+    backward: fx.Graph | None = None
     flops: tuple[int, int, int] = (0, 0, 0)
     matmuls: tuple[int, int, int] = (0, 0, 0)
     rematerialised: int = 0  # FLOPs of B that are F's, run again
+
+    @property
+    def parts(self) -> dict[str, fx.Graph | None]:
+        """Its functions, by F, B, W and BW."""
+        return {"F": self.forward, "B": self.backward_input, "W": self.backward_weight, "BW": self.backward}
 
 
 @dataclass(frozen=True)

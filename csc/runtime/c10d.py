@@ -119,6 +119,7 @@ class Distributed:
         self._posted: dict[tuple[Message, int], list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]]] = {}
         self._sending: dict[Message, list[_Sending]] = {}
         self._left: list[_Exchanging] = []
+        self.under_way: dict[int, Any] = {}
 
     def failed(self, error: BaseException) -> BaseException:
         let_go(error)

@@ -1,7 +1,7 @@
 """The functions of the templates compiled by Inductor, from the text of the layer files.
 
-Terms: a *template function* is one of forward, backward_input, backward_weight in layers/NAME.py. Compiled, it is
-called as before, so rank files know nothing of it; equal layers, microbatches and ranks of a process share it.
+Terms: a *template function* is one of FUNCTIONS in layers/NAME.py. Compiled, it is called as before, so rank files know
+nothing of it; equal layers, microbatches and ranks of a process share it.
 
     fuse(package, device, later, folder)    replaces the functions of an imported program's layer files, once
     host_compiler()                         the C++ compiler that Inductor finds; None if there is none
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("csc")
 
-FUNCTIONS = ("forward", "backward_input", "backward_weight")
+FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 CALLS = 64  # of a function for sizes that came later, before it is compiled: a step does not wait for what comes once

@@ -6,6 +6,7 @@ met = Met(group, copies)        .number: what stands for it in a call        one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,9 +37,31 @@ class Met:
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank of the group has for this one; see csc.kernels.collectives.GroupExchange."""
+        return self._finished(*self._started(tensors))
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> int:
+        """See csc.kernels.collectives.GroupExchange. What is under way is the endpoint's, which lets go of it where a
+        step fails.
+        """
+        under_way = self._group.endpoint.under_way
+        number = max(under_way, default=-1) + 1
+        under_way[number] = self._started(tensors)
+        return number
+
+    def finish(self, ticket: int) -> list[torch.Tensor]:
+        """See csc.kernels.collectives.GroupExchange."""
+        begun = self._group.endpoint.under_way.pop(ticket, None)
+        if begun is None:
+            raise RuntimeError(f"no collective is under way by the ticket {ticket}")
+        return self._finished(*begun)
+
+    def _started(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         me, others = self._group.index, self._group.others
         own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
         sends = {rank: [own[id(tensors[rank])]] for rank in others}
         receives = {rank: [torch.empty_like(tensors[me])] for rank in others}
-        arrived = self._group.finish(self._group.start(sends, receives, "a collective of a layer"))
-        return [tensors[me] if rank == me else arrived[rank][0] for rank in range(self.ranks)]
+        return self._group.start(sends, receives, "a collective of a layer"), own[id(tensors[me])]
+
+    def _finished(self, ticket: Any, own: torch.Tensor) -> list[torch.Tensor]:
+        arrived = self._group.finish(ticket)
+        return [own if rank == self._group.index else arrived[rank][0] for rank in range(self.ranks)]

@@ -13,6 +13,7 @@ The c10d transport is in csc.runtime.c10d.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,11 +35,13 @@ from csc.runtime.threads import Turns
 class Endpoint(Protocol):
     """One rank's side. Everything is done in the order in which the rank asks for it.
 
-    recent: how tokens of the last microbatches were spread over ranks.
+    recent: how tokens of the last microbatches were spread over ranks. under_way: what a layer's operators have begun
+    and not finished, by ticket; nothing at the start of a step.
     """
 
     rank: int
     recent: Recent
+    under_way: dict[int, Any]
 
     def at(self, place: Action | str) -> None:
         """The rank is at this action now."""
@@ -190,7 +193,9 @@ class _Hub:
 
     def __init__(self) -> None:
         self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (pipeline's first rank, channel, mb)
-        self.parcels: dict[tuple[int, int], list[Sequence[torch.Tensor]]] = {}  # of exchanges, by (from, to)
+        self.parcels: dict[tuple[int, int, int], Sequence[torch.Tensor]] = {}  # by (from, to, how many before)
+        self.parted: Counter[tuple[int, int]] = Counter()  # parcels that left, by (from, to)
+        self.awaited: Counter[tuple[int, int]] = Counter()  # and those that were announced
         self.sums: dict[tuple[tuple[int, ...], int], _JoinedSum] = {}  # (ranks, how many before it)
         self.gathers: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = {}  # the same
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
@@ -228,6 +233,10 @@ class InProcess:
     def begin_step(self) -> None:
         self._hub.mail.clear()
         self._hub.parcels.clear()
+        self._hub.parted.clear()
+        self._hub.awaited.clear()
+        for endpoint in self._endpoints:
+            endpoint.under_way.clear()
         self._hub.sums.clear()
         self._hub.counts.clear()
         self._hub.gathers.clear()
@@ -256,6 +265,7 @@ class _Local:
     def __init__(self, hub: _Hub, rank: int, mesh: Mesh) -> None:
         self.rank = rank
         self.recent = hub.recent
+        self.under_way: dict[int, Any] = {}
         self._hub = hub
         self._pipeline = mesh.group(Group.PIPELINE, rank)[0]
 
@@ -276,21 +286,24 @@ class _Local:
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
-    ) -> tuple[tuple[int, ...], str]:
+    ) -> tuple[list[tuple[int, int, int]], str]:
         for peer, tensors in sends.items():
-            self._hub.parcels.setdefault((self.rank, peer), []).append(tensors)
+            self._hub.parcels[self.rank, peer, self._hub.parted[self.rank, peer]] = tensors
+            self._hub.parted[self.rank, peer] += 1
         if sends:
             self._hub.changed()
-        return tuple(receives), why
+        coming = [(peer, self.rank, self._hub.awaited[peer, self.rank]) for peer in receives]
+        self._hub.awaited.update((peer, self.rank) for peer in receives)
+        return coming, why
 
-    def finish_exchange(self, ticket: tuple[tuple[int, ...], str]) -> dict[int, Sequence[torch.Tensor]]:
-        peers, why = ticket
+    def finish_exchange(self, ticket: tuple[list[tuple[int, int, int]], str]) -> dict[int, Sequence[torch.Tensor]]:
+        coming, why = ticket
         arrived = {}
-        for peer in peers:
-            while not self._hub.parcels.get((peer, self.rank)):
+        for key in coming:
+            while key not in self._hub.parcels:
                 assert self._hub.turns is not None
-                self._hub.turns.wait(f"{why} of rank {peer}")
-            arrived[peer] = self._hub.parcels[peer, self.rank].pop(0)
+                self._hub.turns.wait(f"{why} of rank {key[0]}")
+            arrived[key[0]] = self._hub.parcels.pop(key)
         return arrived
 
     def start_sum(

@@ -79,7 +79,7 @@ def test_passes(run: Run) -> None:
         "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
         "sequence",
         "differentiate",
-        "simplify", "freeze", "prune", "features", "recompute", "split", "partition", "schedule",
+        "simplify", "freeze", "prune", "features", "recompute", "split", "overlap", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]

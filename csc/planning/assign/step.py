@@ -71,9 +71,11 @@ class SampleCosts:
             return [self.seconds_of(self.features(groups)) for groups in ways]
         counts = [self.features(groups) for groups in ways]
         each = self._loads(counts)
-        three = [self._by_position(each.array(figure), len(ways)) for figure in FIGURES[:3]]
-        lanes = np.stack(three, axis=1).reshape(-1, self.microbatches, len(ways))
-        seconds = np.concatenate([lanes, three[1] + three[2]])
+        forward, backward, weight, apart = (
+            self._by_position(each.array(figure), len(ways)) for figure in (*FIGURES[:3], "apart")
+        )
+        lanes = np.stack([forward, backward, weight + apart], axis=1).reshape(-1, self.microbatches, len(ways))
+        seconds = np.concatenate([lanes, backward + weight])
         return self.fixed_orders.makespans(seconds, self.wires(counts)).tolist()
 
     def wires(self, ways: Sequence[Floats]) -> Floats:
