@@ -79,7 +79,8 @@ def _variant_lines(variant: Variant) -> Iterator[str]:
     if variant.forward is None:
         yield from graph_lines(f"variant {variant.name}", variant.pruned)
         return
-    for letter, part in variant.parts.items():
+    parts = (variant.forward, variant.backward_input, variant.backward_weight, variant.backward)
+    for letter, part in zip(("F", "B", "W", "BW"), parts):
         if part is not None:
             yield from graph_lines(f"variant {variant.name}, {letter}", part)
 

@@ -159,10 +159,8 @@ class Variant:
 
     forward(activations, shared, parameters) -> outputs, saved
     backward_input(saved, shared, parameters, gradients in) -> gradients of activations, saved for W
-    backward_weight(saved for W, shared, parameters) -> gradients of parameters
-    backward(saved, shared, parameters, gradients in) -> gradients of activations, gradients of parameters
-    `backward_input` is None if nothing is to be computed, `backward_weight` if no parameter trains; `backward`, the two
-    in one, is there where W runs beside exchanges of B (pass `overlap`).
+    backward_weight(saved for W, shared, parameters) -> gradients of parameters; backward: both (pass `overlap`)
+    `backward_input` is None if nothing is to be computed, `backward_weight` if no parameter trains.
     """
 
     name: str
@@ -179,11 +177,6 @@ class Variant:
     flops: tuple[int, int, int] = (0, 0, 0)
     matmuls: tuple[int, int, int] = (0, 0, 0)
     rematerialised: int = 0  # FLOPs of B that are F's, run again
-
-    @property
-    def parts(self) -> dict[str, fx.Graph | None]:
-        """Its functions, by F, B, W and BW."""
-        return {"F": self.forward, "B": self.backward_input, "W": self.backward_weight, "BW": self.backward}
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def _graphs(program: Program) -> Iterator[tuple[str, fx.Graph]]:
             yield f"{template.name}, joint", template.joint
     for variant in program.variants.values():
         yield f"{variant.name}, pruned", variant.pruned
-        for letter, part in variant.parts.items():
+        parts = (variant.forward, variant.backward_input, variant.backward_weight, variant.backward)
+        for letter, part in zip(("F", "B", "W", "BW"), parts):
             if part is not None:
                 yield f"{variant.name}, {letter}", part
 
