@@ -45,6 +45,7 @@ RULES = 30  # of these, without which it could only try published orders again, 
 # best with one stage on a rank, if others are as fast; and of that a closer look, moves of units, changes of the order.
 FIRST, DEEP, HALF = 0.3, 0.25, 0.5
 CLOSER, MOVED, CHANGED = 0.3, 0.3, 0.4
+PAIRED = 0.1  # at most, into partitions for two stages on a rank, for each placement
 PUBLISHED = 0.05  # at most, into schedules as they are published
 SWAPPED = 0.2  # the same where ranks differ
 
@@ -118,7 +119,7 @@ def _screened(
         part = budget.part(share)
         tried = []  # (which of the placement's partitions, the placement, the partition)
         for home in homes:
-            listed = _tried(problem, home, fixed, bound, known)
+            listed = _tried(problem, home, fixed, bound, known, PAIRED * budget.left)
             tried += [(turn, home, stages) for turn, stages in enumerate(listed)]
         size = 3 * problem.microbatches
         wanted = sum(size * len(home) * sum(map(cost, _styles(home, ranks))) for _, home, _ in tried)
@@ -136,12 +137,13 @@ def _screened(
 
 
 def _tried(
-    problem: Problem, home: Placement, fixed: Stages | None, bound: Bound | None, known: dict[int, list[Stages]]
-) -> list[Stages]:
+    problem: Problem, home: Placement, fixed: Stages | None, bound: Bound | None, known: dict[int, list[Stages]],
+    actions: float,
+) -> list[Stages]:  # fmt: skip
     """The partitions for a placement."""
     if fixed:
         return [fixed]
-    found = partitions(problem, home, [None, one], known)
+    found = partitions(problem, home, [None, one], known, actions)
     if len(home) == problem.ranks and bound and not problem.kinds:
         found = [bound.stages, *found]
     return list(dict.fromkeys(found))

@@ -5,7 +5,7 @@ with which the second ones begin. Units are taken in order of execution. A *load
 for one microbatch. It has to be as long as that of its neighbours, the two stages do not: much of a frozen encoder may
 share a rank with little of what is trained.
 
-    paired(problem, placement) -> [Stages], the best first; [] if not every rank has one of each,
+    paired(problem, placement, actions) -> [Stages], the best first; [] if not every rank has one of each,
                                            or there are fewer units than stages
     filled(works, loads) -> the ends of stages that even out the loads which are there
     works_of(problem, home) -> the work of the units on each of these ranks
@@ -13,6 +13,7 @@ share a rank with little of what is trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from csc.planning.branches import Stages
 from csc.planning.problem import Problem
-from csc.planning.screen import Style, screen
+from csc.planning.screen import Style, cost, screen
 
 CLOSE = 1.01  # how much larger than the least the largest load of a partition may be
 TRIED = 12  # partitions of which a few orders are simulated
@@ -28,9 +29,9 @@ KEPT = 2
 STYLES: tuple[Style, ...] = ("interleaved-zb", "zb-v", ((0, 1, 2), 1.0, 0.5, False))
 
 
-def paired(problem: Problem, placement: Sequence[int]) -> list[Stages]:
+def paired(problem: Problem, placement: Sequence[int], actions: float = math.inf) -> list[Stages]:
     """Of the partitions whose largest load is near the least, the fastest under a few orders that keep to the memory of
-    the problem.
+    the problem. actions: that may be simulated for it; if they are too few to choose, none are.
     """
     ranks = problem.ranks
     if not sorted(placement[:ranks]) == sorted(placement[ranks:]) == list(range(ranks)):
@@ -40,7 +41,11 @@ def paired(problem: Problem, placement: Sequence[int]) -> list[Stages]:
         return []
     least = min(load for load, _ in found)
     close = [stages for load, stages in found if load <= CLOSE * least]
-    trials = [screen(problem, stages, placement, STYLES) for stages in close[:: -(-len(close) // TRIED)]]
+    each = 6 * ranks * problem.microbatches * sum(map(cost, STYLES))  # F, B and W of two stages on each rank
+    tried = int(min(TRIED, actions // each))
+    if tried <= KEPT:
+        return close[:: -(-len(close) // KEPT)]
+    trials = [screen(problem, stages, placement, STYLES) for stages in close[:: -(-len(close) // tried)]]
     ranked = sorted((trial for trial in trials if trial is not None), key=lambda trial: trial.seconds)
     return [trial.stages for trial in ranked[:KEPT]]
 

@@ -12,6 +12,7 @@ stages of a rank. Units are in order of execution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,9 +85,11 @@ def partitions(
     home: Sequence[int],
     limits: Sequence[InFlight | None],
     found_before: dict[int, list[Stages]] | None = None,
+    actions: float = math.inf,
 ) -> list[Stages]:
     """Partitions into one stage for each entry of `home`. limits: what the stages of a depth hold, tried in turn.
-    found_before: what was searched for other placements of as many stages; it is added to.
+    found_before: what was searched for other placements of as many stages; it is added to. actions: see
+    csc.planning.paired.
 
     Which are searched for depends on how large the problem is: there is always one. InputError if nothing fits.
     """
@@ -97,7 +100,7 @@ def partitions(
     elif problem.kinds:
         found = [
             *spread(problem, home),
-            *(paired(problem, home) if size <= 2 * THOROUGH else ()),
+            *(paired(problem, home, actions) if size <= 2 * THOROUGH else ()),
             *even(problem, home),
         ]
     elif len(home) == problem.ranks:
@@ -105,7 +108,7 @@ def partitions(
     elif len(home) == 2 * problem.ranks and size <= 2 * THOROUGH:
         if len(home) not in known:
             known[len(home)] = _searched(problem, len(home))
-        found = [*known[len(home)], *even(problem, home), *paired(problem, home)]
+        found = [*known[len(home)], *even(problem, home), *paired(problem, home, actions)]
     else:
         found = [*(spread(problem, home) or _searched(problem, len(home))), *even(problem, home)]
     return list(dict.fromkeys(found))
