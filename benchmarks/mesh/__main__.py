@@ -1,4 +1,4 @@
-"""python -m benchmarks.mesh [--json] [--quick]: see benchmarks.mesh and docs/scale.md."""
+"""python -m benchmarks.mesh [--json] [--quick] [--only GLOB] [--kept FILE]: see benchmarks.mesh and docs/scale.md."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.mesh.cases import RANKS, cases
+from benchmarks.mesh.kept_rows import keep, kept
 from benchmarks.mesh.measure import MeshComparison, evaluate
 from benchmarks.mesh.summary import AIMS, document, summary
 from benchmarks.mesh.uniform import MeshRival
@@ -27,12 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="four cases: every figure, in minutes")
     parser.add_argument("--configuration", action="append", default=[], choices=list(CONFIGURATIONS))
     parser.add_argument("--ranks", action="append", type=int, default=[], choices=RANKS)
+    parser.add_argument("--only", default="*", help="a glob over names of cases: '*24 ranks, h100'")
+    parser.add_argument("--kept", type=Path, help="a file of cases: those in it are not run again, others are added")
     parser.add_argument("--no-memory", action="store_true", help="start no processes to measure memory")
     given = parser.parse_args(arguments)
     rows = []
-    listed = cases(given.quick, given.configuration, given.ranks)
+    listed = cases(given.quick, given.configuration, given.ranks, given.only)
+    known = kept(given.kept)
     for number, case in enumerate(listed, 1):
-        rows.append(evaluate(case, SECONDS))
+        row = known.get(case)
+        if row is None:
+            row = evaluate(case, SECONDS)
+            keep(given.kept, row)
+        rows.append(row)
         print(f"{number} of {len(listed)}: {_text(rows[-1])}", file=sys.stderr, flush=True)
     held = [] if given.no_memory else memory.measure(1 if given.quick else len(memory.RUNS), lambda *_: None)
     if given.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.mllm.trace import FROZEN
@@ -26,8 +27,8 @@ QUICK = (
 )
 
 
-def cases(quick: bool, configurations: Collection[str], ranks: Collection[int]) -> list[Case]:
-    """All, or those of QUICK; of these the ones that are asked for, if any are."""
+def cases(quick: bool, configurations: Collection[str], ranks: Collection[int], only: str = "*") -> list[Case]:
+    """All, or those of QUICK; of these the ones that are asked for, if any are. only: a glob over their names."""
     listed = QUICK if quick else tuple(
         Case(configuration, frozen, count, device)
         for configuration in CONFIGURATIONS
@@ -37,5 +38,7 @@ def cases(quick: bool, configurations: Collection[str], ranks: Collection[int]) 
     )  # fmt: skip
     return [
         case for case in listed
-        if (not configurations or case.configuration in configurations) and (not ranks or case.ranks in ranks)
+        if (not configurations or case.configuration in configurations)
+        and (not ranks or case.ranks in ranks)
+        and fnmatchcase(case.name, only)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The configurations of benchmarks.mllm, divided for any mesh: captured shallow, traced once for each tp and cp.
+"""The configurations of benchmarks.mllm, divided for any mesh: captured shallow, traced once for each division.
 
 divided(configuration, frozen, device) -> DividedModel        frozen: one of benchmarks.mllm.trace.FROZEN
 """
@@ -29,9 +29,12 @@ def _captured(configuration: Configuration) -> Program:
 
 
 @cache
-def _traced(configuration: Configuration, tp: int, cp: int) -> Program:
+def _traced(
+    configuration: Configuration, tp: int, cp: int, components: tuple[tuple[str, int], ...], sequence: bool
+) -> Program:  # fmt: skip
     stacks = {name: Stack(part.layers, part.period) for name, part in configuration.components.items()}
-    return expand(run([_captured(configuration)], TRACING, Options(mesh=Mesh(tp=tp, cp=cp)))[-1], stacks)
+    options = Options(mesh=Mesh(tp=tp, cp=cp, components=components), sequence_parallel=sequence)
+    return expand(run([_captured(configuration)], TRACING, options)[-1], stacks)
 
 
 def divided(configuration: Configuration, frozen: str, device: str) -> DividedModel:
@@ -39,7 +42,8 @@ def divided(configuration: Configuration, frozen: str, device: str) -> DividedMo
     parts = tuple(part for part in FROZEN[frozen] if part in configuration.components)
 
     def of(options: Options, samples: int) -> Program:
-        traced = _traced(configuration, options.mesh.tp, options.mesh.cp)
+        mesh = options.mesh
+        traced = _traced(configuration, mesh.tp, mesh.cp, mesh.components, options.sequence_parallel)
         return run([traced], DIVIDING, options)[-1]
 
     return DividedModel(Options(hardware=device, freeze=parts), (1,), of)

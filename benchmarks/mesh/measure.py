@@ -56,7 +56,8 @@ def evaluate(case: Case, seconds: float) -> MeshComparison:
 def compared(case: Case, model: DividedModel, seconds: float) -> MeshComparison:
     """Of a divided model, whose options name the case's hardware."""
     start = time.process_time()
-    choice = MeshSearch(model, case.ranks, samples(case), seconds, lambda text: None, NOTHING_FIXED).choice()
+    asked = case.ranks, samples(case), seconds, lambda text: None
+    choice = MeshSearch(model, *asked, NOTHING_FIXED, time.process_time).choice()
     searched = time.process_time() - start
     profile = hardware(case.hardware)
     memory = float(profile.memory - profile.reserved)
@@ -75,5 +76,5 @@ def compared(case: Case, model: DividedModel, seconds: float) -> MeshComparison:
 
 def _own(choice: MeshChoice) -> MeshRival:
     best = choice.rows[0]
-    text = f"{best.mesh}, zero={best.zero}, recompute={best.recompute}"
+    text = f"{best.mesh}, {best.how}"
     return MeshRival(OWN, best.seconds, best.peak_memory, best.fits, text)

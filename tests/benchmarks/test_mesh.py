@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.mesh.cases import QUICK, cases
 from benchmarks.mesh.components import FORMULAS, Share, thetas
 from benchmarks.mesh.divided import divided
-from benchmarks.mesh.measure import compared
+from benchmarks.mesh.kept_rows import keep, kept
+from benchmarks.mesh.measure import MeshComparison, compared
 from benchmarks.mesh.summary import AIMS, document, summary
+from benchmarks.mesh.uniform import MeshRival
 from benchmarks.mllm import configurations as c
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.pipeline.cases import Case
@@ -41,6 +44,26 @@ def test_a_case_with_all_its_rivals() -> None:
     assert json.loads(json.dumps(document([row])))["rows"][0]["case"]["ranks"] == 2
 
 
+def test_cases_that_were_run_are_kept(tmp_path: Path) -> None:
+    """The last line may have been cut off."""
+    one, other = (
+        MeshComparison(
+            Case("VLM-S", "encoder frozen", ranks, "h100"), MeshRival("csc", 1.0, 2.0, True, "dp=24"),
+            (MeshRival("Megatron", None), MeshRival("best uniform", 2.0, 2.0, True)), MeshRival("by component", 3.0),
+            10.0, 0, 8e10,
+        )
+        for ranks in (24, 64)
+    )  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    assert kept(file) == {} == kept(None)
+    keep(file, one)
+    keep(file, other)
+    keep(None, other)
+    assert kept(file) == {one.case: one, other.case: other}
+    file.write_text(file.read_text()[:-20])
+    assert kept(file) == {one.case: one}
+
+
 def test_thetas_use_all_ranks_and_samples() -> None:
     found = list(thetas(12, 24, 3))
     assert found and len(set(found)) == len(found)
@@ -52,3 +75,4 @@ def test_cases() -> None:
     assert len(cases(False, (), ())) == 9 * 3 * 3 * 2
     assert len(cases(True, (), ())) == len(QUICK) and set(QUICK) <= set(cases(False, (), ()))
     assert {case.ranks for case in cases(False, ["VLM-S"], [64])} == {64}
+    assert len(cases(False, (), (), "*encoder frozen, 24 ranks, h100")) == 9
