@@ -27,8 +27,9 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     )
     for row in choice.rows[:MOST]:
         peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
+        mesh = f"{row.mesh}, sequence parallel" if row.sequence_parallel else row.mesh
         made.add_row(
-            row.mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),
+            mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),
             f"{choice.step / row.seconds:.3g}", f"{max(0.0, row.idle):.1%}", peak,
         )  # fmt: skip
     console.print(made)
@@ -41,16 +42,17 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     for mesh, why in choice.refused.items():
         console.print(f"no {escape(mesh)}: {escape(why)}", highlight=False)
     if choice.left:
-        console.print(f"no time within --limit {seconds:g} for {choice.left} more", highlight=False)
+        least = f", which take {seconds_text(choice.left_seconds)} at least" * bool(choice.left_seconds)
+        gain = f": {choice.gap:.0%} less than the best at most" * bool(choice.left_seconds)
+        console.print(f"no time within --limit {seconds:g} for {choice.left} more{least}{gain}", highlight=False)
     best = choice.rows[0]
     if best.fits:
         ways = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
+        ways += " --sequence-parallel" * best.sequence_parallel
         console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{ways}", highlight=False)
         for other in choice.room:
             needs = f"with {bytes_text(other.peak_memory)} on a device or more"
-            text = (
-                f"{other.mesh} with {other.microbatches} microbatches, zero={other.zero}, recompute={other.recompute}"
-            )
+            text = f"{other.mesh} with {other.how}"
             console.print(f"{needs}: {escape(text)}, {seconds_text(other.seconds)} at least", highlight=False)
     else:
         console.print("none of them fits: use more devices, or a smaller step", highlight=False)

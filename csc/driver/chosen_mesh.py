@@ -118,7 +118,10 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
         )  # fmt: skip
     why = f"the mesh of {ranks} ranks was chosen in {time.perf_counter() - start:.1f} s: {_text(best)}{_next(choice)}"
     log.info("%s", why)
-    found = {"mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero}
+    found = {
+        "mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero,
+        "sequence_parallel": best.sequence_parallel,
+    }  # fmt: skip
     return {"options": found if recompute is not None else {**found, "recompute": best.recompute}, "why": why}
 
 
@@ -130,8 +133,7 @@ def _told(programs: ModelPrograms) -> Callable[[str], None]:
 
 
 def _text(row: MeshRow) -> str:
-    extras = [f"{row.microbatches} microbatches", f"zero={row.zero}", f"recompute={row.recompute}"]
-    return f"{row.mesh} with {', '.join(extras)}: {seconds_text(row.seconds)} a step"
+    return f"{row.mesh} with {row.how}: {seconds_text(row.seconds)} a step"
 
 
 def _next(choice: MeshChoice) -> str:

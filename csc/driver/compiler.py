@@ -42,7 +42,7 @@ from csc.passes.shapes import shapes
 log = logging.getLogger("csc")
 
 Progress = Callable[[str], None]
-BEGUN = 1 + TRACING.index(loss)  # passes that do not look at tp, unless a component has its own
+BEGUN = 1 + TRACING.index(loss)  # passes that do not look at how tp divides layers, unless a component has its own
 CACHED = "traced graphs, from the cache"
 CACHED_CAPTURE = "capture, from the cache"
 
@@ -150,7 +150,7 @@ class Compiler:
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
         from_cache = any(captured is one for one in self.restored.values())
         mesh = alone.mesh if alone.mesh.components else replace(alone.mesh, tp=1)
-        whichever = from_cache, _key(match, replace(alone, mesh=mesh))
+        whichever = from_cache, _key(match, replace(alone, mesh=mesh, sequence_parallel=False))
         *before, last = self.begun.get(whichever) or (with_sizes_of(captured, tensors),)
         sized = replace(last, joints=self.joints.get(name_of(captured)))
         history = run([*before, sized], TRACING[len(before) :], alone, progress)

@@ -44,7 +44,7 @@ def choose(
             )  # fmt: skip
     plain = compiled.with_options(
         mesh=Mesh(), microbatches=1, schedule="auto", recompute=(("*", "none"),), zero=0, cuts=None, stages=None,
-        placement=None, chunks=None,
+        placement=None, chunks=None, sequence_parallel=False,
     )  # fmt: skip
     batches = compiled.example if isinstance(compiled.example, (list, tuple)) else [compiled.example]
     samples = sum(samples_of(split_batch(batch)[0]) for batch in batches)
@@ -54,7 +54,11 @@ def choose(
         if size not in microbatches:
             microbatches[size] = plain.with_options(microbatches=samples // size).inspected.microbatch
         return plain.with_options(
-            mesh=options.mesh, microbatches=options.microbatches, zero=options.zero, recompute=options.recompute
+            mesh=options.mesh,
+            microbatches=options.microbatches,
+            zero=options.zero,
+            recompute=options.recompute,
+            sequence_parallel=options.sequence_parallel,
         ).inspected.divided(microbatches[size])
 
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class MeshRow:
     idle: float
     peak_memory: float
     fits: bool
+    sequence_parallel: bool = False
+
+    @property
+    def how(self) -> str:
+        return _how(self)
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,25 @@ class MeshIfRoom:
     recompute: str
     seconds: float
     peak_memory: float
+    sequence_parallel: bool = False
+
+    @property
+    def how(self) -> str:
+        return _how(self)
+
+
+def _how(one: MeshRow | MeshIfRoom) -> str:
+    """What it takes besides the mesh, in words."""
+    extras = [f"{one.microbatches} microbatches", f"zero={one.zero}", f"recompute={one.recompute}"]
+    return ", ".join([*extras, "sequence_parallel=True"] if one.sequence_parallel else extras)
 
 
 @dataclass(frozen=True)
 class MeshChoice:
     """rows: the fastest first, those that do not fit behind all others. slower: layouts that were left out, as nothing
     on them can be faster than the best. large: those on which no plan was found that fits. refused: why there is none,
-    by mesh. left: layouts there was no time for. room: faster ones with more memory, the least of that first.
+    by division. left: layouts there was no time for, all of which take at least so many seconds. room: faster ones with
+    more memory, the least of that first.
     """
 
     devices: int
@@ -65,9 +83,16 @@ class MeshChoice:
     refused: Mapping[str, str]
     left: int
     room: tuple[MeshIfRoom, ...] = ()
+    left_seconds: float = math.inf
+
+    @property
+    def gap(self) -> float:
+        """How much faster, as a part of the best, what was left can be at most; 0: it cannot."""
+        return max(0.0, 1 - self.left_seconds / self.rows[0].seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON has it, which knows no infinity."""
+        return {**asdict(self), "left_seconds": self.left_seconds if self.left else None, "gap": self.gap}
 
 
 @dataclass(frozen=True)

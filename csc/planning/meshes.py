@@ -4,14 +4,18 @@ Terms
   layout      a mesh with its microbatches: each of dp replicas takes `microbatches` of `samples` samples through its
               pipeline
   node        devices that fast links join; tensor-parallel ranks stand within one
+  form        how tensor-parallel ranks divide a model: whether they share out tokens between products
+              (`sequence_parallel`), and the components whose samples they share out instead (`vision_tower.tp=1`)
+  division    what layouts that need the same traced graphs have in common: tp, cp, form and the samples of a microbatch
 
-    layouts(devices, step, sizes, node, regions) -> [MeshLayout]
+    layouts(devices, step, sizes, node, regions) -> [MeshLayout]      in the plain form
+    layout.in_form(form) -> MeshLayout      layout.division -> MeshDivision
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csc.ir.mesh import Mesh
 
@@ -19,15 +23,54 @@ CONTEXT = 8  # ranks that share a sequence, at most
 
 
 @dataclass(frozen=True)
+class MeshForm:
+    """apart: components with a tp of 1."""
+
+    apart: tuple[str, ...] = ()
+    sequence: bool = False
+
+
+PLAIN = MeshForm()
+
+
+@dataclass(frozen=True)
+class MeshDivision:
+    """samples: of a microbatch."""
+
+    tp: int
+    cp: int
+    samples: int
+    form: MeshForm = PLAIN
+
+    def __str__(self) -> str:
+        named = [f"tp={self.tp}", f"cp={self.cp}", *(f"{component}.tp=1" for component in self.form.apart)]
+        return ", ".join([*named, "sequence_parallel"] if self.form.sequence else named)
+
+
+@dataclass(frozen=True)
 class MeshLayout:
-    """samples: of a microbatch. microbatches: of a replica."""
+    """samples: of a microbatch. microbatches: of a replica. sequence: tokens are shared out between products."""
 
     mesh: Mesh
     samples: int
     microbatches: int
+    sequence: bool = False
+
+    @property
+    def division(self) -> MeshDivision:
+        form = MeshForm(tuple(name for name, tp in self.mesh.components if tp == 1), self.sequence)
+        return MeshDivision(self.mesh.tp, self.mesh.cp, self.samples, form)
+
+    def in_form(self, form: MeshForm) -> MeshLayout:
+        """The same devices and samples; with a tp of 1 there is the plain form alone."""
+        if self.mesh.tp == 1:
+            return self
+        own = tuple((component, 1) for component in form.apart)
+        return replace(self, mesh=replace(self.mesh, components=own), sequence=form.sequence)
 
     def __str__(self) -> str:
-        return f"{self.mesh}, {self.microbatches} microbatches of {self.samples}"
+        shared = ", sequence_parallel" if self.sequence else ""
+        return f"{self.mesh}{shared}, {self.microbatches} microbatches of {self.samples}"
 
 
 def layouts(devices: int, step: int, sizes: Collection[int], node: int, regions: int) -> list[MeshLayout]:

@@ -10,6 +10,7 @@ Terms
 
     Problem(units, values, ranks, microbatches, memory, network, scale)
     unequal(problem, kinds)       -> Problem whose ranks are of these kinds
+    in_parts(problem, parts)      -> Problem if so many ranks divided the work of one
     channels(values, home)        -> {channel: values that it carries}
     pipeline(problem, stages, placement)     -> Pipeline for the simulator
 """
@@ -153,6 +154,18 @@ class Problem:
     def alike(self, kind: int) -> Problem:
         """The problem if all ranks were of this kind."""
         return replace(self, units=self.units_on[kind], memory=self.limit_of(kind), kinds=())
+
+
+def in_parts(problem: Problem, parts: int) -> Problem:
+    """The problem if so many ranks did the work of one rank, all of it divided evenly."""
+    units = tuple(
+        replace(
+            unit, forward=unit.forward / parts, backward_input=unit.backward_input / parts,
+            backward_weight=unit.backward_weight / parts,
+        )
+        for unit in problem.units
+    )  # fmt: skip
+    return replace(problem, units=units)
 
 
 def unequal(problem: Problem, kinds: Sequence[RankKind]) -> Problem:

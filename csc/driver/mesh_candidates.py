@@ -1,0 +1,146 @@
+"""What a search for a mesh knows of a layout before it is planned: its program, problem and bounds.
+
+Terms: see csc.driver.mesh_search.
+
+    DividedProblems(model)
+    problems.first() -> Program                  of the fewest samples that csc can divide, on one device
+    problems.whole(program) -> Problem           of such a program
+    problems.options(layout, zero, recompute)    problems.program(layout, options)
+    problems.problem(candidate) -> Problem       with memory
+    problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
+    problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is traced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from csc.driver.mesh_rows import DividedModel
+from csc.driver.options import changed
+from csc.errors import CscError
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options, Program
+from csc.passes.pipeline_problem import chosen_hardware, problem
+from csc.passes.recompute import AUTO, NONE
+from csc.passes.step_end import least_behind
+from csc.planning.mesh_bounds import least_seconds
+from csc.planning.meshes import MeshLayout
+from csc.planning.problem import Problem, in_parts
+
+
+@dataclass(frozen=True, eq=False)
+class MeshCandidate:
+    """seconds: that it takes at least. expected: that it may take. number: among all, in the order in which equal ones
+    are planned. problem: once it was made, and its memory is in the seconds.
+    """
+
+    layout: MeshLayout
+    options: Options
+    recompute: Any
+    seconds: float
+    number: int
+    expected: float
+    problem: Problem | None = None
+
+    def __lt__(self, other: MeshCandidate) -> bool:
+        return (self.expected, self.number) < (other.expected, other.number)
+
+    @property
+    def choice(self) -> str:
+        """Its recomputation as rows show it."""
+        return self.recompute if isinstance(self.recompute, str) else "as given"
+
+
+class DividedProblems:
+    """What was divided once is kept."""
+
+    def __init__(self, model: DividedModel) -> None:
+        self.model = model
+        self.programs: dict[Any, Program] = {}
+        self.wholes: dict[int, Problem | None] = {}  # by samples, on one device
+
+    def first(self) -> Program:
+        """CscError if there are none."""
+        *others, last = self.model.sizes
+        for samples in others:
+            try:
+                return self._whole(samples)
+            except CscError:  # others may do
+                continue
+        return self._whole(last)
+
+    def whole(self, program: Program) -> Problem:
+        """Of a program on one device."""
+        return problem(program, self.options(MeshLayout(Mesh(), 1, 1), 0, NONE))
+
+    def _whole(self, samples: int) -> Program:
+        layout = MeshLayout(Mesh(), samples, 1)
+        return self.program(layout, self.options(layout, 0, NONE))
+
+    def options(self, layout: MeshLayout, zero: int, recompute: Any) -> Options:
+        """Of the layout. zero: where several ranks hold the same parameters."""
+        several = len(layout.mesh.group(Group.DATA, 0)) > 1
+        return changed(
+            self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero if several else 0,
+            recompute=recompute, sequence_parallel=layout.sequence,
+        )  # fmt: skip
+
+    def program(self, layout: MeshLayout, options: Options) -> Program:
+        """Of the division of a layout; of the layout itself where its memory decides what is kept."""
+        automatic = any(choice == AUTO for _, choice in options.recompute)
+        own = (layout, options.zero) if automatic else None
+        key = (layout.division, options.recompute, own)
+        if key not in self.programs:
+            self.programs[key] = self.model.divided(options, layout.samples)
+        return self.programs[key]
+
+    def problem(self, one: MeshCandidate) -> Problem:
+        """CscError where recompute="auto" finds nothing to leave out that would make it fit."""
+        numbers = problem(self.program(one.layout, one.options), one.options)
+        return replace(numbers, microbatches=one.layout.microbatches)
+
+    def bounded(
+        self, listed: Sequence[MeshLayout], ways: Sequence[tuple[int, Any]], before: int
+    ) -> list[MeshCandidate]:
+        """ways: of (zero, recompute). before: how many other candidates there are."""
+        found: list[MeshCandidate] = []
+        for zero, recompute in ways:
+            base: Problem | None = None
+            for layout in listed:
+                options = self.options(layout, zero, recompute)
+                program = self.program(layout, _decided(options))
+                base = base or problem(program, options)
+                numbers = replace(base, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
+                least = least_seconds(numbers) + least_behind(program, options)
+                found.append(MeshCandidate(layout, options, recompute, least, before + len(found), least))
+        return found
+
+    def ideal(self, layout: MeshLayout) -> float:
+        """If tp and cp divided all work evenly and nothing was exchanged. 0 where nothing is known of one device, and
+        with measured seconds, which are of the regions that were measured.
+        """
+        if layout.samples not in self.wholes:
+            self.wholes[layout.samples] = self._on_one(layout)
+        whole = self.wholes[layout.samples]
+        if whole is None:
+            return 0.0
+        numbers = replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
+        return least_seconds(in_parts(numbers, layout.mesh.tp * layout.mesh.cp))
+
+    def _on_one(self, layout: MeshLayout) -> Problem | None:
+        try:
+            program = self._whole(layout.samples)
+        except CscError:
+            return None
+        if chosen_hardware(program, self.model.options).measured:
+            return None
+        return self.whole(program)
+
+
+def _decided(options: Options) -> Options:
+    """The options with no recomputation where memory would decide on it: what a plan takes at least."""
+    kept = tuple((name, NONE if choice == AUTO else choice) for name, choice in options.recompute)
+    return replace(options, recompute=kept)

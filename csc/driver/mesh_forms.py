@@ -1,0 +1,52 @@
+"""The forms in which tensor-parallel ranks may divide a model, and stages that its encoders may have of their own.
+
+Terms: see csc.planning.meshes. The *encoders* are the components that have layers, but for the one with the most work.
+
+    encoders(program, numbers) -> names
+    forms(names, options) -> [MeshForm]             those that come first are seldom beaten by the others
+    own_stages(names, numbers) -> [own_stages]      as csc.ir.mesh has them, near the components' parts of the work
+
+Shared-out tokens come first: they take the bytes of one sum in two exchanges, or less, and divide norms and additions
+too, in seconds and in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from csc.ir.program import Options, Program
+from csc.planning.meshes import MeshForm
+from csc.planning.problem import Problem
+
+OwnStages = tuple[tuple[str, int], ...]
+
+
+def encoders(program: Program, numbers: Problem) -> tuple[str, ...]:
+    """In order of execution."""
+    work: dict[str, float] = {}
+    for region, unit in zip(program.regions, numbers.units, strict=True):
+        if region.kind == "layer":
+            work[unit.component] = work.get(unit.component, 0.0) + unit.work
+    most = max(work, key=lambda name: work[name], default="")
+    return tuple(name for name in work if name != most)
+
+
+def forms(names: Sequence[str], options: Options) -> list[MeshForm]:
+    """A component whose tokens the options spread has no tp of its own; options that share out tokens stay so."""
+    free = tuple(name for name in names if name not in dict(options.context))
+    groups = [(), free, *((name,) for name in free if len(free) > 1)] if free else [()]
+    return [MeshForm(apart, sequence) for sequence in (True, *(() if options.sequence_parallel else (False,)))
+            for apart in groups]  # fmt: skip
+
+
+def own_stages(names: Sequence[str], numbers: Problem) -> list[OwnStages]:
+    """Of a pipeline with more ranks than encoders, so many that the rest has at least one."""
+    whole = sum(unit.work for unit in numbers.units)
+    shares = {name: sum(unit.work for unit in numbers.units if unit.component == name) / whole for name in names}
+    found = [
+        tuple((name, max(1, rounded(numbers.ranks * share))) for name, share in shares.items())
+        for rounded in (math.floor, math.ceil)
+    ]
+    fitting = [one for one in found if one and sum(stages for _, stages in one) < numbers.ranks]
+    return list(dict.fromkeys(fitting))
