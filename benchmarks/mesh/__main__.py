@@ -19,7 +19,7 @@ from benchmarks.mesh.uniform import MeshRival
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.pipeline import memory
 
-SECONDS = 60.0
+SECONDS = 50.0  # of the search; the model is captured and the last plan made besides
 WIDTH = 170
 
 
