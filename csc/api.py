@@ -90,9 +90,9 @@ def compile(
         keep_fp32: Components, parts of paths or globs of modules that compute in float32 all the same.
         loss_chunk: Tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for
             all of them; None: by their size (on a CPU, in chunks from 256 MiB on); see docs/memory.md.
-        recompute: What F keeps for B: "none" (all that B reads), "selective", "full" (what enters a region) or "auto"
-            (as `memory` asks), or a mapping from names or globs of regions and components to one of these; see
-            docs/memory.md.
+        recompute: What F keeps for B: "none" (all that B reads), "selective", "elementwise" (with `fuse`, where nothing
+            is said), "full" (what enters a region) or "auto" (as `memory` asks), or a mapping from names or globs of
+            regions and components to one of these; see docs/memory.md.
         context: Over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp.
             Encoders that are not named run whole on every rank; the language model is spread over all of cp.
         fuse: Compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter

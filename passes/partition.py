@@ -71,7 +71,7 @@ def partition(program: Program, options: Options) -> Program:
     ahead = encoded_ahead(divided, decided, options)
     record = Plan(
         schedule=decided.schedule,
-        costs=_basis(program, profiles),
+        costs=_basis(program, profiles, options.fuse),
         layout=decided.layout,
         pipeline=to_json(decided.pipeline),
         makespan=decided.makespan,
@@ -84,11 +84,11 @@ def partition(program: Program, options: Options) -> Program:
     return replace(divided, plan=record)
 
 
-def _basis(program: Program, profiles: Sequence[Hardware]) -> str:
+def _basis(program: Program, profiles: Sequence[Hardware], fuse: bool) -> str:
     """Where the seconds of each pipeline rank come from."""
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(profiles):
-        ranks.setdefault(basis(program, one), []).append(rank)
+        ranks.setdefault(basis(program, one, fuse), []).append(rank)
     if len(ranks) == 1:
         return next(iter(ranks))
     return "; ".join(f"{text} on ranks {', '.join(map(str, own))}" for text, own in ranks.items())

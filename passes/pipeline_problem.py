@@ -40,7 +40,7 @@ def problem(program: Program, options: Options) -> Problem:
     """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
     own = profiles(program, options)
     costs = _costs(program, own[0], options)
-    of_variant = {name: working(variant) for name, variant in program.variants.items()}
+    of_variant = {name: working(variant, fuse=options.fuse) for name, variant in program.variants.items()}
     units = tuple(
         Unit(
             name=cost.name,

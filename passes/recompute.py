@@ -5,12 +5,15 @@ Terms
            none       F keeps all that B and W read of it
            selective  B runs again what is cheap; F keeps the fewest bytes that spare B every matmul, convolution and
                       attention
+           elementwise  B runs again what becomes part of its own kernels if Inductor compiles them; F keeps the fewest
+                      bytes that spare B everything else. What `fuse` does where nothing is said; else `none` is
            full       F keeps what enters the region, B runs the rest again
            auto       the least that is run again with which every rank fits within its memory
            (names)    F keeps these values and what enters the region
   fixed    a call that is never run again: it draws random numbers, meets other ranks, or is an opaque module
 
     recompute(program, options) -> Program              saves_of(program) -> choices that repeat what was decided
+    default_choice(options) -> choice                   where nothing is said
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import difflib
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -32,6 +35,7 @@ from csc.passes.split import divided, is_cheap, parts_of
 from torch import fx
 
 from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
+from csc.analysis.fused_work import fusible, is_elementwise
 from csc.analysis.hardware import Hardware
 from csc.analysis.kernel_calls import Kernels
 from csc.analysis.operators.randomness import is_random
@@ -41,7 +45,8 @@ from csc.ir.naming import unique
 from csc.ir.program import Choice, Options, Program, Region, Template, Variant
 from csc.planning.rematerialise import Candidate, StashChoice, least, savings
 
-NONE, SELECTIVE, FULL, AUTO = "none", "selective", "full", "auto"
+NONE, SELECTIVE, ELEMENTWISE, FULL, AUTO = "none", "selective", "elementwise", "full", "auto"
+SMALLER = 4  # times: a reduction to so much less is kept, not run again over all that it reads
 PRICES = 16  # that the bisection looks at
 TRIED = 4  # prices among those that fit
 NEAR = 1.005  # a plan under the limit this near to one without needs no recomputation
@@ -62,7 +67,7 @@ def recompute(program: Program, options: Options) -> Program:
     choices = choices_of(program, options)
     if all(choice == NONE for choice in choices.values()):
         return program
-    candidates = _Candidates(program, chosen_hardware(program, options))
+    candidates = _Candidates(program, chosen_hardware(program, options), options.fuse)
     regions = {region.name: region for region in program.regions}
     saves = {name: candidates.saves(regions[name], choice) for name, choice in choices.items() if choice != AUTO}
     automatic = [region for region in program.regions if choices[region.name] == AUTO]
@@ -80,9 +85,14 @@ def saves_of(program: Program) -> tuple[tuple[str, Choice], ...]:
     return tuple(found)
 
 
+def default_choice(options: Options) -> str:
+    """What is done with regions of which the options say nothing."""
+    return ELEMENTWISE if options.fuse else NONE
+
+
 def choices_of(program: Program, options: Options) -> dict[str, Choice]:
     """The choice for every region. InputError for a pattern that no region matches."""
-    found: dict[str, Choice] = {region.name: NONE for region in program.regions}
+    found: dict[str, Choice] = dict.fromkeys([region.name for region in program.regions], default_choice(options))
     for pattern, choice in options.recompute:
         matched = [region.name for region in program.regions if _matches(pattern, region)]
         if not matched and not options.part:
@@ -134,7 +144,7 @@ def _fitting(
         raise InputError(
             "recompute='auto' does not know what a rank may hold", "recompute", "give memory=, or hardware= by name"
         )
-    nothing: dict[str, Saves] = {r.name: None for r in automatic}
+    nothing = {r.name: candidates.saves(r, default_choice(options)) for r in automatic}
     plain = candidates.makespan(_with(program, {**given, **nothing}), options)
     if plain <= candidates.makespan(_with(program, {**given, **nothing}), options, limited=False) * NEAR:
         return nothing
@@ -177,9 +187,10 @@ class _Network:
 class _Candidates:
     """Answers what F of a region keeps under a choice; each variant is looked at once."""
 
-    def __init__(self, program: Program, hardware: Hardware) -> None:
+    def __init__(self, program: Program, hardware: Hardware, fuse: bool) -> None:
         self.program = program
         self.hardware = hardware
+        self.fuse = fuse  # what Inductor makes part of B's kernels takes no time
         self._known: dict[Any, Any] = {}
 
     def saves(self, region: Region, choice: Choice) -> Saves:
@@ -194,8 +205,9 @@ class _Candidates:
 
     def _saves(self, variant: Variant, choice: Choice) -> Saves:
         template = self.program.templates[variant.template]
-        if choice == SELECTIVE:
-            network = _network(variant, template, self.hardware, banned=_computes)
+        if choice in (SELECTIVE, ELEMENTWISE):
+            banned = _computes if choice == SELECTIVE else _stands_alone
+            network = _network(variant, template, self.hardware, banned)
             return self.names(variant, least(network.steps, network.needed, 0.0))
         named = set(choice) if isinstance(choice, tuple) else set()
         in_f = parts_of(variant, template).in_f
@@ -231,16 +243,28 @@ class _Candidates:
         """What is best at some price, prices falling; see csc.planning.rematerialise."""
         key = (variant.name, AUTO)
         if key not in self._known:
-            network = _network(variant, self.program.templates[variant.template], self.hardware)
-            self._known[key] = savings(network.steps, network.needed)
+            self._known[key] = savings(*self._priced(variant))
         return self._known[key]
 
     def names(self, variant: Variant, saving: StashChoice) -> Saves:
         """The names of what a saving keeps; None if it runs no work again, as that keeps all that B reads."""
-        if not saving.rematerialised:
-            return None
         network = _network(variant, self.program.templates[variant.template], self.hardware)
+        if not any(network.steps[i].seconds for i in saving.again):
+            return None
         return tuple(network.nodes[i].name for i in sorted(saving.kept_steps))
+
+    def _priced(self, variant: Variant) -> tuple[Sequence[Candidate], Sequence[int]]:
+        """The steps with what it takes to run them again as the functions will run, and those that are needed."""
+        network = _network(variant, self.program.templates[variant.template], self.hardware)
+        if not self.fuse:
+            return network.steps, network.needed
+        steps = [
+            step
+            if step.seconds is None or node.op != "call_function" or _stands_alone(node)
+            else replace(step, seconds=0.0)
+            for step, node in zip(network.steps, network.nodes)
+        ]
+        return steps, network.needed
 
 
 def _network(
@@ -270,6 +294,19 @@ def _computes(node: fx.Node) -> bool:
     """A matmul, convolution or attention."""
     call = call_of(node)
     return call is not None and call.flops > 0
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    """A call that Inductor does not make part of its neighbours' kernels, or that makes much less than it reads."""
+    call = call_of(node)
+    if call is None:  # a view, an item, a number
+        return False
+    read = max(
+        (dense_bytes(one) for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor)), default=0
+    )
+    made = node.meta["val"]
+    smaller = isinstance(made, torch.Tensor) and SMALLER * dense_bytes(node) <= read
+    return not fusible(node) or (smaller and not is_elementwise(node))
 
 
 def _is_fixed(node: fx.Node) -> bool:

@@ -152,8 +152,8 @@ def region_costs(
         key = (region.variant, tuple(region.shared))
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
-            works = _fused(variant) if fuse else (cost.forward, cost.backward_input, cost.backward_weight)
-            measured = hardware.measured.get(variant_key(variant)) if hardware.measured else None
+            works = works_of(variant, fuse)
+            measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
             times = measured or _seconds(works, hardware, visible, wires)
             timed[key] = times, 0.0 if measured else _beside(variant, hardware, visible, wires)
         times, beside = timed[key]
@@ -171,9 +171,9 @@ def region_costs(
     return found
 
 
-def basis(program: Program, hardware: Hardware) -> str:
+def basis(program: Program, hardware: Hardware, fuse: bool = False) -> str:
     """Where the seconds of `region_costs` come from: "measured on ..." or "model of a100"."""
-    keys = {variant_key(variant) for variant in program.variants.values()}
+    keys = {variant_key(variant, fuse) for variant in program.variants.values()}
     model, found = f"model of {hardware.name}", len(keys & hardware.measured.keys())
     if not found:
         return model
@@ -191,10 +191,10 @@ def value_bytes(program: Program) -> dict[str, tuple[int, int]]:
     return {value: (size, size if value in needed else 0) for value, size in sizes.items()}
 
 
-def variant_key(variant: Variant) -> str:
-    """A name for what F, B and W of a variant compute and on which shapes; stable from run to run."""
+def variant_key(variant: Variant, fuse: bool = False) -> str:
+    """A name for what F, B and W of a variant compute, on which shapes, and how; stable from run to run."""
     parts = (variant.forward, variant.backward_input, variant.backward_weight)
-    return g.digest(*(g.canonical(part) if part is not None else None for part in parts))[:16]
+    return g.digest(*(g.canonical(part) if part is not None else None for part in parts), *["fused"] * fuse)[:16]
 
 
 def _seconds(
@@ -204,10 +204,13 @@ def _seconds(
     return forward, backward, weight
 
 
-def _fused(variant: Variant) -> list[Kernels]:
-    """F, B and W as they run with `fuse=True`."""
-    graphs = (variant.forward, variant.backward_input, variant.backward_weight)
-    return [Kernels() if graph is None else fused(graph, list(_calls(graph))) for graph in graphs]
+def works_of(variant: Variant, fuse: bool = False) -> tuple[Kernels, Kernels, Kernels]:
+    """F, B and W as they run."""
+    forward, backward, weight = (
+        fused(graph, list(_calls(graph))) if fuse and graph is not None else work_of(graph)
+        for graph in (variant.forward, variant.backward_input, variant.backward_weight)
+    )
+    return forward, backward, weight
 
 
 def seconds(

@@ -4,8 +4,10 @@ Terms: a *block* is memory that a call allocates; views of it keep it alive. Emi
 last use (codegen.python), so what is alive where follows from the graph. What enters F or B stays until its end: the
 executor holds it. What an operation takes for itself while it runs is not seen.
 
-    peak(graph) -> bytes                        the most that is alive at once, of what is made and what enters
-    working(variant, saved) -> bytes            on top of `saved` and `stashed` as the memory of a plan counts them
+    peak(graph, fuse) -> bytes                  the most that is alive at once, of what is made and what enters
+    working(variant, saved, fuse) -> bytes      on top of `saved` and `stashed` as the memory of a plan counts them
+
+fuse: for functions that Inductor compiles, whose values within a kernel are in no memory.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from torch import fx
 
 from csc.analysis.costs import extent, held_bytes, tensors_in
+from csc.analysis.fused_work import within
 from csc.analysis.operators.views import maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
@@ -21,7 +24,7 @@ ENTERING = ("activation", "tangent")  # held by the executor until the end
 COUNTED = (*ENTERING, "saved")
 
 
-def working(variant: Variant, saved: int | None = None) -> int:
+def working(variant: Variant, saved: int | None = None, fuse: bool = False) -> int:
     """The most of F (what it saves is counted with it), of B (what F saved, or it stashes) and of W (what was stashed).
 
     saved: bytes that are counted between F and B; None: those that F leaves.
@@ -30,28 +33,29 @@ def working(variant: Variant, saved: int | None = None) -> int:
     stashed = held_bytes(g.outputs(backward)[1]) if backward is not None else 0
     if saved is None:
         saved = held_bytes(g.outputs(variant.forward)[1]) if backward is not None else 0  # type: ignore[arg-type]
-    over = [peak(variant.forward) - saved] if variant.forward is not None else []
+    over = [peak(variant.forward, fuse) - saved] if variant.forward is not None else []
     if backward is not None:
-        over.append(peak(backward) - max(saved, stashed))
+        over.append(peak(backward, fuse) - max(saved, stashed))
     if variant.backward_weight is not None:
         # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
         made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
-        over.append(peak(variant.backward_weight) - stashed + sum(made) + max(made, default=0))
+        over.append(peak(variant.backward_weight, fuse) - stashed + sum(made) + max(made, default=0))
         if variant.backward is not None:
-            over.append(peak(variant.backward) - max(saved, stashed) + sum(made) + max(made, default=0))
+            over.append(peak(variant.backward, fuse) - max(saved, stashed) + sum(made) + max(made, default=0))
     return max(0, *over) if over else 0
 
 
-def peak(graph: fx.Graph) -> int:
+def peak(graph: fx.Graph, fuse: bool = False) -> int:
     """Bytes of blocks alive at once. Parameters and shared tables are not among them."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
+    hidden = within(graph) if fuse else frozenset()
     ends: dict[fx.Node, int] = {}
-    for node in nodes:
+    for node in reversed(nodes):  # what a call within a kernel reads is read where the kernel ends
         base = maker(node)
-        last = max((position[user] for user in node.users), default=position[node])
+        last = max((ends[user] if user in hidden else position[user] for user in node.users), default=position[node])
         ends[base] = max(ends.get(base, 0), last)
-    sizes = {base: _size(base) for base in ends if _counted(base)}
+    sizes = {base: _size(base) for base in ends if _counted(base) and base not in hidden}
     for base in sizes:
         if base.op == "placeholder" and base.meta["role"][0] in ENTERING:
             ends[base] = len(nodes)

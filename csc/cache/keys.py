@@ -63,13 +63,13 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
     """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
-    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options) if one.name != "fuse"}
+    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 
 def mesh_key(model: str, sizes: Any, options: Options, trainable: Mapping[str, bool]) -> str:
     """model: its key; sizes: of the tensors of the example; options: with the open mesh."""
-    return _hash(["mesh", program_key(model, options, trainable), repr(options.fuse), repr(sizes)])
+    return _hash(["mesh", program_key(model, options, trainable), repr(sizes)])
 
 
 def _option(name: str, value: Any) -> str:

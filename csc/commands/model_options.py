@@ -64,7 +64,7 @@ def _options(
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step")] = None,
     recompute: Annotated[
         list[str] | None,
-        typer.Option(help="none, selective, full, auto (needs --memory), or REGIONS=CHOICE; repeat it, or commas"),
+        typer.Option(help="none, selective, elementwise, full, auto (needs --memory), REGIONS=CHOICE; or commas"),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16: compute in it, with float32 master weights")] = None,
     keep_fp32: Annotated[

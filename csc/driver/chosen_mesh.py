@@ -26,6 +26,7 @@ from csc.driver.options import changed
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
+from csc.passes.recompute import NONE
 from csc.runtime.broadcast import broadcast_group, first_makes
 from csc.runtime.launch import join_group
 from csc.simulation.look import bytes_text, seconds_text
@@ -122,7 +123,8 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
         "mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero,
         "sequence_parallel": best.sequence_parallel,
     }  # fmt: skip
-    return {"options": found if recompute is not None else {**found, "recompute": best.recompute}, "why": why}
+    way = None if best.recompute == NONE else best.recompute
+    return {"options": found if recompute is not None else {**found, "recompute": way}, "why": why}
 
 
 def _told(programs: ModelPrograms) -> Callable[[str], None]:

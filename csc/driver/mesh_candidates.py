@@ -24,7 +24,7 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
-from csc.passes.recompute import AUTO, NONE
+from csc.passes.recompute import AUTO, NONE, default_choice
 from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import least_seconds
 from csc.planning.meshes import MeshLayout
@@ -85,7 +85,7 @@ class DividedProblems:
         several = len(layout.mesh.group(Group.DATA, 0)) > 1
         return changed(
             self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero if several else 0,
-            recompute=recompute, sequence_parallel=layout.sequence,
+            recompute=None if recompute == NONE else recompute, sequence_parallel=layout.sequence,
         )  # fmt: skip
 
     def program(self, layout: MeshLayout, options: Options) -> Program:
@@ -141,6 +141,6 @@ class DividedProblems:
 
 
 def _decided(options: Options) -> Options:
-    """The options with no recomputation where memory would decide on it: what a plan takes at least."""
-    kept = tuple((name, NONE if choice == AUTO else choice) for name, choice in options.recompute)
+    """The options with the least recomputation where memory would decide on it: what a plan takes at least."""
+    kept = tuple((name, default_choice(options) if choice == AUTO else choice) for name, choice in options.recompute)
     return replace(options, recompute=kept)

@@ -43,7 +43,7 @@ def choose(
                 "give one for all, or the mesh",
             )  # fmt: skip
     plain = compiled.with_options(
-        mesh=Mesh(), microbatches=1, schedule="auto", recompute=(("*", "none"),), zero=0, cuts=None, stages=None,
+        mesh=Mesh(), microbatches=1, schedule="auto", recompute=None, zero=0, cuts=None, stages=None,
         placement=None, chunks=None, sequence_parallel=False,
     )  # fmt: skip
     batches = compiled.example if isinstance(compiled.example, (list, tuple)) else [compiled.example]

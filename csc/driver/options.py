@@ -35,7 +35,7 @@ OTHERS = (
     "encode_ahead",
 )  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
-CHOICES = ("none", "selective", "full", "auto")
+CHOICES = ("none", "selective", "elementwise", "full", "auto")
 SHORT = 60  # characters of a value that a sentence names
 OTHERS_SAY = {  # how other libraries call what csc has under another name, and what that is
     ("output", "output_dir", "out"): "directory=, where the program is written",

@@ -27,7 +27,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
 
 LOSS = "loss"
-Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, full or auto, or these values
+Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, elementwise, full or auto, or these values
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Options:
     loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as large as they are.
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
-    fuse: the templates' functions are compiled by Inductor where they run; of the program itself it changes nothing.
+    fuse: the templates' functions are compiled by Inductor where they run; plans and `recompute` count on it.
     part: stages and schedule are those of a program that does more, beside which this one runs what it has of them.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
     zero: what data-parallel ranks divide: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -39,12 +39,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class StashChoice:
-    """kept_steps: what F keeps. price: the highest at which this is best."""
+    """kept_steps: what F keeps; again: what B runs again. price: the highest at which this is best."""
 
     kept_steps: frozenset[int]
     kept: int
     rematerialised: float
     price: float
+    again: frozenset[int] = frozenset()
 
 
 def least(steps: Sequence[Candidate], needed: Iterable[int], price: float) -> StashChoice:
@@ -97,7 +98,8 @@ def _above(steps: Sequence[Candidate], wanted: Sequence[int]) -> list[int]:
 
 
 def _saving(steps: Sequence[Candidate], kept: frozenset[int], again: Sequence[int], price: float) -> StashChoice:
-    return StashChoice(kept, sum(steps[i].size or 0 for i in kept), sum(steps[i].seconds or 0.0 for i in again), price)
+    work = sum(steps[i].seconds or 0.0 for i in again)
+    return StashChoice(kept, sum(steps[i].size or 0 for i in kept), work, price, frozenset(again))
 
 
 def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[StashChoice]:
@@ -112,10 +114,7 @@ def savings(steps: Sequence[Candidate], needed: Iterable[int]) -> list[StashChoi
     corners = [first, *_between(steps, wanted, first, last)]
     if last.kept < corners[-1].kept:
         corners.append(last)
-    return [
-        StashChoice(s.kept_steps, s.kept, s.rematerialised, math.inf if i == 0 else _even(corners[i - 1], s))
-        for i, s in enumerate(corners)
-    ]
+    return [replace(s, price=math.inf if i == 0 else _even(corners[i - 1], s)) for i, s in enumerate(corners)]
 
 
 def _even(first: StashChoice, second: StashChoice) -> float:

@@ -24,7 +24,7 @@ from csc.driver.rank_orders import priced_orders
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
 from csc.passes.pipeline_problem import limits, problem
-from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE
+from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, default_choice
 from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
 from csc.planning.problem import Problem
@@ -222,7 +222,7 @@ def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
 def _recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:
     """All regions under another choice, and single components run again that save much."""
     chosen = compiled.options.recompute
-    plain = chosen or (("*", NONE),)
+    plain = chosen or (("*", default_choice(compiled.options)),)
     options: dict[str, tuple[tuple[str, Choice], ...]] = {}
     for choice in (NONE, SELECTIVE, FULL):
         if plain != (("*", choice),):

@@ -79,7 +79,7 @@ def report(
     hardware: adds seconds. master: see csc.analysis.costs. symbolic: adds expressions in the sizes, which
     captures and lowers the model at other sizes too. Raises CscError if a figure has no such expression.
     """
-    source = sampler(compiled)
+    source, fuse = sampler(compiled), compiled.options.fuse
     program = source.program()
     figures = _figures(program, master)
     expressions: dict[tuple[str, str], sympy.Expr] = {}
@@ -90,7 +90,8 @@ def report(
     seconds = None
     if hardware is not None:
         seconds = [
-            (cost.forward, cost.backward_input, cost.backward_weight) for cost in region_costs(program, hardware)
+            (cost.forward, cost.backward_input, cost.backward_weight)
+            for cost in region_costs(program, hardware, fuse=fuse)
         ]
     regions = [
         CostRow(
@@ -109,7 +110,7 @@ def report(
             BATCH: "rows of a microbatch" + (", two or more" if _least_copies(program) > 1 else ""),
             **{length.name: length.meaning for length in varying},
         },
-        basis=basis(program, hardware) if hardware is not None else "",
+        basis=basis(program, hardware, fuse) if hardware is not None else "",
         components=_components(program, regions, master),
         regions=regions,
     )

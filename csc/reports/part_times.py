@@ -2,49 +2,28 @@
 
 A step runs every region of the model, so parts are timed with the values, the memory and the caches of real training.
 
-    measure(program, model, batch, seconds) -> {variant: (F, B, W)}
+    measure(program, model, batch, seconds, fuse) -> {variant: (F, B, W)}
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from csc import devices
 from csc.capture.batch import device_of
-from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
+from csc.reports.part_functions import PartFunction, Role, part_function
 
-Role = tuple[str, str]
 Seconds = tuple[float, float, float]
 WARM_UP, LEAST, ENOUGH = 2, 3, 20  # steps before measuring; steps whatever they take; steps if time allows
 STABLE, WINDOW = 0.01, 5  # done when the sum of all medians moved by no more than this share over so many steps
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A graph as Python, called with tensors by role."""
-
-    call: Callable[..., Any]
-    roles: tuple[Role, ...]
-
-    def __call__(self, values: Mapping[Role, torch.Tensor]) -> Any:
-        return self.call(*(values[role] for role in self.roles))
-
-
-def _function(graph: fx.Graph | None) -> _Function | None:
-    if graph is None:
-        return None
-    return _Function(
-        fx.GraphModule(nn.Module(), graph).forward, tuple(node.meta["role"] for node in g.placeholders(graph))
-    )
 
 
 class _Timer:
@@ -58,7 +37,7 @@ class _Timer:
         self._clock = time.thread_time if alone else time.perf_counter
         self.samples: dict[tuple[str, int], list[float]] = {}
 
-    def __call__(self, key: tuple[str, int], function: _Function, values: Mapping[Role, torch.Tensor]) -> Any:
+    def __call__(self, key: tuple[str, int], function: PartFunction, values: Mapping[Role, torch.Tensor]) -> Any:
         arguments = [values[role] for role in function.roles]
         start = self._now()
         result = function.call(*arguments)
@@ -75,15 +54,15 @@ class _Timer:
 
 @torch.no_grad()
 def measure(
-    program: Program, model: nn.Module, batch: Mapping[str, torch.Tensor], budget: float = 20.0
+    program: Program, model: nn.Module, batch: Mapping[str, torch.Tensor], budget: float = 20.0, fuse: bool = False
 ) -> dict[str, Seconds]:
     """Median seconds of F, B and W of every variant, over whole steps of one microbatch in this process.
 
     batch: one microbatch on the model's device, with the sizes that the program was lowered for. Steps repeat until the
-    sum of the medians is stable, or `budget` seconds are over.
+    sum of the medians is stable, or `budget` seconds are over. fuse: as Inductor compiles them.
     """
     functions = {
-        name: [_function(part) for part in (v.forward, v.backward_input, v.backward_weight)]
+        name: [part_function(part, fuse) for part in (v.forward, v.backward_input, v.backward_weight)]
         for name, v in program.variants.items()
     }
     dtypes = compute_dtypes(program)
@@ -119,14 +98,15 @@ def _tables(program: Program, batch: Mapping[str, torch.Tensor], device: torch.d
     entries: dict[Role, torch.Tensor] = {("input", name): tensor for name, tensor in batch.items()}
     entries |= {("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
     entries[SEED] = torch.zeros((), dtype=torch.int64)
-    function = _function(program.shared)
+    function = part_function(program.shared)
     assert function is not None
-    return dict(zip(program.shared.output_node().meta["names"], function(entries)))
+    made = function.call(*(entries[role] for role in function.roles))
+    return dict(zip(program.shared.output_node().meta["names"], made))
 
 
 def _step(
     program: Program,
-    functions: Mapping[str, Sequence[_Function | None]],
+    functions: Mapping[str, Sequence[PartFunction | None]],
     weights: Mapping[str, torch.Tensor],
     tables: Mapping[str, torch.Tensor],
     timer: _Timer,
@@ -182,6 +162,6 @@ def _given(
     return values
 
 
-def _saved(function: _Function, kept: Sequence[torch.Tensor]) -> dict[Role, torch.Tensor]:
+def _saved(function: PartFunction, kept: Sequence[torch.Tensor]) -> dict[Role, torch.Tensor]:
     """What an earlier part left, for the placeholders that take it, in order."""
     return dict(zip((role for role in function.roles if role[0] == "saved"), kept, strict=True))

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from csc import devices
-from csc.analysis.costs import seconds, variant_cost, variant_key
+from csc.analysis.costs import seconds, variant_key, works_of
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
 from csc.analysis.kernel_calls import Kernels
 from csc.capture.batch import device_of, placed, split_batch
 from csc.capture.trace.meta_init import with_weights
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
-from csc.ir.program import Variant
 from csc.reports import wire_profile
 from csc.reports.part_times import Seconds, measure
 from csc.reports.roofline_fit import fit
@@ -100,14 +99,14 @@ def profile(
     source = sampler(compiled)
     programs = [(source.program(), source.microbatch), *((source.of(one), one) for one in microbatches)]
     source.progress("measuring")
-    rows, kernels = [], []
+    rows, kernels, fuse = [], [], compiled.options.fuse
     for program, microbatch in programs:
         tensors = placed(split_batch(microbatch)[0], device)
-        measured = measure(program, compiled.model, tensors, budget / len(programs))
+        measured = measure(program, compiled.model, tensors, budget / len(programs), fuse)
         for name, variant in program.variants.items():
             regions = sum(region.variant == name for region in program.regions)
-            kernels.append(_works(variant))
-            rows.append(VariantRow(name, variant_key(variant), regions, measured[name], measured[name]))
+            kernels.append(works_of(variant, fuse))
+            rows.append(VariantRow(name, variant_key(variant, fuse), regions, measured[name], measured[name]))
     parts = [(work, took, row.regions) for works, row in zip(kernels, rows) for work, took in zip(works, row.measured)]
     fitted = fit(chosen, parts)
     rows = [replace(row, modelled=_modelled(works, fitted)) for works, row in zip(kernels, rows)]
@@ -156,11 +155,6 @@ def _processor() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _works(variant: Variant) -> tuple[Kernels, Kernels, Kernels]:
-    cost = variant_cost(variant)
-    return cost.forward, cost.backward_input, cost.backward_weight
 
 
 def _modelled(works: Sequence[Kernels], fitted: Hardware) -> Seconds:

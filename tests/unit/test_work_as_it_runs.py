@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from csc.analysis.costs import call_of
-from csc.analysis.fused_work import fused
+from csc.analysis.fused_work import fused, within
 from csc.analysis.hardware import hardware, toml_text
 from csc.analysis.visible import TILE, _share
 from csc.analysis.working import peak
@@ -63,3 +63,27 @@ def test_profiles_say_what_attention_reaches() -> None:
     assert h100.rate("bfloat16", "aten::mm") == pytest.approx(0.65 * 989.4e12)
     assert cpu.rate("float32", "csc::attention") == cpu.rate("float32") and cpu.answered
     assert "[attention]" in toml_text(h100) and "reserved" in toml_text(h100)
+
+
+def test_what_another_kernel_reads_is_in_memory() -> None:
+    """A residual: (a + b) goes into the product and is added to what comes of it. It is written, and read again."""
+    a, b = torch.zeros(8, 8), torch.zeros(8, 8)
+
+    def residual(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        hidden = a + b
+        return torch.relu(hidden * 2) @ b + hidden
+
+    graph = graph_of(residual, a, b)
+    calls = [(node, call) for node in g.calls(graph) if (call := call_of(node)) is not None]
+    assert [call.op for call in fused(graph, calls).calls] == ["fused", "aten::mm", "fused"]
+    assert [call.bytes // (8 * 8 * 4) for call in fused(graph, calls).calls] == [2 + 2, 3, 2 + 1]
+    assert {node.name for node in within(graph)} == {"mul"}
+
+
+def test_what_is_made_again_runs_with_its_reader() -> None:
+    """As in a B that repeats an activation: its only reader stands behind a product, and so does it."""
+    a, b = torch.zeros(8, 8), torch.zeros(8, 8)
+    graph = graph_of(lambda a, b: torch.sigmoid(a) * (a @ b), a, b)
+    calls = [(node, call) for node in g.calls(graph) if (call := call_of(node)) is not None]
+    assert [call.bytes // (8 * 8 * 4) for call in fused(graph, calls).calls] == [3, 3]
+    assert (peak(graph), peak(graph, fuse=True)) == (5 * 8 * 8 * 4, 4 * 8 * 8 * 4)

@@ -11,18 +11,18 @@ from csc.analysis.operators import moves
 from csc.analysis.operators.products import ATTENTION, SDPA
 from csc.analysis.operators.reductions import ELEMENTS, LABELS, SAMPLES
 
-MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-ATTENTIONS = frozenset({ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu"})
-FUSED_REDUCTIONS = frozenset(
-    {"aten::sum", "aten::mean", "aten::amax", "aten::_softmax", "aten::_to_copy", "aten::var_mean"}
-)
-LOOK_UPS = moves.LOOK_UPS | {"aten::gather"}
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in text.split())
 
 
+MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+ATTENTIONS = frozenset({ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu"})
+FUSED_REDUCTIONS = _names(
+    "sum mean amax var_mean _to_copy native_layer_norm _softmax _log_softmax _softmax_backward_data "
+    "_log_softmax_backward_data"
+)
+LOOK_UPS = moves.LOOK_UPS | {"aten::gather"}
 # Matmuls, convolutions and attention: their operands are lowered. As torch.autocast's list for lower precision.
 COMPUTE = _names(
     "mm addmm bmm baddbmm addbmm matmul linear einsum mv addmv addr dot vdot convolution conv1d conv2d conv3d "

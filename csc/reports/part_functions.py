@@ -1,0 +1,60 @@
+"""F, B and W of a variant as Python, called with tensors by role; compiled by Inductor, if that is how they will run.
+
+part_function(graph, fuse) -> PartFunction | None
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from csc.ir import graph as g
+
+log = logging.getLogger("csc")
+Role = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PartFunction:
+    """roles: of what it is called with."""
+
+    call: Callable[..., Any]
+    roles: tuple[Role, ...]
+
+
+def part_function(graph: fx.Graph | None, fuse: bool = False) -> PartFunction | None:
+    """Of a graph; None without one."""
+    if graph is None:
+        return None
+    plain = fx.GraphModule(nn.Module(), graph).forward
+    return PartFunction(_Compiled(plain) if fuse else plain, tuple(node.meta["role"] for node in g.placeholders(graph)))
+
+
+@dataclass
+class _Compiled:
+    """A function that is compiled for the layouts that it is called with; what Inductor refuses runs as it is."""
+
+    plain: Callable[..., Any]
+    known: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        layouts = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+        if layouts not in self.known:
+            self.known[layouts] = self._made(tensors)
+        made = self.known[layouts]
+        return self.plain(*tensors) if made is None else made(tensors)
+
+    def _made(self, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
+        from csc.runtime.compiled_function import compiled_function  # which imports what only compilers need
+
+        try:
+            return compiled_function(self.plain, "", tensors, None)[0]
+        except Exception as error:  # of the compiler, of whatever kind
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("profile: a function runs as it is: %s: %s", type(error).__name__, reason)
+            return None
