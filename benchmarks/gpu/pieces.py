@@ -72,7 +72,11 @@ PIECES = (
         "demo", "both phases of the digits' LLaVA on 4 ranks",
         (PYTHON, "examples/digits/demo.py", "--output", "build/gpu/demo"), 5,
     ),
-    Piece("profile", "what the device and its links do", (CSC, "profile", f"{TARGET}:llava"), 3),
+    Piece("profile", "what the device and its links do", (CSC, "profile", f"{TARGET}:llava"), 2.5),
+    Piece(
+        "graphs", "functions launched and replayed as CUDA graphs: bits, time, what cannot be captured",
+        (PYTHON, "-m", "benchmarks.gpu.graphs"), 1.5,
+    ),
     Piece(
         "step", "a step beside eager and torch.compile; memory predicted and measured",
         (PYTHON, "-m", "benchmarks.gpu.step"), 5,

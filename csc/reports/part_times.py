@@ -3,13 +3,14 @@
 A step runs every region of the model, so parts are timed with the values, the memory and the caches of real training.
 
     measure(program, model, batch, seconds, fuse) -> {variant: (F, B, W)}
+    whole_step(program, model, batch, fuse) -> step       step(call): calls what `call` is given for every part in order
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from csc.passes.dropout import SEED
 from csc.reports.part_functions import PartFunction, Role, part_function
 
 Seconds = tuple[float, float, float]
+Call = Callable[[tuple[str, int], PartFunction, Mapping[Role, torch.Tensor]], Any]
 WARM_UP, LEAST, ENOUGH = 2, 3, 20  # steps before measuring; steps whatever they take; steps if time allows
 STABLE, WINDOW = 0.01, 5  # done when the sum of all medians moved by no more than this share over so many steps
 
@@ -61,21 +63,14 @@ def measure(
     batch: one microbatch on the model's device, with the sizes that the program was lowered for. Steps repeat until the
     sum of the medians is stable, or `budget` seconds are over. fuse: as Inductor compiles them.
     """
-    functions = {
-        name: [part_function(part, fuse) for part in (v.forward, v.backward_input, v.backward_weight)]
-        for name, v in program.variants.items()
-    }
-    dtypes = compute_dtypes(program)
-    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
-    tables = _tables(program, batch, device_of(model))
+    step = whole_step(program, model, batch, fuse)
     for _ in range(WARM_UP):
-        timer = _Timer(device_of(model))
-        _step(program, functions, weights, tables, timer)
+        step(_Timer(device_of(model)))
     timer = _Timer(device_of(model))
     totals: list[float] = []
     end = time.perf_counter() + budget
     while len(totals) < LEAST or (time.perf_counter() < end and (len(totals) < ENOUGH or _moving(totals))):
-        _step(program, functions, weights, tables, timer)
+        step(timer)
         totals.append(
             sum(median * len(timer.samples[key]) for key, median in timer.medians().items()) / (len(totals) + 1)
         )
@@ -84,6 +79,22 @@ def measure(
         name: (medians.get((name, 0), 0.0), medians.get((name, 1), 0.0), medians.get((name, 2), 0.0))
         for name in program.variants
     }
+
+
+def whole_step(
+    program: Program, model: nn.Module, batch: Mapping[str, torch.Tensor], fuse: bool = False
+) -> Callable[[Call], None]:
+    """A step of one microbatch, part by part: `call` gets (variant, part), the function and its values, and returns
+    what the function does. Run it without gradients.
+    """
+    functions = {
+        name: [part_function(part, fuse) for part in (v.forward, v.backward_input, v.backward_weight)]
+        for name, v in program.variants.items()
+    }
+    dtypes = compute_dtypes(program)
+    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
+    tables = _tables(program, batch, device_of(model))
+    return lambda call: _step(program, functions, weights, tables, call)
 
 
 def _moving(totals: Sequence[float]) -> bool:
@@ -109,7 +120,7 @@ def _step(
     functions: Mapping[str, Sequence[PartFunction | None]],
     weights: Mapping[str, torch.Tensor],
     tables: Mapping[str, torch.Tensor],
-    timer: _Timer,
+    timer: Call,
 ) -> None:
     """F of all regions in order, then B and W from the last to the first; values are dropped after their last use."""
     last_reader = {value: i for i, region in enumerate(program.regions) for value in region.activations}

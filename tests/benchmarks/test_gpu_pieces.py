@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import csc
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.graphs import GraphRow, refused, shown
 from benchmarks.gpu.pieces import CSC, PIECES, PYTHON, Piece
 from benchmarks.gpu.report import report
 from benchmarks.gpu.running import ROOT, outcomes, run
+from tests.compiler import test_opaque, test_recompute
+from tests.compiler.conftest import Models
 
 DEVICE = "a device"
 
@@ -80,3 +84,29 @@ def test_without_a_gpu_the_pieces_are_listed(
     command.main()
     shown = capsys.readouterr().out
     assert "There is no GPU here" in shown and all(one.name in shown for one in PIECES)
+
+
+def test_what_is_no_function_for_a_cuda_graph() -> None:
+    """What draws, what meets others, what is the model's own code; the layers of a plain step are captured."""
+    models = Models()
+    llava = models("llava").program
+    assert all(refused(one.forward) == "" for one in llava.variants.values())
+    spread = models("llava", mesh="cp=2").program
+    layer = spread.variants[spread.region("model.language_model.layers.0").variant]
+    assert "meets other ranks" in refused(layer.forward) and "meets other ranks" in refused(layer.backward_input)
+    dropping = csc.compile(test_recompute.Noisy(), example={"x": torch.randn(4, 8)}, cache=False).program
+    assert any("draw the same" in refused(one.forward) for one in dropping.variants.values())
+    own = csc.compile(test_opaque.model(0.5), example=test_opaque.batch(), cache=False).program
+    assert any("csc::opaque" in refused(one.forward) for one in own.variants.values())
+
+
+def test_a_step_counts_what_is_captured_as_often_as_it_runs() -> None:
+    rows = [
+        GraphRow("layer F", 9, "", 2.0, 1.0, 0.25),
+        GraphRow("loss F", 3, "why not"),
+        GraphRow("layer B", 9, "", 3.0, 1.5),
+    ]
+    table = shown(rows, {"layer F": 4, "layer B": 4, "loss F": 1})
+    cells = [list(column.cells) for column in table.columns]
+    assert [column[-1] for column in cells] == ["a step: 2 of 3", "", "20.000", "10.000", "1.000", ""]
+    assert cells[2][1] == "why not"
