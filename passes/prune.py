@@ -43,13 +43,14 @@ def prune(program: Program, options: Options) -> Program:
         marked.append(replace(region, dx=dx, dw=dw))
     _check_chain(marked, program)
 
+    given = {LOSS, *(v for region in marked for v, found in zip(region.activations, region.dx) if found)}
     variants: dict[str, Variant] = {}
     by_need: dict[Any, str] = {}
     final: list[Region] = []
     for region in marked:
         template = program.templates[region.template]
         tangents = tuple(
-            i in template.differentiable and v in needy and (region.needs_dx or region.needs_dw)
+            i in template.differentiable and v in needy and v in given and (region.needs_dx or region.needs_dw)
             for i, v in enumerate(region.outputs)
         )
         key = (region.template, region.dx, region.dw, tangents)

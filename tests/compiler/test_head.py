@@ -250,6 +250,7 @@ LEFT: dict[str, Callable[..., torch.Tensor]] = {
     "a loss for each token": lambda m, h, y: flat(m.head(h), y, reduction="none").mean(),
     "logits behind a nonlinearity": lambda m, h, y: flat(m.head(h).relu(), y),
     "logits cut in their classes": lambda m, h, y: flat(m.head(h)[..., 1:], y.clamp(max=VOCABULARY - 2)),
+    "logits masked by what enters the head": lambda m, h, y: flat(m.head(h).masked_fill(h[..., :1] > 0.1, 0.0), y),
     "two caps": lambda m, h, y: flat(m.head(h).tanh().tanh(), y),
     "logits raised beyond their operands": lambda m, h, y: flat(m.head(h).double(), y).float(),
     "a head that is no matrix": lambda m, h, y: flat(h @ m.embed.weight[None, :].transpose(1, 2), y),
