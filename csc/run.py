@@ -182,7 +182,7 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
     trace = options.timeline is not None
     device = launch.device if launch else None
-    trainer = Trainer(program, weights, transport, device, trace, fused=options.fuse)
+    trainer = Trainer(program, weights, transport, device, trace, fused=options.fuse, artifacts=_artifacts(options))
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make_optimizer(trainer, make, parameters, lr=options.lr) if parameters else None  # frozen stages
@@ -211,6 +211,16 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
     _record(options, trainer.timeline, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _artifacts(options: Arguments) -> Path | None:
+    """Where compiled functions are kept: what `csc.compile` has made is found, too."""
+    if not options.fuse:
+        return None
+    from csc.cache.inductor_folder import inductor_folder
+    from csc.cache.store import store
+
+    return inductor_folder(store())
 
 
 def _warm_up(trainer: Any, batch: Any) -> None:

@@ -3,10 +3,12 @@
 Terms: a *structure* is that of csc.runtime.flat_tensors. A *key* is a hash of the text of the function's file, of the
 layouts, and of all settings that Inductor looks at; of the machine and of csc the folder is.
 
-    compiled_function(function, text, given, folder) -> (CompiledFunction | None, was kept)     None: nothing to compute
+    kept = KeptFunction(name, text, structure, layouts, folder)
+    kept.read() -> CompiledFunction | None | MISSING        None: the function computes nothing
+    kept.made(function, given, wait) -> (what `read` gives, was it there)    compiles it if it is not there
     CompiledFunction(tensors) -> what the function returns
 
-Of several processes that need a function the first one makes it, the others wait for it.
+Of several processes that need a function the first one makes it, the others wait for it, or turn to another one first.
 """
 
 from __future__ import annotations
@@ -16,89 +18,131 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from csc.runtime.flat_tensors import nested_as, structure_of, tensors_of
+from csc.runtime.flat_tensors import Layout, nested_as, structure_of, tensors_of
 from csc.torch_private.artifacts import artifact, artifact_of, inductor_settings, vector_sets_are_proven
 
 FOLDER, SETS_BUILD = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK"
 PROVEN = "vector-sets-build"  # a file of the folder: see `_settings`
-NOTHING = False  # in place of a structure
+
+
+class Missing(Enum):
+    """No function of this key is kept."""
+
+    missing = 0
+
+
+MISSING: Final = Missing.missing
+
+
+class BeingMadeError(Exception):
+    """Another process makes the function just now."""
 
 
 @dataclass(frozen=True)
 class CompiledFunction:
-    """artifact: takes and returns flat tensors; structure: of what the function returns."""
+    """artifact: takes and returns flat tensors; structure: of what it returns; seconds: of its compilation."""
 
     artifact: Callable[..., Sequence[torch.Tensor]]
     structure: Any
+    seconds: float = 0.0
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         return nested_as(self.structure, iter(self.artifact(*tensors)))
 
 
-def compiled_function(
-    function: Callable[..., Any], text: str, given: tuple[Any, ...], folder: Path | None
-) -> tuple[CompiledFunction | None, bool]:
-    """given: nested tuples and dicts of tensors. Any error of the trace or the compiler; TypeError for other values."""
-    tensors = tensors_of(given)
-    with _kept_in(folder):
-        if folder is None:
-            return _made(function, given, tensors, {}, None), False
-        settings = _settings(folder)
-        file = folder / "functions" / f"{_key(function, text, given, tensors, settings)}.bin"
+@dataclass(frozen=True)
+class KeptFunction:
+    """A function for arguments of this structure and these layouts, and its place in a folder."""
+
+    name: str
+    text: str
+    structure: Any
+    layouts: list[Layout]
+    folder: Path
+
+    @cached_property
+    def key(self) -> str:
+        """Of its files."""
+        of_torch = [
+            torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
+        ]  # fmt: skip
+        told = [self.text, self.name, self.layouts, self.structure, of_torch, self._settings]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def read(self) -> CompiledFunction | Missing | None:
+        """Never an error of what is kept: damaged files count as missing."""
+        with _kept_in(self.folder):
+            return self._read()
+
+    def made(
+        self, function: Callable[..., Any], given: tuple[Any, ...], wait: bool = True
+    ) -> tuple[CompiledFunction | None, bool]:
+        """given: of these layouts. wait: for another process that makes it, else BeingMadeError. Any error of the trace
+        or the compiler.
+        """
+        with _kept_in(self.folder), _alone(self._file, wait):
+            found = self._read()
+            return (self._make(function, given), False) if isinstance(found, Missing) else (found, True)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        with _kept_in(self.folder):
+            return _settings(self.folder)
+
+    @cached_property
+    def _file(self) -> Path:
+        file = function_file(self.folder, self.key)
         file.parent.mkdir(exist_ok=True)
-        with _alone(file):
-            structure = _read(file.with_suffix(".json"))
-            if structure is NOTHING:
-                return None, True
-            found = None if structure is ... else artifact_of(file, settings)
-            if found is not None:
-                return CompiledFunction(found, structure), True
-            return _made(function, given, tensors, settings, file), False
+        return file
+
+    def _read(self) -> CompiledFunction | Missing | None:
+        try:
+            told = json.loads(self._file.with_suffix(".json").read_text())
+            if told["empty"]:
+                return None
+            found = artifact_of(self._file, self._settings)
+            return MISSING if found is None else CompiledFunction(found, told["structure"], told["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return MISSING
+
+    def _make(self, function: Callable[..., Any], given: tuple[Any, ...]) -> CompiledFunction | None:
+        found: list[Any] = []
+        start = time.perf_counter()
+
+        def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            left = iter(tensors)
+            results = function(*[nested_as(one, left) for one in self.structure])
+            found.append(structure_of(results))
+            return tensors_of(results)
+
+        made = artifact(flat, tensors_of(given), self._settings, self._file)
+        told = {"empty": made is None, "structure": found[-1], "seconds": round(time.perf_counter() - start, 2)}
+        write_whole(self._file.with_suffix(".json"), json.dumps(told))
+        return None if made is None else CompiledFunction(made, told["structure"], told["seconds"])
 
 
-def _made(
-    function: Callable[..., Any], given: tuple[Any, ...], tensors: Sequence[torch.Tensor], settings: Mapping[str, Any],
-    file: Path | None,
-) -> CompiledFunction | None:  # fmt: skip
-    structure, found = structure_of(given), []
-
-    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        results = function(*nested_as(structure, iter(tensors)))
-        found.append(structure_of(results))
-        return tensors_of(results)
-
-    made = artifact(flat, tensors, settings, file)
-    if file is not None:
-        file.with_suffix(".json").write_text(json.dumps(NOTHING if made is None else found[-1]))
-    return None if made is None else CompiledFunction(made, found[-1])
+def function_file(folder: Path, key: str) -> Path:
+    """Of torch's artifact; beside it .json says what it returns."""
+    return folder / "functions" / f"{key}.bin"
 
 
-def _read(file: Path) -> Any:
-    """The structure in a file; `...` if there is none."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return ...
-
-
-def _key(
-    function: Callable[..., Any], text: str, given: Any, tensors: Sequence[torch.Tensor], settings: Mapping[str, Any]
-) -> str:
-    layouts = [[str(one.dtype), str(one.device), [*one.shape], [*one.stride()]] for one in tensors]
-    of_torch = [
-        torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
-    ]  # fmt: skip
-    told = [text, function.__name__, layouts, structure_of(given), of_torch, {**settings}]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+def write_whole(file: Path, text: str) -> None:
+    """A reader finds all of it, or what was there before."""
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(file)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -108,29 +152,33 @@ def _settings(folder: Path) -> dict[str, Any]:
     if platform.machine() not in ("x86_64", "AMD64") or os.environ.get(SETS_BUILD):
         return {}
     file = folder / PROVEN
-    if not file.exists() and vector_sets_are_proven():
-        file.touch()
+    if not file.exists():
+        with _alone(file):
+            if not file.exists() and vector_sets_are_proven():
+                file.touch()
     return {"cpp.vec_isa_ok": True} if file.exists() else {}
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _alone(file: Path, wait: bool = True) -> Iterator[None]:
     """No other process does this for the file meanwhile; one that ends lets go of it."""
     with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BeingMadeError from None
         yield
 
 
 @contextmanager
-def _kept_in(folder: Path | None) -> Iterator[None]:
+def _kept_in(folder: Path) -> Iterator[None]:
     """What torch compiles meanwhile is kept there. The user's own compilations stay where they are."""
     before = os.environ.get(FOLDER)
-    if folder is not None:
-        os.environ[FOLDER] = str(folder)
+    os.environ[FOLDER] = str(folder)
     try:
         yield
     finally:
-        if folder is not None and before is None:
+        if before is None:
             os.environ.pop(FOLDER, None)
-        elif before is not None:
+        else:
             os.environ[FOLDER] = before

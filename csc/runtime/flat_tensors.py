@@ -4,14 +4,18 @@ Terms: the *structure* of one is None for a tensor, a list for a tuple, a dict f
 
     tensors_of(nested) -> [tensor, ...]         TypeError for anything else in it
     structure_of(nested) -> structure           nested_as(structure, tensors) -> nested
+    layouts_of(tensors) -> [layout, ...]        dtype, device, sizes, strides: as JSON holds them too
+    empty_as(layouts) -> [tensor, ...]          with memory, without values
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+Layout = list[Any]
 
 
 def tensors_of(nested: Any) -> list[torch.Tensor]:
@@ -35,6 +39,25 @@ def structure_of(nested: Any) -> Any:
     if isinstance(nested, dict):
         return {name: structure_of(one) for name, one in nested.items()}
     return [structure_of(one) for one in nested] if isinstance(nested, tuple) else None
+
+
+def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
+    """Of each. The stride of a dimension with one place means nothing, and is given as 1."""
+    return [
+        [
+            str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape],
+            [1 if size == 1 else stride for size, stride in zip(one.shape, one.stride(), strict=True)],
+        ]
+        for one in tensors
+    ]  # fmt: skip
+
+
+def empty_as(layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """Tensors of these."""
+    return [
+        torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device=device)
+        for dtype, device, sizes, strides in layouts
+    ]
 
 
 def nested_as(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:

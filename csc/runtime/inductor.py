@@ -3,7 +3,7 @@
 Terms: a *template function* is one of FUNCTIONS in layers/NAME.py. Compiled, it is called as before, so rank files know
 nothing of it; equal layers, microbatches and ranks of a process share it.
 
-    fuse(package, device, later, folder)    replaces the functions of an imported program's layer files, once
+    fused_functions(package, device, folder, later) -> [Fused]    in place of those of an imported program's layer files
     host_compiler()                         the C++ compiler that Inductor finds; None if there is none
 
 `w`, the parameters of a region, is handed on as a plain dict of the names that the function's text reads: what is
@@ -21,39 +21,53 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from csc.runtime.flat_tensors import tensors_of
-
-if TYPE_CHECKING:
-    from csc.runtime.compiled_function import CompiledFunction
+from csc.runtime.compiled_function import MISSING, CompiledFunction, KeptFunction
+from csc.runtime.flat_tensors import layouts_of, structure_of, tensors_of
+from csc.runtime.function_order import FunctionOrder, code
 
 log = logging.getLogger("csc")
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-CALLS = 64  # of a function for sizes that came later, before it is compiled: a step does not wait for what comes once
+COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
 
 
-def fuse(package: str, device: torch.device, later: bool = False, folder: Path | None = None) -> None:
-    """Compile the template functions of a program when they are first called; later: once they were called often.
-    folder: where what is made is kept, and taken from; None: where torch keeps what it compiles.
+@dataclass(frozen=True)
+class FusedRow:
+    """A function for layouts of its arguments. how: COMPILED by this process, KEPT, AS_IT_IS; seconds: that its
+    compilation took, whenever that was; why: it runs as it is.
+    """
+
+    name: str
+    how: str
+    seconds: float
+    why: str = ""
+
+
+def fused_functions(package: str, device: torch.device, folder: Path, later: bool = False) -> list[Fused]:
+    """The template functions of a program, each compiled when it is first called; later: found if they are kept, once
+    they are switched on. folder: where what is made is kept, and taken from.
 
     Without a C++ compiler for a CPU nothing changes, but for a sentence in the log.
     """
     lacks = _lacks(device)
     if lacks:
         log.warning("fuse: the functions run as they are: %s", lacks)
-        return
+        return []
     start = f"{package}.layers."
+    found = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(start) and name != f"{start}tables":
-            _fuse(module, CALLS if later else 0, folder)
+            found += _fused(module, folder, later)
+    return found
 
 
 def host_compiler() -> str | None:
@@ -69,37 +83,43 @@ def _lacks(device: torch.device) -> str:
     return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
 
 
-def _fuse(module: ModuleType, calls: int, folder: Path | None) -> None:
-    text = ""
+def _fused(module: ModuleType, folder: Path, later: bool) -> list[Fused]:
+    text, found = "", []
     for name in FUNCTIONS:
         function = getattr(module, name, None)
         if not inspect.isfunction(function):  # not there, or done
             continue
         shown = f"{module.__name__.rpartition('.')[2]}.{name}"
-        text = text or _code(Path(function.__code__.co_filename).read_text())
+        text = text or code(Path(function.__code__.co_filename).read_text())
         try:
-            setattr(module, name, Fused(shown, function, text, calls, folder))
+            fused = Fused(shown, function, text, folder, later)
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
+            continue
+        setattr(module, name, fused)
+        found.append(fused)
+    return found
 
 
 class Fused:
     """A template function that is compiled for the layouts of its first call, and for others that come. ValueError if
     `w` is used otherwise than by names in the text: those could not be told from outside.
 
-    text: of its file, as `_code` gives it. calls: to run as it is before it is compiled.
+    text: of its file, as csc.runtime.function_order gives it. later: it is never compiled by its calls: what is kept is
+    used, once `on`. rows: what has become of it.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], text: str, calls: int, folder: Path | None) -> None:
-        self.name, self.plain, self.calls = name, function, calls
-        self._text, self._folder = text, folder
+    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path, later: bool = False) -> None:
+        self.name, self.plain, self.on = name, function, not later
+        self.rows: list[FusedRow] = []
+        self._text, self._folder, self._later = text, folder, later
         self._names = _read_of_w(function)
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
         self._known: dict[Layouts, CompiledFunction | None] = {}
+        self._watch: _Watch | None = None
 
     def __call__(self, *given: Any) -> Any:
-        if self.calls:
-            self.calls -= 1
+        if not self.on and self._watch is None:
             return self.plain(*given)
         if self._place >= 0:
             w: Mapping[str, torch.Tensor] = given[self._place]
@@ -110,33 +130,62 @@ class Fused:
         except TypeError:  # an edited file may hand on anything
             return self.plain(*given)
         layouts = tuple([(one.shape, one.stride(), one.dtype) for one in tensors])
+        if self._watch is not None:
+            return self._watch.call(self, layouts, given, tensors)
         if layouts not in self._known:
-            self._known[layouts] = self._first(given) if len(self._known) < LAYOUTS else None
+            self._known[layouts] = self._first(given, tensors) if len(self._known) < LAYOUTS else None
         compiled = self._known[layouts]
         return self.plain(*given) if compiled is None else compiled(tensors)
 
-    def _first(self, given: tuple[Any, ...]) -> CompiledFunction | None:
+    def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
         """Compile, or find what is kept; None for what cannot be compiled, which runs as it is from here on."""
-        from csc.runtime.compiled_function import compiled_function  # which imports what only compilers need
-
         start = time.perf_counter()
+        kept = self.kept(given, tensors)
         try:
-            found, was_kept = compiled_function(self.plain, self._text, given, self._folder)
+            if self._later:
+                there = kept.read()
+                found, was_kept = (None, True) if there is MISSING else (there, True)
+            else:
+                found, was_kept = kept.made(self.plain, given)
         except Exception as error:  # of whatever stands in the file; run as it is, its own errors come again
-            reason = str(error).strip().partition("\n")[0]
-            log.warning("fuse: %s runs as it is: %s: %s", self.name, type(error).__name__, reason)
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            log.warning("fuse: %s runs as it is: %s", self.name, reason)
+            self.rows.append(FusedRow(self.name, AS_IT_IS, 0.0, reason))
             return None
-        how = "found in the cache" if was_kept else "compiled"
-        log.info("fuse: %s %s in %.2f s", self.name, how, time.perf_counter() - start)
+        if found is not None:
+            how = KEPT if was_kept else COMPILED
+            self.rows.append(FusedRow(self.name, how, found.seconds))
+            log.info("fuse: %s %s in %.2f s", self.name, how, time.perf_counter() - start)
         return found
 
+    def watch(self, repeats: bool) -> None:
+        """From now on it runs as it is, and what it is called with is noted. repeats: every call runs; else one of each
+        kind does, on tensors without values, and others are given the same results.
+        """
+        self._watch = _Watch(repeats)
 
-def _code(text: str) -> str:
-    """A file's Python without comments and what its docstring says of a program: the same for any number of layers."""
-    tree = ast.parse(text)
-    if ast.get_docstring(tree) is not None:
-        tree.body = tree.body[1:]
-    return ast.dump(tree)
+    def watched(self) -> list[FunctionOrder]:
+        """What has been noted. It is no longer watched."""
+        watch, self._watch = self._watch, None
+        return [FunctionOrder.of(self.plain, kept) for kept, _ in watch.seen.values()] if watch is not None else []
+
+    def kept(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> KeptFunction:
+        """For such arguments."""
+        return KeptFunction(self.plain.__name__, self._text, structure_of(given), layouts_of(tensors), self._folder)
+
+
+class _Watch:
+    def __init__(self, repeats: bool) -> None:
+        self._repeats = repeats
+        self.seen: dict[Layouts, tuple[KeptFunction, Any]] = {}  # and its results, unless calls are repeated
+
+    def call(self, function: Fused, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        if layouts in self.seen and not self._repeats:
+            return self.seen[layouts][1]
+        results = function.plain(*given)
+        if layouts not in self.seen and len(self.seen) < LAYOUTS:
+            self.seen[layouts] = function.kept(given, tensors), None if self._repeats else results
+        return results
 
 
 def _read_of_w(function: Callable[..., Any]) -> list[str]:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.encoding import Encoding
 from csc.runtime.executor import StepResult, Timed, interleave, step
-from csc.runtime.inductor import fuse
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
@@ -54,9 +54,12 @@ from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
 
+if TYPE_CHECKING:
+    from csc.runtime.fused_members import FusedMembers
+
 log = logging.getLogger("csc")
 
-UNEVEN, STALE, NOTHING_AHEAD = 1, 2, 4  # what ranks say before a step, as bits
+UNEVEN, STALE, NOTHING_AHEAD, BUSY = 1, 2, 4, 8  # what ranks say before a step, as bits
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -97,7 +100,8 @@ class Trainer:
         self.transport = transport or _transport(program, self.device, timeout, meeting)
         self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
-        self._fused, self._artifacts, self._is_profiled = fused, artifacts, is_profiled
+        self._is_profiled = is_profiled
+        self.fused = _members(artifacts, self.device) if fused else None
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -152,8 +156,8 @@ class Trainer:
         own = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
         self.transport.compare_values(shared, own)
         of_rank = {rank: functions(program, rank) for rank in self.transport.ranks}
-        if self._fused:
-            fuse(program.package, self.device, later=bool(self._members), folder=self._artifacts)
+        if self.fused is not None:
+            self.fused.add(program)
         return [
             Rank(
                 program,
@@ -163,7 +167,7 @@ class Trainer:
                 constants[mesh.coordinates(rank).pp],
                 self.device,
                 visibility(program),
-                met_of(mesh, rank, self.transport.endpoint(rank), self._fused),
+                met_of(mesh, rank, self.transport.endpoint(rank), self.fused is not None),
             )
             for rank in self.transport.ranks
         ]
@@ -218,14 +222,18 @@ class Trainer:
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
         said = NOTHING if alone else batches.said(manifest, dealt, replica)
-        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale)), dealt
+        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale + BUSY * self._is_busy(dealt))), dealt
+
+    def _is_busy(self, dealt: batches.Microbatches) -> bool:
+        return self.fused is not None and self.fused.busy({microbatch.program for microbatch in dealt.all})
 
     @torch.no_grad()
     def run(
         self, dealt: batches.Microbatches, flags: int, drawn: int | None = None, encoding: Encoding | None = None
     ) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
-        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards.
+        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards,
+        BUSY if functions for its sizes are being compiled.
         encoding: what ranks do for the next step, unless any said NOTHING_AHEAD.
         """
         state = torch.get_rng_state() if self.program.manifest.random else None
@@ -235,7 +243,7 @@ class Trainer:
             self.transport.meeting.began()
             if flags & STALE:
                 self.own.gather()
-            results = self._results(dealt, bool(flags & UNEVEN), drawn, None if flags & NOTHING_AHEAD else encoding)
+            results = self._results(dealt, flags, drawn, None if flags & NOTHING_AHEAD else encoding)
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
@@ -259,14 +267,14 @@ class Trainer:
         return loss
 
     def _results(
-        self, dealt: batches.Microbatches, uneven: bool, drawn: int | None, encoding: Encoding | None
+        self, dealt: batches.Microbatches, flags: int, drawn: int | None, encoding: Encoding | None
     ) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
         working = {spec.name: self.own.values[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
         if drawn is None:
             drawn = seeds.draw() if self.program.manifest.random else 0
-        runs, profiled = {}, self._is_profiled()
+        runs, profiled, calls = {}, self._is_profiled(), []
         for index, rank in enumerate(self._ranks):
             given = dealt.of[rank.replica]
             ranks = [self._members[microbatch.program][index] for microbatch in given]
@@ -274,11 +282,15 @@ class Trainer:
                 self._on_device(microbatch.tensors, _read(one)) for one, microbatch in zip(ranks, given, strict=True)
             ]
             held = {p.name: self.own.parts.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
+            calls += [(mb.program, (one, tensors, held)) for one, mb, tensors in zip(ranks, given, own, strict=True)]
             counts = counted(self._manifests, given)
             coming = encoding.of(rank) if encoding is not None else None
-            runs[rank.rank] = step(rank, ranks, own, held, self.trace, drawn, uneven, counts, profiled, coming)
+            runs[rank.rank] = step(
+                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, coming
+            )
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
-        return interleave(runs) if turns is None else together(runs, turns)
+        with nullcontext() if self.fused is None else self.fused.step(calls, hold=bool(flags & BUSY)):
+            return interleave(runs) if turns is None else together(runs, turns)
 
     @torch.no_grad()
     def prepare(self, batch: batches.GlobalBatch, steps: int = 1, local: bool = False) -> None:
@@ -352,8 +364,14 @@ class Trainer:
 
 
 def flags(heard: Sequence[Heard]) -> int:
-    """What any rank said: UNEVEN, STALE."""
+    """What any rank said: UNEVEN, STALE, BUSY."""
     return reduce(or_, (int(one.value) for one in heard), 0)
+
+
+def _members(artifacts: Path | None, device: torch.device) -> FusedMembers:
+    from csc.runtime.fused_members import FusedMembers  # which imports what only compiled functions need
+
+    return FusedMembers(artifacts, device)
 
 
 def _read(rank: Rank) -> list[str]:

@@ -6,6 +6,7 @@ Nothing of Inductor is imported before something is compiled: it takes a second.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ Tensors = Sequence[torch.Tensor]
 
 
 def artifact(
-    function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path | None
+    function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path
 ) -> Callable[..., Tensors] | None:
-    """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file if there is
-    one. None if it calls nothing. Any error of the trace, of Inductor, of the C++ compiler.
+    """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file. None if it
+    calls nothing. Any error of the trace, of Inductor, of the C++ compiler.
     """
     from torch._inductor import standalone_compile
 
@@ -32,8 +33,9 @@ def artifact(
     made = standalone_compile(
         graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
     )
-    if file is not None:
-        made.save(path=str(file))
+    beside = file.with_suffix(f".{os.getpid()}")
+    made.save(path=str(beside))
+    beside.replace(file)  # whoever ends in the middle of it leaves nothing that could be read
     return made
 
 
@@ -58,10 +60,12 @@ def inductor_settings() -> str:
 
 
 def vector_sets_are_proven() -> bool:
-    """Whether the C++ compiler builds for every vector instruction set that the CPU names, and a process loads what it
-    built: what Inductor finds out in each process, in a second of subprocesses.
+    """Whether the C++ compiler builds for the widest vector instruction set that the CPU names, which is the one that
+    Inductor takes, and a process loads what it built. Inductor asks that of every set in each process, in several
+    seconds of subprocesses; a compiler that knows the widest knows those before it.
     """
     from torch._inductor import cpu_vec_isa
 
     named = set(cpu_vec_isa.x86_isa_checker())
-    return all(map(bool, [one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split())]))
+    sets = (one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split()))
+    return bool(next(sets, True))

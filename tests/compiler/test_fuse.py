@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 class Layer(nn.Module):
     """A norm that is written out, a gated MLP, dropout."""
 
+    RATE = 0.2
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = small.RMSNorm(), nn.Dropout(0.2)
+        self.norm, self.drop = small.RMSNorm(), nn.Dropout(self.RATE)
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,9 +87,11 @@ def test_fused_steps_are_the_plain_ones_with_the_same_dropout(
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert float((found[name] - value).norm()) <= FLOAT32 * float(value.norm()), name
-    compiled = [one.message.split()[1] for one in caplog.records if " compiled in " in one.message]
+    rows = [row for trainer in fused._programs.trainers for row in trainer.fused.rows()]
+    compiled = [row.name for row in rows]
     assert sorted(compiled) == sorted(set(compiled)), "each once"
     assert "layer__1.forward" in compiled, "of three layers"
+    assert {row.how for row in rows} == {"found in the cache"}, "all were known before the step"
     with torch.compiler.set_stance("fail_on_recompile"):
         again = step(fused)
     for name, value in found.items():
@@ -115,6 +120,43 @@ def test_fused_steps_are_the_plain_ones_with_the_same_dropout(
     torch.testing.assert_close(*losses)
     torch.manual_seed(1)
     assert abs(float(losses[0] - fused.train_step(batch))) > 1e-4, "the edit counts"
+
+
+@pytest.mark.long
+@needs_compiler
+def test_sizes_that_come_later_are_compiled_while_steps_go_on(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are eager's before, at and after the switch; no step waits; a second start finds what was made."""
+    caplog.set_level(logging.INFO, "csc")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setattr(Layer, "RATE", 0.0)
+    eager, most = Model(), 0.0
+    for start in range(2):
+        fused = made(fuse=True, cache=True, microbatches=1)
+        eager.load_state_dict(fused.model.state_dict())
+        step(fused)
+        for number in range(20_000):
+            x = torch.randn(4, 6 + number % 2, WIDTH)
+            fused.zero_grad()
+            begin = time.perf_counter()
+            loss = fused.train_step({"x": x})
+            most = max(most, time.perf_counter() - begin) if number > 1 else most
+            eager.zero_grad()
+            expected = eager(x)
+            expected.backward()
+            assert abs(float(loss - expected.detach())) <= 1e-5 * float(loss)
+            for (name, one), other in zip(fused.named_parameters(), eager.parameters(), strict=True):
+                assert other.grad is not None
+                assert float((one.grad - other.grad).norm()) <= 1e-5 * float(other.grad.norm()), name
+            switched = sum("that came later are compiled" in one.message for one in caplog.records)
+            if switched == 2 * (start + 1):
+                break
+            time.sleep(0.01)
+        assert switched == 2 * (start + 1), "both sizes"
+        assert number > 8 if not start else number <= 12, "a second start compiles nothing"
+    assert most < 5, "no step has waited for a compiler"
 
 
 def test_fuse_is_a_switch() -> None:

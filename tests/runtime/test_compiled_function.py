@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from csc.runtime import compiled_function as kept
-from csc.runtime.flat_tensors import tensors_of
+from csc.runtime.flat_tensors import layouts_of, structure_of, tensors_of
 
 GIVEN = ({"weight": torch.eye(2)}, (torch.ones(2, 2), torch.zeros(3)))
 
@@ -22,15 +22,14 @@ def function(w: dict[str, torch.Tensor], saved: tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were compiled, in order; each is the function itself."""
-    files: list[Path | None] = []
+    files: list[Path] = []
 
-    def artifact(flat: Callable[..., Any], given: Any, settings: Any, file: Path | None) -> Any:
+    def artifact(flat: Callable[..., Any], given: Any, settings: Any, file: Path) -> Any:
         flat(*given)
         files.append(file)
-        if file is not None:
-            file.write_text("compiled")
+        file.write_text("compiled")
         return flat
 
     def artifact_of(file: Path, settings: Any) -> Any:
@@ -42,24 +41,33 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
     return files
 
 
+def compiled(text: str, given: Any, folder: Path, wait: bool = True) -> tuple[kept.CompiledFunction | None, bool]:
+    return place(text, given, folder).made(function, given, wait)
+
+
+def place(text: str, given: Any, folder: Path) -> kept.KeptFunction:
+    return kept.KeptFunction("function", text, structure_of(given), layouts_of(tensors_of(given)), folder)
+
+
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(other), strict=True))
 
 
-def test_a_function_is_made_once_and_found_as_it_was(tmp_path: Path, made: list[Path | None]) -> None:
+def test_a_function_is_made_once_and_found_as_it_was(tmp_path: Path, made: list[Path]) -> None:
     tensors = tensors_of(GIVEN)
     for number in range(2):
-        compiled, found = kept.compiled_function(function, "text", GIVEN, tmp_path)
-        assert found == bool(number) and compiled is not None
-        (named, second), expected = compiled(tensors), function(*GIVEN)
+        result, found = compiled("text", GIVEN, tmp_path)
+        assert found == bool(number) and result is not None
+        (named, second), expected = result(tensors), function(*GIVEN)
         assert list(named) == ["sum", "rest"] and isinstance(named["rest"], tuple)
         assert same((named, second), expected)
     assert len(made) == 1
-    assert kept.compiled_function(function, "text", GIVEN, None)[1] is False and made[-1] is None
+    assert place("text", GIVEN, tmp_path).read() is not kept.MISSING
+    assert place("edited", GIVEN, tmp_path).read() is kept.MISSING
 
 
 def test_other_text_layouts_and_settings_are_others(
-    tmp_path: Path, made: list[Path | None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (w, (first, second)) = GIVEN
     others: list[tuple[str, Any]] = [
@@ -68,24 +76,24 @@ def test_other_text_layouts_and_settings_are_others(
     ]  # fmt: skip
     others[2] = ("text", (w, (torch.ones(2, 4)[:, ::2], second)))  # other strides
     for text, given in others:
-        kept.compiled_function(function, text, given, tmp_path)
+        compiled(text, given, tmp_path)
     monkeypatch.setattr(kept, "inductor_settings", lambda: "others")
-    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    compiled("text", GIVEN, tmp_path)
     monkeypatch.setenv(kept.SETS_BUILD, "0")
-    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    compiled("text", GIVEN, tmp_path)
     assert len(set(made)) == len(made) == 7
 
 
-def test_what_is_lost_or_cut_short_is_made_again(tmp_path: Path, made: list[Path | None]) -> None:
+def test_what_is_lost_or_cut_short_is_made_again(tmp_path: Path, made: list[Path]) -> None:
     for lost in (".bin", ".json"):
-        kept.compiled_function(function, "text", GIVEN, tmp_path)
+        compiled("text", GIVEN, tmp_path)
         (file,) = (tmp_path / "functions").glob(f"*{lost}")
         file.unlink()
-    kept.compiled_function(function, "text", GIVEN, tmp_path)
+    compiled("text", GIVEN, tmp_path)
     assert len(made) == 3
     (file,) = (tmp_path / "functions").glob("*.json")
     file.write_text("{")
-    assert kept.compiled_function(function, "text", GIVEN, tmp_path)[1] is False
+    assert compiled("text", GIVEN, tmp_path)[1] is False
 
 
 def _hold(file: Path, held: Any, go: Any) -> None:
@@ -101,6 +109,8 @@ def test_others_wait_for_who_makes_it(tmp_path: Path) -> None:
     process = context.Process(target=_hold, args=(tmp_path / "file", held, go))
     process.start()
     assert held.wait(20)
+    with pytest.raises(kept.BeingMadeError), kept._alone(tmp_path / "file", wait=False):
+        pass
     go.set()
     with kept._alone(tmp_path / "file"):
         assert (tmp_path / "file").read_text() == "made"

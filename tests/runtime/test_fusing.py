@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from csc.runtime import inductor
+from csc.runtime import compiled_function, inductor
 
 CPU = torch.device("cpu")
 LAYER = """
@@ -33,8 +33,9 @@ def backward_weight(kept):
 
 
 @pytest.fixture
-def layer(tmp_path: Path) -> Iterator[ModuleType]:
+def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A layer file of a program `written`, imported."""
+    monkeypatch.setattr(compiled_function, "vector_sets_are_proven", lambda: False)
     file = tmp_path / "linear.py"
     file.write_text(textwrap.dedent(LAYER))
     module = ModuleType("written.layers.linear")
@@ -46,57 +47,84 @@ def layer(tmp_path: Path) -> Iterator[ModuleType]:
 
 
 def test_without_a_compiler_functions_run_as_they_are(
-    layer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
     before = layer.forward
-    inductor.fuse("written", CPU)
+    inductor.fused_functions("written", CPU, tmp_path)
     assert layer.forward is before
     assert "there is no C++ compiler on this machine; install g++ or clang" in caplog.text
 
 
-def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = layer.backward_input
-    inductor.fuse("written", CPU)
+    inductor.fused_functions("written", CPU, tmp_path)
     assert layer.backward_input is before
     assert isinstance(layer.forward, inductor.Fused)
     assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
 
 
-def test_what_is_no_full_graph_runs_as_it_is(layer: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    inductor.fuse("written", CPU)
+def test_what_is_no_full_graph_runs_as_it_is(
+    layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inductor.fused_functions("written", CPU, tmp_path)
     kept = torch.ones(3, 2)
     for _ in range(2):
         assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
     assert len([one for one in caplog.records if "linear.backward_weight runs as it is" in one.message]) == 1
 
 
-def test_parameters_are_handed_on_by_the_names_in_the_text(layer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_handed_on_by_the_names_in_the_text(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever `w` is, and whatever else it holds."""
-    inductor.fuse("written", CPU)
+    inductor.fused_functions("written", CPU, tmp_path)
     seen = []
-    monkeypatch.setattr(layer.forward, "_first", lambda given: seen.append(given[1]) or (lambda tensors: tensors[0]))
+    monkeypatch.setattr(layer.forward, "_first", lambda given, _: seen.append(given[1]) or (lambda tensors: tensors[0]))
     w = {"weight": torch.eye(2), "bias": torch.ones(2), "other": torch.ones(9)}
     layer.forward(torch.ones(1, 2), w)
     assert [sorted(one) for one in seen] == [["bias", "weight"]]
 
 
-def test_later_sizes_are_compiled_once_they_were_met_often(layer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    inductor.fuse("written", CPU, later=True)
-    monkeypatch.setattr(layer.forward, "_first", lambda given: lambda tensors: tensors[0])
+def test_later_sizes_are_compiled_by_no_call(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run as they are until they are switched on, and from then on wherever nothing is kept."""
+    inductor.fused_functions("written", CPU, tmp_path, later=True)
     x, w = torch.ones(1, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
-    for _ in range(inductor.CALLS):
-        assert torch.equal(layer.forward(x, w), x + 1)
-    assert layer.forward(x, w) is x
+    found = inductor.CompiledFunction(lambda *tensors: [tensors[0] * 5], None, 2.0)
+    kept: list[object] = [inductor.MISSING, found]
+    monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: kept.pop(0))
+    assert torch.equal(layer.forward(x, w), x + 1) and len(kept) == 2
+    layer.forward.on = True
+    assert torch.equal(layer.forward(x, w), x + 1)
+    assert torch.equal(layer.forward(torch.ones(3, 2), w), torch.full((3, 2), 5.0))
+    assert [(row.name, row.how, row.seconds) for row in layer.forward.rows] == [
+        ("linear.forward", "found in the cache", 2.0)
+    ]
+
+
+def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_path: Path) -> None:
+    """In a real step every call runs; in a rehearsal one of each kind. A dimension with one place has no stride."""
+    inductor.fused_functions("written", CPU, tmp_path)
+    w = {"weight": torch.eye(2), "bias": torch.ones(2)}
+    for repeats in (True, False):
+        layer.forward.watch(repeats)
+        first, second = layer.forward(torch.ones(1, 2), w), layer.forward(torch.zeros(1, 2), w)
+        other = layer.forward(torch.ones(4, 2).t()[:2, :1].t(), w)
+        assert torch.equal(first, other) and torch.equal(second, torch.ones(1, 2)) == repeats
+        orders = {one.key: one for one in layer.forward.watched()}
+        assert [(one.name, one.shown, one.is_kept) for one in orders.values()] == [("forward", "linear.forward", False)]
+        assert inductor.FunctionOrder.read(next(iter(orders.values())).line()) == next(iter(orders.values()))
 
 
 def test_other_layouts_are_compiled_apart_and_not_without_end(
-    layer: ModuleType, monkeypatch: pytest.MonkeyPatch
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compiled for one layout would read another one wrongly; what is no tensor is not compiled for."""
-    inductor.fuse("written", CPU)
+    inductor.fused_functions("written", CPU, tmp_path)
     made = []
-    monkeypatch.setattr(layer.forward, "_first", lambda given: made.append(given[0].stride()))
+    monkeypatch.setattr(layer.forward, "_first", lambda given, _: made.append(given[0].stride()))
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
     layouts = [torch.ones(rows, 2) for rows in range(1, 20)] + [torch.ones(2, 3).t()] * 2
     for x in layouts:
@@ -106,8 +134,8 @@ def test_other_layouts_are_compiled_apart_and_not_without_end(
         layer.forward(None, w)
 
 
-def test_a_program_is_fused_once(layer: ModuleType) -> None:
-    inductor.fuse("written", CPU)
+def test_a_program_is_fused_once(layer: ModuleType, tmp_path: Path) -> None:
+    inductor.fused_functions("written", CPU, tmp_path)
     first = layer.forward
-    inductor.fuse("written", CPU, later=True)
+    inductor.fused_functions("written", CPU, tmp_path, later=True)
     assert layer.forward is first

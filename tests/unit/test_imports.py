@@ -47,7 +47,7 @@ ROOMS = {
         "csc.ir.schedule_verifier",
     },
     "csc.checkpoints": {"csc.runtime", "csc.ir.groups", "csc.ir.mesh"},
-    "csc.run": {"csc.runtime", "csc.simulation", "csc.ir.groups"},
+    "csc.run": {"csc.runtime", "csc.simulation", "csc.ir.groups", "csc.cache.inductor_folder", "csc.cache.store"},
 }
 
 

@@ -1,0 +1,55 @@
+"""A process that compiles functions beside one that trains: python -m csc.runtime.compile_worker [NICE]
+
+It reads a line for each function from its standard input (csc.runtime.function_order), before these one with switches
+and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why not}. What
+compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
+a function too: whoever started it is gone, or wants no more. What is half done was not put into its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import TextIO
+
+Lines = queue.SimpleQueue[str]
+
+
+def main() -> None:
+    """Until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if len(sys.argv) > 1:
+        os.nice(int(sys.argv[1]))
+    lines: Lines = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin, lines), daemon=True).start()
+    start = json.loads(lines.get())
+    sys.path[:] = start["path"]
+
+    from csc.runtime.function_order import FunctionOrder, TorchState
+
+    while True:
+        order = FunctionOrder.read(lines.get())
+        told = {"key": order.key, "error": ""}
+        try:
+            TorchState(**start["torch"]).set()
+            order.make()
+        except Exception as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(told), file=answers, flush=True)
+
+
+def _listen(given: TextIO, lines: Lines) -> None:
+    for line in given:
+        lines.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # the compilers that it has started too
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Functions compiled in several processes at once: this one, and workers beside it (csc.runtime.compile_worker).
+
+    make_side_by_side(orders, here, workers)      returns when each order was made somewhere, or `here` has had it
+    Background().make(orders, made)               one worker with low priority; `made` is called from its thread
+    worker_count() -> int                         for which there are cores, besides this process
+
+Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or CUDA may hang, and
+Python's own pools would run the user's script a second time. They take orders as text, leave what they make
+in the folder, and end when this process does, however it ends. What a worker dies of is left to `here`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from csc.runtime.compiled_function import BeingMadeError
+from csc.runtime.function_order import FunctionOrder, TorchState
+
+log = logging.getLogger("csc")
+
+MOST, POLITE = 7, 10  # workers of a process; how nice one in the background is
+WORTH = 3  # functions below which a worker, which takes seconds to begin, would come too late
+
+
+class WorkerGoneError(Exception):
+    """A worker has ended in the middle of an order, or did not begin."""
+
+
+class CompileWorker:
+    """One process. OSError if it cannot be started."""
+
+    def __init__(self, nice: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "csc.runtime.compile_worker", str(nice)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which then closes the worker's input
+        )  # fmt: skip
+        self._say(json.dumps({"path": sys.path, "torch": asdict(TorchState.now())}))
+
+    def make(self, order: FunctionOrder) -> str:
+        """Why it could not be made; "" if it was. WorkerGoneError."""
+        self._say(order.line())
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise WorkerGoneError(f"a process that compiles ended with code {self._process.wait()}")
+        return str(json.loads(answer)["error"])
+
+    def close(self) -> None:
+        """Stop it, and what it has started, wherever it is."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what it was told last has not gone out
+                pipe.close()
+        self._process.wait()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            raise WorkerGoneError("a process that compiles has ended") from None
+
+
+def worker_count() -> int:
+    """Cores of this process' share of the machine, without its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, MOST)
+
+
+def make_side_by_side(
+    orders: Sequence[FunctionOrder], here: Callable[[FunctionOrder, bool], object], workers: int
+) -> None:
+    """here(order, wait): makes one in this process; without wait it raises BeingMadeError where another process does.
+    The longest come first.
+    """
+    left = deque(sorted(orders, key=lambda one: -len(one.layouts)))
+    beside: list[CompileWorker] = []
+    feeders = [
+        threading.Thread(target=_feed, args=(left, beside), name="csc-compile", daemon=True)
+        for _ in range(min(workers, len(left) - WORTH + 1))
+    ]
+    for feeder in feeders:
+        feeder.start()
+    try:
+        later = _take(left, here)
+        for feeder in feeders:
+            feeder.join()
+        for order in [*later, *_take(left, here)]:
+            here(order, True)
+    finally:
+        for worker in list(beside):  # where this process is interrupted
+            worker.close()
+
+
+def _take(left: deque[FunctionOrder], here: Callable[[FunctionOrder, bool], object]) -> list[FunctionOrder]:
+    """Make what is left here; the rest is being made elsewhere."""
+    busy = []
+    while left:
+        try:
+            order = left.popleft()
+        except IndexError:
+            break
+        try:
+            here(order, False)
+        except BeingMadeError:
+            busy.append(order)
+    return busy
+
+
+def _feed(left: deque[FunctionOrder], beside: list[CompileWorker]) -> None:
+    order = None
+    try:
+        worker = CompileWorker()
+    except (OSError, WorkerGoneError) as error:
+        log.info("fuse: no process that compiles beside this one could be started: %s", error)
+        return
+    beside.append(worker)
+    try:
+        while left:
+            order = left.popleft()
+            why = worker.make(order)
+            if why:
+                log.debug("fuse: %s was not compiled beside this process: %s", order.name, why)
+            order = None
+    except IndexError:  # another one has taken the last
+        pass
+    except WorkerGoneError as error:
+        log.info("fuse: %s; what it was at is compiled in this one", error)
+        if order is not None:
+            left.append(order)
+    finally:
+        if worker in beside:
+            beside.remove(worker)
+        worker.close()
+
+
+class Background:
+    """One worker at a time, for as long as there is something to make."""
+
+    def __init__(self) -> None:
+        self._left: deque[tuple[FunctionOrder, Callable[[str], None]]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def make(self, orders: Sequence[FunctionOrder], made: Callable[[FunctionOrder, str], None]) -> None:
+        """made(order, why not, or ""): for each, from another thread."""
+        with self._lock:
+            self._left.extend((order, lambda why, order=order: made(order, why)) for order in orders)  # type: ignore[misc]
+            if self._thread is None and self._left:
+                self._thread = threading.Thread(target=self._run, name="csc-background", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        worker = None
+        while True:
+            with self._lock:
+                if not self._left:
+                    self._thread = None
+                    break
+                order, made = self._left.popleft()
+            try:
+                worker = worker or CompileWorker(POLITE)
+                why = worker.make(order)
+            except (OSError, WorkerGoneError) as error:
+                why = str(error)
+                if worker is not None:
+                    worker.close()
+                worker = None  # the next one has another
+            made(why)
+        if worker is not None:
+            worker.close()

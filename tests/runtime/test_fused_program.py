@@ -1,0 +1,141 @@
+"""When a program's functions are compiled, and when it switches to them. Nothing here runs Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from csc.runtime import fused_program
+from csc.runtime.fused_program import MET, FusedProgram
+
+CPU = torch.device("cpu")
+
+
+class Function:
+    """In place of a fused one."""
+
+    def __init__(self, orders: list[Any]) -> None:
+        self.on, self.rows, self._orders = False, [], orders
+
+    def watch(self, repeats: bool) -> None:
+        assert repeats
+
+    def watched(self) -> list[Any]:
+        return self._orders
+
+
+class Order:
+    shown, is_kept = "layer.forward", False
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class Background:
+    """What it was asked for, and whom to answer."""
+
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+
+    def make(self, orders: list[Any], made: Callable[[Any, str], None]) -> None:
+        self.orders, self.made = orders, made
+
+
+@pytest.fixture
+def orders() -> list[Any]:
+    return [Order("a"), Order("b")]
+
+
+def later(function: Any, background: Any) -> FusedProgram:
+    return FusedProgram([function], Path("nowhere"), "", CPU, background)
+
+
+def step(program: FusedProgram, hold: bool = False) -> None:
+    program.before(hold or program.busy)
+    program.after()
+
+
+def test_a_size_is_compiled_once_it_was_met_and_waits_for_every_rank(orders: list[Any]) -> None:
+    function, background = Function(orders), Background()
+    program = later(function, background)
+    for _ in range(MET - 1):
+        step(program)
+    assert not background.orders and not program.busy
+    step(program)
+    assert background.orders == orders and program.busy
+    background.made(orders[0], "")
+    step(program)
+    assert program.busy and not function.on
+    background.made(orders[1], "")
+    step(program, hold=True)  # another rank is not done
+    assert not program.busy and not function.on
+    step(program)
+    assert function.on
+
+
+def test_what_fails_in_the_background_is_a_line_of_the_log(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    function, background = Function(orders), Background()
+    program = later(function, background)
+    for _ in range(MET):
+        step(program)
+    background.made(orders[0], "CppCompileError: no\nmore")
+    background.made(orders[1], "")
+    step(program)
+    assert function.on
+    assert caplog.messages == ["fuse: layer.forward runs as it is for sizes that came later: CppCompileError: no"]
+
+
+def test_what_is_kept_already_is_switched_to_without_a_process() -> None:
+    function, background = Function([]), Background()
+    program = later(function, background)
+    for _ in range(MET + 1):
+        step(program)
+    assert function.on and not background.orders
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_the_same_steps_switch_from_run_to_run_where_that_is_wanted(
+    orders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, background = Function(orders), Background()
+    program = later(function, background)
+    for _ in range(MET):
+        step(program)
+    waited = []
+
+    def wait() -> None:
+        waited.append(1)
+        for one in orders:
+            background.made(one, "")
+
+    monkeypatch.setattr(program._made, "wait", wait)
+    step(program)
+    assert waited and function.on
+
+
+def test_a_rehearsal_that_fails_leaves_functions_to_their_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: Any) -> None:
+        raise RuntimeError("data-dependent")
+
+    asked: list[int] = []
+    monkeypatch.setattr(fused_program, "rehearse", no)
+    monkeypatch.setattr(fused_program, "make_side_by_side", lambda *_: asked.append(1))
+
+    class Called(Function):
+        def watch(self, repeats: bool) -> None:
+            assert not repeats
+
+    program = FusedProgram([Called([])], Path("nowhere"), "", CPU, None)  # type: ignore[list-item]
+    program.prepare(lambda: [(None, {}, {})])  # type: ignore[list-item]
+    assert not asked

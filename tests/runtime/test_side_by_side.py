@@ -1,0 +1,134 @@
+"""Functions compiled in processes beside this one: who makes what, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from csc.runtime import side_by_side
+from csc.runtime.compiled_function import BeingMadeError
+from csc.runtime.function_order import FunctionOrder, TorchState, code
+
+
+def order(name: str, folder: Path) -> FunctionOrder:
+    """Of a file that has been edited since: no worker makes it."""
+    file = folder / "layer.py"
+    file.write_text("def forward(x):\n    return x + 1\n")
+    layouts = [["float32", "cpu", [2], [1]]]
+    return FunctionOrder(str(file), name, code("def forward(x):\n    return x\n"), "key", [None], layouts, str(folder))
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> list[FunctionOrder]:
+    return [order(f"forward_{number}", tmp_path) for number in range(6)]
+
+
+def test_what_no_worker_makes_is_made_here(orders: list[FunctionOrder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that cannot be started, that die at once, and none at all."""
+    for program in ("/nowhere/python", "/bin/false"):
+        monkeypatch.setattr(side_by_side.sys, "executable", program)
+        for workers in (0, 2):
+            had: list[FunctionOrder] = []
+            side_by_side.make_side_by_side(orders, lambda one, _: had.append(one), workers)  # noqa: B023
+            assert sorted(one.name for one in had) == sorted(one.name for one in orders)
+
+
+def test_what_others_are_at_is_turned_to_last(orders: list[FunctionOrder]) -> None:
+    """Another rank's process makes it: this one makes the rest first, and then waits."""
+    had: list[tuple[str, bool]] = []
+
+    def here(one: FunctionOrder, wait: bool) -> None:
+        if one.name == "forward_0" and not wait:
+            raise BeingMadeError
+        had.append((one.name, wait))
+
+    side_by_side.make_side_by_side(orders, here, 0)
+    assert had[-1] == ("forward_0", True) and len(had) == 6
+
+
+def test_a_worker_says_why_it_made_nothing_and_ends_with_its_input(orders: list[FunctionOrder]) -> None:
+    worker = side_by_side.CompileWorker(1)
+    for one in orders[:2]:
+        assert "layer.py has changed" in worker.make(one)
+    worker.close()
+    assert worker._process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_that_is_killed_is_missed(orders: list[FunctionOrder]) -> None:
+    worker = side_by_side.CompileWorker()
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(side_by_side.WorkerGoneError):
+        worker.make(orders[0])
+        worker.make(orders[1])
+    worker.close()
+
+
+def test_the_background_goes_on_with_another_worker(
+    orders: list[FunctionOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each order is answered once, whoever died; nothing is raised."""
+    told: list[tuple[str, str]] = []
+    done = threading.Event()
+    made: list[object] = []
+
+    class Dying:
+        def __init__(self, nice: int) -> None:
+            made.append(self)
+
+        def make(self, one: FunctionOrder) -> str:
+            if one.name == "forward_1":
+                raise side_by_side.WorkerGoneError("it ended")
+            return "no" if one.name == "forward_2" else ""
+
+        def close(self) -> None:
+            pass
+
+    def answer(one: FunctionOrder, why: str) -> None:
+        told.append((one.name, why))
+        if len(told) == len(orders):
+            done.set()
+
+    monkeypatch.setattr(side_by_side, "CompileWorker", Dying)
+    side_by_side.Background().make(orders, answer)
+    assert done.wait(20)
+    assert told[:3] == [("forward_0", ""), ("forward_1", "it ended"), ("forward_2", "no")]
+    assert len(told) == 6 and len(made) == 2
+
+
+def test_workers_share_the_cores_with_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda _: set(range(8)))
+    assert side_by_side.worker_count() == 7
+    for ranks, workers in ((2, 3), (8, 0), (16, -1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert side_by_side.worker_count() == workers
+
+
+def test_a_worker_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
+    """However that ends: here it is killed."""
+    text = (
+        "from csc.runtime.side_by_side import CompileWorker\nimport time\n"
+        "print(CompileWorker()._process.pid, flush=True)\ntime.sleep(99)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    for _ in range(600):
+        if not Path(f"/proc/{worker}").exists() or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("the worker lives on")
+
+
+def test_switches_are_those_of_who_asks() -> None:
+    state = TorchState.now()
+    state.set()
+    assert TorchState.now() == state
