@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Rows
+
+if TYPE_CHECKING:
+    from csc.driver.compiled import CompiledModel
+    from csc.runtime.inductor import FusedRow
 
 
 @on_target
@@ -30,10 +38,12 @@ def explain(
         components, regions = rows_of(program)
         memory, most = memory_forecast(program, options), limit(program, options)
         devices = devices_of(problem(program, options)) if memory else ()
+        fused = _fused(compiled) if options.fuse else []
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
-        print_json({**rows, **held, "notes": list(program.notes), "mesh": chosen})
+        functions = [asdict(row) for row in fused]
+        print_json({**rows, **held, "functions": functions, "notes": list(program.notes), "mesh": chosen})
         return
     if chosen:
         console.print(escape(chosen), highlight=False)
@@ -41,8 +51,15 @@ def explain(
         console.print(explain_table(title, rows_))
     if memory:
         console.print(memory_table(memory, most, devices))
+    if options.fuse:
+        console.print(fused_table(fused) if fused else NONE_YET)
     for note in program.notes:
         console.print(escape(note))
+
+
+def _fused(compiled: CompiledModel) -> list[FusedRow]:
+    with tempfile.TemporaryDirectory(prefix="csc-explain-") as folder:
+        return fused_functions(compiled.write(Path(folder) / "program", ranks=[0]))
 
 
 def explain_table(title: str, rows: list[Any]) -> Rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from csc.commands.checkpoint_commands import app as checkpoint_app
 from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
 from csc.commands.explain_command import explain
+from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.mask_command import mask
 from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
@@ -84,6 +86,7 @@ def compile_command(
     passes = [{"name": r.name, "seconds": round(r.seconds, 4), "summary": r.summary} for r in program.history]
     tracing = ("capture", "normalise")
     spent = compile_times(directory)
+    fused = fused_functions(directory) if compiled.options.fuse else []
     if json_output:
         print_json(
             {
@@ -94,12 +97,15 @@ def compile_command(
                 "templates": sorted(program.variants),
                 "passes": [row for row in passes if row["name"] not in tracing],
                 "timings": spent,
+                "functions": [asdict(row) for row in fused],
                 "check": checked,
             }
         )
         return
     if timings:
         console.print(timings_table(program.name, spent, {row["name"]: row["summary"] for row in passes}))
+        if compiled.options.fuse:
+            console.print(fused_table(fused) if fused else NONE_YET)
     held = f"{len(program.stages)} stages on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     console.print(f"{program.name}: {held}, {len(program.variants)} layer files, in {spent['total']:.1f} s")
     alone = f", of {ranks} ranks only {', '.join(map(str, sorted(set(rank))))}" if rank else ""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from csc.runtime.function_order import TorchState
-from csc.runtime.fused_program import Call, FusedProgram
+from csc.runtime.fused_program import PREFIX, Call, FusedProgram
 from csc.runtime.inductor import FusedRow, fused_functions
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.side_by_side import Background
@@ -69,4 +69,4 @@ def _key(program: LoadedProgram) -> str:
     """Of what the functions of a program are compiled for, its layer files as they are now."""
     layers = [file.read_text() for file in sorted((program.directory / "layers").glob("*.py"))]
     told = json.dumps([layers, asdict(TorchState.now())])
-    return f"{program.manifest.fingerprint[:32]}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+    return f"{program.manifest.fingerprint[:PREFIX]}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"

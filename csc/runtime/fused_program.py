@@ -9,6 +9,7 @@ done on every rank: no step waits. *busy*: something is being compiled for it in
     program.before(hold)            before each step; hold: some rank is busy with a program of this step
     program.after()                 after each step
     program.rows() -> [FusedRow]    what was compiled, and what runs as it is
+    rows_of(folder, fingerprint) -> the same of an earlier start, from what is kept
 
 Ranks switch to compiled functions in the same step: values that several of them compute alike stay alike to the bit.
 """
@@ -35,6 +36,7 @@ from csc.runtime.side_by_side import Background, make_side_by_side, worker_count
 log = logging.getLogger("csc")
 
 MET = 4  # steps with a size, before it is compiled: not what comes once
+PREFIX = 32  # of a fingerprint, in a key
 SIDE_BY_SIDE = 2  # functions to compile, from which on they are looked for ahead
 Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
 
@@ -48,7 +50,7 @@ class FusedProgram:
         self, functions: list[Fused], folder: Path, key: str, device: torch.device, background: Background | None
     ) -> None:
         self._functions, self._background, self._device = functions, background, device
-        self._file = folder / "functions" / f"{key}.program" if key else None
+        self._file = program_file(folder, key) if key else None
         self._steps, self._watches, self._switched = 0, False, background is None
         self._left: set[str] = set()
         self._made = threading.Event()
@@ -64,6 +66,8 @@ class FusedProgram:
         except Exception as error:
             log.debug("fuse: each function is compiled at its first call: %s: %s", type(error).__name__, error)
             return
+        for one in self._functions:
+            one.ordered |= {order.key for order in orders}
         if len(orders) >= SIDE_BY_SIDE:
             make_side_by_side(orders, _here, worker_count())
 
@@ -119,6 +123,8 @@ class FusedProgram:
             self._left = {order.key for order in orders}
             if not orders:
                 self._made.set()
+            for one in self._functions:
+                one.ordered |= self._left
             self._background.make(orders, self._is_made)
         if self._file is not None and self._steps == 1 and self._switched and not self._file.is_file():
             write_whole(self._file, json.dumps([asdict(row) for row in self.rows()]))
@@ -133,6 +139,17 @@ class FusedProgram:
     def rows(self) -> list[FusedRow]:
         """Of each function and layout that was called."""
         return [row for one in self._functions for row in one.rows]
+
+
+def program_file(folder: Path, key: str) -> Path:
+    """Where the rows of a program that has made a step are kept. A key begins with the program's fingerprint."""
+    return folder / "functions" / f"{key}.program"
+
+
+def rows_of(folder: Path, fingerprint: str) -> list[FusedRow]:
+    """Of the functions of a program that has made a step on this machine, as the latest start to compile them told."""
+    files = sorted(folder.glob(f"functions/{fingerprint[:PREFIX]}-*.program"), key=lambda one: one.stat().st_mtime)
+    return [FusedRow(**row) for row in json.loads(files[-1].read_text())] if files else []
 
 
 def _here(order: FunctionOrder, wait: bool) -> None:

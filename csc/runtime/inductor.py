@@ -42,7 +42,7 @@ COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
 
 @dataclass(frozen=True)
 class FusedRow:
-    """A function for layouts of its arguments. how: COMPILED by this process, KEPT, AS_IT_IS; seconds: that its
+    """A function for layouts of its arguments. how: COMPILED by this start, KEPT, AS_IT_IS; seconds: that its
     compilation took, whenever that was; why: it runs as it is.
     """
 
@@ -106,12 +106,13 @@ class Fused:
     `w` is used otherwise than by names in the text: those could not be told from outside.
 
     text: of its file, as csc.runtime.function_order gives it. later: it is never compiled by its calls: what is kept is
-    used, once `on`. rows: what has become of it.
+    used, once `on`. ordered: keys that were compiled for it ahead, by this start. rows: what has become of it.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path, later: bool = False) -> None:
         self.name, self.plain, self.on = name, function, not later
         self.rows: list[FusedRow] = []
+        self.ordered: set[str] = set()
         self._text, self._folder, self._later = text, folder, later
         self._names = _read_of_w(function)
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
@@ -153,9 +154,9 @@ class Fused:
             self.rows.append(FusedRow(self.name, AS_IT_IS, 0.0, reason))
             return None
         if found is not None:
-            how = KEPT if was_kept else COMPILED
+            how = KEPT if was_kept and kept.key not in self.ordered else COMPILED
             self.rows.append(FusedRow(self.name, how, found.seconds))
-            log.info("fuse: %s %s in %.2f s", self.name, how, time.perf_counter() - start)
+            log.info("fuse: %s %s in %.2f s", self.name, how, found.seconds if how == COMPILED else _since(start))
         return found
 
     def watch(self, repeats: bool) -> None:
@@ -172,6 +173,10 @@ class Fused:
     def kept(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> KeptFunction:
         """For such arguments."""
         return KeptFunction(self.plain.__name__, self._text, structure_of(given), layouts_of(tensors), self._folder)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
 
 
 class _Watch:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from csc.commands.fused_table import fused_table
 from csc.runtime import fused_program
 from csc.runtime.fused_program import MET, FusedProgram
+from csc.runtime.inductor import AS_IT_IS, COMPILED, FusedRow
 
 CPU = torch.device("cpu")
 
@@ -19,7 +21,8 @@ class Function:
     """In place of a fused one."""
 
     def __init__(self, orders: list[Any]) -> None:
-        self.on, self.rows, self._orders = False, [], orders
+        self.on, self._orders, self.ordered = False, orders, set[str]()
+        self.rows: list[FusedRow] = []
 
     def watch(self, repeats: bool) -> None:
         assert repeats
@@ -139,3 +142,19 @@ def test_a_rehearsal_that_fails_leaves_functions_to_their_first_calls(monkeypatc
     program = FusedProgram([Called([])], Path("nowhere"), "", CPU, None)  # type: ignore[list-item]
     program.prepare(lambda: [(None, {}, {})])  # type: ignore[list-item]
     assert not asked
+
+
+def test_what_a_start_has_compiled_is_told_to_later_ones(tmp_path: Path) -> None:
+    """Of the same program alone; its first step writes it."""
+    (tmp_path / "functions").mkdir()
+    function = Function([])
+    function.rows = [FusedRow("layer.forward", COMPILED, 1.5), FusedRow("head.forward", AS_IT_IS, 0.0, "no compiler")]
+    fingerprint = "a" * 64
+    program = FusedProgram([function], tmp_path, f"{fingerprint[:32]}-b", CPU, None)  # type: ignore[list-item]
+    assert fused_program.rows_of(tmp_path, fingerprint) == []
+    program.prepare(list)
+    program.before(hold=False)
+    program.after()
+    assert fused_program.rows_of(tmp_path, fingerprint) == function.rows
+    assert fused_program.rows_of(tmp_path, "c" * 64) == []
+    assert [cells[0] for cells, _ in fused_table(function.rows)._rows] == ["layer.forward", "head.forward", "all"]

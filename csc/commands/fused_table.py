@@ -1,0 +1,40 @@
+"""What Inductor has made of a program's functions.
+
+fused_functions(directory) -> rows of csc.runtime.inductor, of the latest start that compiled them on this machine
+fused_table(rows) -> a table to print
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.markup import escape
+
+from csc.commands.printing import table
+from csc.commands.rows import Rows
+from csc.runtime.inductor import AS_IT_IS, FusedRow
+
+NONE_YET = "no step has run with its functions compiled on this machine: the first one compiles them"
+
+
+def fused_functions(directory: Path) -> list[FusedRow]:
+    """Of the program in a directory; none if it has not made a step, or nothing is kept."""
+    from csc.cache.inductor_folder import inductor_folder
+    from csc.cache.store import store
+    from csc.runtime.fused_program import rows_of
+
+    folder = inductor_folder(store())
+    fingerprint: str = json.loads((directory / "program.json").read_text())["fingerprint"]
+    return rows_of(folder, fingerprint) if folder is not None else []
+
+
+def fused_table(rows: list[FusedRow]) -> Rows:
+    """A row for each function; seconds are those of its compilation, which later starts do not spend."""
+    made = table("function", "seconds", "", "why", title="functions that Inductor compiles")
+    for row in rows:
+        seconds = "" if row.how == AS_IT_IS else f"{row.seconds:.2f}"
+        made.add_row(row.name, seconds, row.how, escape(row.why))
+    made.add_section()
+    made.add_row("all", f"{sum(row.seconds for row in rows):.2f}", "", "of processes side by side")
+    return made
