@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from csc.commands.printing import table
 from csc.commands.rows import Rows
-from csc.runtime.inductor import AS_IT_IS, FusedRow
+
+if TYPE_CHECKING:
+    from csc.runtime.inductor import FusedRow
 
 NONE_YET = "no step has run with its functions compiled on this machine: the first one compiles them"
 
@@ -31,6 +34,8 @@ def fused_functions(directory: Path) -> list[FusedRow]:
 
 def fused_table(rows: list[FusedRow]) -> Rows:
     """A row for each function; seconds are those of its compilation, which later starts do not spend."""
+    from csc.runtime.inductor import AS_IT_IS
+
     made = table("function", "seconds", "", "why", title="functions that Inductor compiles")
     for row in rows:
         seconds = "" if row.how == AS_IT_IS else f"{row.seconds:.2f}"
