@@ -1,6 +1,6 @@
 """Small changes to an assignment, kept where the step is not longer for them.
 
-polished(groups, moves, cost) -> groups of one replica
+polished(replicas, moves, cost) -> groups by replica
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from csc.planning.assign.step import Groups
 Lists = list[list[int]]
 
 
-def polished(groups: Groups, moves: int, cost: Callable[[Groups, Any], Any]) -> Lists:
-    """After so many tries of moving a sample, swapping two, or exchanging two groups' places. The same arguments give
-    the same result. cost: of groups, given what is to be beaten.
+def polished(replicas: Sequence[Groups], moves: int, cost: Callable[[Groups, Any], Any]) -> list[Lists]:
+    """After so many tries of moving a sample, swapping two, or exchanging two groups' places, each in the replica that
+    costs the most: the step lasts as long as that one. The same arguments give the same result. cost: of a replica's
+    groups, given what is to be beaten.
     """
-    best = [list(group) for group in groups]
-    if moves < 1 or len(best) < 2:
+    best = [[list(group) for group in groups] for groups in replicas]
+    if moves < 1 or len(best[0]) < 2:
         return best
-    least, random = cost(best, None), Random(0)
+    costs, random = [cost(groups, None) for groups in best], Random(0)
     for _ in range(moves):
-        tried = _changed(best, random)
+        slowest = costs.index(max(costs))
+        tried = _changed(best[slowest], random)
         if tried is None:
             continue
-        now = cost(tried, least)
-        if now <= least:
-            best, least = tried, now
+        now = cost(tried, costs[slowest])
+        if now <= costs[slowest]:
+            best[slowest], costs[slowest] = tried, now
     return best
 
 

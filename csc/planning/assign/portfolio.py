@@ -14,7 +14,7 @@ every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,10 +82,11 @@ def assign(
         )  # fmt: skip
     if room is not None:
         _check_alone(step, room, numbers or range(len(step.samples)))
-    of_replica = _replicas(step)
-    found, score = [], Score(step, room)
-    for own in of_replica:
-        found.append(polished(_best(score, own), moves * SIZE // max(SIZE, _size(step)), score.cost))
+    score = Score(step, room)
+    divisions = [[_start(score, own) for own in division] for division in _divisions(step)]
+    starts = min(divisions, key=lambda division: max(one.figures for one in division))
+    tries = (1 + step.replicas) // 2 * (moves * SIZE // max(SIZE, _size(step)))
+    found = polished([_ramped(score, one) for one in starts], tries, score.cost)
     taken = step.peaks(found)
     if room is not None and any(peak > limit for peak, limit in zip(taken, room)):
         raise InputError(
@@ -108,25 +109,45 @@ def _assignment(step: SampleCosts, found: Sequence[Groups]) -> Assignment:
 def even(step: SampleCosts) -> list[list[list[int]]]:
     """What equal loads make of a step, where nothing is tried."""
     count = step.microbatches
-    return [_members(own, filled(step.shares[own], np.ones(count)), count) for own in _replicas(step)]
+    return [_members(own, filled(step.shares[own], np.ones(count)), count) for own in _divisions(step)[0]]
 
 
-def _replicas(step: SampleCosts) -> list[list[int]]:
-    """The samples of each replica, each with at least one for every microbatch."""
+def _divisions(step: SampleCosts) -> list[list[list[int]]]:
+    """Ways to give samples to replicas: by what loads a rank the most, then by the seconds of all ranks together."""
     if step.replicas == 1:
-        return [list(range(len(step.samples)))]
-    bins = filled(step.shares, np.ones(step.replicas))
+        return [[list(range(len(step.samples)))]]
+    found = [_replicas(step, step.shares), _replicas(step, _whole(step)[:, None])]
+    return found[:1] if found[0] == found[1] else found
+
+
+def _replicas(step: SampleCosts, loads: Floats) -> list[list[int]]:
+    """The samples of each replica, each with at least one for every microbatch."""
+    bins = filled(loads, np.ones(step.replicas))
     found = [[i for i, b in enumerate(bins) if b == r] for r in range(step.replicas)]
     for own in found:  # a replica of few large samples takes small ones of the one that has the most
         while len(own) < step.microbatches:
             most = max(found, key=len)
-            own.append(most.pop(min(range(len(most)), key=lambda k: step.shares[most[k]].max())))
+            own.append(most.pop(min(range(len(most)), key=lambda k: loads[most[k]].max())))
     return found
 
 
-def _best(score: Score, own: Sequence[int]) -> list[list[int]]:
-    """The fastest filling of a replica's microbatches: with equal targets, then with a ramp, then with a drain too."""
-    step = score.step
+def _whole(step: SampleCosts) -> Floats:
+    """[sample]: seconds of all ranks together."""
+    return (step.samples @ step.rank_rates[1:]).sum(axis=1)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The best of what fills a replica's microbatches without a ramp. filling: from targets to groups."""
+
+    figures: Figures
+    groups: list[list[int]]
+    filling: Callable[[Sequence[Floats]], list[list[list[int]]]]
+
+
+def _start(score: Score, own: Sequence[int]) -> _Start:
+    """Of a replica's samples: with equal targets, and what others make of them."""
+    step, count = score.step, score.step.microbatches
     loads = step.shares[list(own)]
 
     def by_load(ways: Sequence[Floats]) -> list[list[list[int]]]:
@@ -135,20 +156,27 @@ def _best(score: Score, own: Sequence[int]) -> list[list[int]]:
     def by_length(ways: Sequence[Floats]) -> list[list[list[int]]]:
         return [_members(own, runs.bins(targets), count) for targets in ways]
 
-    count = step.microbatches
     equal = np.ones(count)
     kinds = [by_load]
     if step.layout is not None and not step.layout.packed:
         runs = SampleRuns(step, own)
         kinds.append(by_length)
     level, filling = min(((kind([equal])[0], kind) for kind in kinds), key=lambda one: score.cost(one[0], None))
-    start = [level, _smallest_outside(level, step.shares, len(step.orders)), *_by_whole(step, own)]
-    best, targets = _first(score, [(groups, equal) for groups in start])
-    ramps = list(_ramps(count, len(step.orders)))
-    best, targets = _first(score, [(best, targets), *zip(filling(ramps), ramps)] if ramps else [(best, targets)])
+    ways = [level, _smallest_outside(level, step.shares, len(step.orders)), *_by_whole(step, own)]
+    best, _, figures = _first(score, [(groups, equal) for groups in ways])
+    return _Start(figures, best, filling)
+
+
+def _ramped(score: Score, start: _Start) -> list[list[int]]:
+    """The same or faster: with a ramp, then with a drain too."""
+    count = score.step.microbatches
+    best, targets = start.groups, np.ones(count)
+    ramps = list(_ramps(count, len(score.step.orders)))
+    if not ramps:
+        return best
+    best, targets, _ = _first(score, [(best, targets), *zip(start.filling(ramps), ramps)])
     drains = [np.minimum(targets, one[::-1]) for one in ramps]
-    best, _ = _first(score, [(best, targets), *zip(filling(drains), drains)] if drains else [(best, targets)])
-    return best
+    return _first(score, [(best, targets), *zip(start.filling(drains), drains)])[0]
 
 
 def _members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[int]]:
@@ -176,15 +204,15 @@ def with_known_sizes(
 
 def _first(
     score: Score, ways: Sequence[tuple[list[list[int]], Floats]]
-) -> tuple[list[list[int]], Floats]:  # fmt: skip
-    """The way that costs the least, the first of equal ones."""
+) -> tuple[list[list[int]], Floats, Figures]:  # fmt: skip
+    """The way that costs the least, the first of equal ones, and what it costs."""
     seconds = score.step.seconds_of_ways([groups for groups, _ in ways])
     best, least = ways[0], score.figures(ways[0][0], seconds[0], None)
     for way, took in zip(ways[1:], seconds[1:]):
         figures = score.figures(way[0], took, least)
         if figures < least:
             best, least = way, figures
-    return best
+    return (*best, least)
 
 
 def _ramps(count: int, ranks: int) -> Iterator[Floats]:
@@ -208,7 +236,7 @@ def _by_whole(step: SampleCosts, own: Sequence[int]) -> list[list[list[int]]]:
     """What others make of a replica's samples by the seconds that each takes of all ranks together: longest first, and
     as many samples in each microbatch, both reordered (DistTrain, arXiv 2408.04275); so no step is longer than theirs.
     """
-    whole = (step.samples @ step.rank_rates[1:]).sum(axis=1)
+    whole = _whole(step)
     count, ranks, mine = step.microbatches, len(step.orders), whole[list(own)]
     longest_first = _members(own, filled(mine[:, None] / (mine.sum() or 1.0), np.ones(count)), count)
     ordered = sorted(own, key=lambda one: -whole[one])

@@ -49,7 +49,9 @@ class SampleCosts:
         """[microbatch][feature] of a replica's groups, the constant one first."""
         if self.layout is not None:
             return self.layout.features(groups)
-        sums = np.array([self.samples[list(group)].sum(axis=0) for group in groups])
+        members = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
+        starts = np.cumsum([0, *map(len, groups[:-1])])
+        sums = np.add.reduceat(self.samples[members], starts, axis=0)
         return np.hstack([np.ones((len(groups), 1)), rounded(sums, self.multiple)])
 
     def work(self, features: Floats) -> WorkTables:
