@@ -196,9 +196,7 @@ class CompiledModel:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the samples this process loads for `train_step(batch, local=True)`, of `dp_size`: that of its
-        replica under torchrun. Processes of one replica load the same.
-        """
+        """Which share of the samples, of `dp_size`, this process loads for `train_step(batch, local=True)`."""
         return place(self.options.mesh)[0]
 
     @property
@@ -213,10 +211,13 @@ class CompiledModel:
         """
         return self._steps.needs
 
+    @property
+    def encodes_ahead(self) -> bool:
+        """Whether a step makes a frozen encoder's features of the next batch, and so has to be told of it."""
+        return self._steps.encodes_ahead is not None
+
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
-        """A batch as `parts` microbatches of as many samples each, with what belongs to these. InputError: an entry
-        cannot be divided.
-        """
+        """A batch as `parts` microbatches of as many samples each, with what is theirs. InputError if it cannot be."""
         return self._given.cut(batch, parts)
 
     def gather(self) -> nn.Module:

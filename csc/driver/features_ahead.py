@@ -19,7 +19,7 @@ import torch
 
 from csc.capture.guards import Match
 from csc.driver.feature_units import whole
-from csc.driver.frozen_encoders import FrozenEncoder, FrozenEncoders
+from csc.driver.frozen_encoders import Asked, FrozenEncoder, FrozenEncoders
 from csc.runtime.encoding import Encoding, Made, Place, orders
 from csc.runtime.trainer import Trainer
 
@@ -41,8 +41,11 @@ class FeaturesAhead:
         self._ahead = self._made = 0
         return found
 
-    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
+    def features(self, asked: Sequence[Asked]) -> list[Entries]:
         """What was made ahead, or is made now."""
+        return [self._features(*one) for one in asked]
+
+    def _features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
         entries = one.entries(match)
         found = self._there.get(_key(one, entries, identity))
         self._ahead, self._made = self._ahead + (found is not None), self._made + (found is None)

@@ -9,7 +9,7 @@ Terms
     encoders.add(match, program)                      the program of microbatches like the one matched
     encoders.of(match) -> FrozenEncoder | None        .entries(match)   .encode(entries) -> {value: features}
     encoders.identity(encoder) -> text
-    encoders.complete(match, here) -> microbatch      as its program takes it; here: with the values
+    encoders.complete(matches, here) -> microbatches  as their programs take them; here: those with the values
     encoders.inputs -> names                          the entries of batches that encoders read
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,13 +63,16 @@ class FrozenEncoder:
         return {value.name: made[value.name] for value in self.spec.values}
 
 
+Asked = tuple[FrozenEncoder, Match, str]  # what is made of a microbatch, and the encoder's identity
+
+
 class FeatureSource(Protocol):
     """Where features come from. option: of csc.compile, which says so."""
 
     option: str
 
-    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
-        """Of a microbatch, by value."""
+    def features(self, asked: Sequence[Asked]) -> list[Entries]:
+        """Of microbatches, by value."""
 
     def counts(self) -> dict[str, float]:
         """As metrics of a step, from 0 again."""
@@ -116,16 +119,13 @@ class FrozenEncoders:
         """The entries of batches that encoders read."""
         return frozenset(name for one in self._of.values() for name in one.spec.inputs)
 
-    def complete(self, match: Match, here: bool) -> dict[str, Any]:
-        """The microbatch with its features; if only other processes read them, on the meta device."""
-        one = self.of(match)
-        if one is None:
-            return dict(match.batch)
-        named = zip(one.spec.entries, one.spec.values, strict=True)
-        if not here:
-            return {**match.batch, **{e: torch.empty(v.shape, dtype=v.dtype, device="meta") for e, v in named}}
-        features = self.source.features(one, match, self.identity(one))
-        return {**match.batch, **{entry: features[value.name] for entry, value in named}}
+    def complete(self, matches: Sequence[Match], here: Sequence[bool]) -> list[Mapping[str, Any]]:
+        """Microbatches with their features; those that only other processes read, on the meta device."""
+        encoders = [self.of(match) for match in matches]
+        read = [n for n, (one, own) in enumerate(zip(encoders, here, strict=True)) if one is not None and own]
+        asked = [(one, matches[n], self.identity(one)) for n in read if (one := encoders[n]) is not None]
+        made = dict(zip(read, self.source.features(asked) if asked else [], strict=True))
+        return [{**match.batch, **_entries(one, made.get(n))} for n, (match, one) in enumerate(zip(matches, encoders))]
 
     def identity(self, one: FrozenEncoder) -> str:
         """Hashed anew where a weight was written, or is another tensor."""
@@ -155,6 +155,16 @@ class _Identity:
 
     def read(self) -> bytes:
         return _bytes(self.samples)
+
+
+def _entries(one: FrozenEncoder | None, features: Entries | None) -> dict[str, torch.Tensor]:
+    """What a program takes in place of what is encoded; without features, only their sizes."""
+    if one is None:
+        return {}
+    named = zip(one.spec.entries, one.spec.values, strict=True)
+    if features is None:
+        return {entry: torch.empty(value.shape, dtype=value.dtype, device="meta") for entry, value in named}
+    return {entry: features[value.name] for entry, value in named}
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

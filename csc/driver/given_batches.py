@@ -59,8 +59,16 @@ class GivenBatches:
         """The microbatches of a global batch, replica after replica; a list of them as it is. parts: how many, where it
         is not a global one.
         """
-        if isinstance(batch, (list, tuple)):
-            return [tensors | extra for tensors, extra in map(split_batch, batch or [None])]
+        listed = isinstance(batch, (list, tuple))
+        split = [split_batch(one) for one in (batch or [None] if listed else [batch])]
+        for number, (tensors, _) in enumerate(split):
+            if all(not len(one) for one in tensors.values() if one.dim()) and any(t.dim() for t in tensors.values()):
+                raise InputError(
+                    f"microbatch {number} has no samples" if listed else "the batch has no samples", "batch",
+                    "leave the step out on all ranks, or see why the loader gave nothing (drop_last=True)",
+                )  # fmt: skip
+        if listed:
+            return [tensors | extra for tensors, extra in split]
         return self.cut(batch, options.microbatches * options.mesh.dp if parts is None else parts)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:

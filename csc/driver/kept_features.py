@@ -5,18 +5,21 @@ Terms: see csc.driver.frozen_encoders.
              encoder and their place does not count (csc.driver.unit_trials); else a microbatch
 
     kept = KeptFeatures(cache, made_by_host)           a source of features (csc.driver.frozen_encoders)
-    kept.features(encoder, match, identity) -> {value: features}
+    kept.features(asked) -> [{value: features}]        of all microbatches of a step that this process reads
     kept.counts() -> {features_read, features_made}
 
-A microbatch of which a unit is missing is encoded whole, by the calls that a step without kept features makes: its
-features are those of that step, bit for bit.
+A microbatch of which every unit is new is encoded as it is, by the calls that a step without kept features makes: its
+features are those of that step, bit for bit. Where some are kept, new units of several microbatches share a run of the
+encoder (csc.driver.new_units), once a unit's place there is known not to change a bit, and what is kept has been
+compared with what the encoder makes of it among others.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,13 +28,15 @@ from csc.cache.feature_entries import FeatureCache
 from csc.capture.guards import Match
 from csc.driver.apart import close
 from csc.driver.feature_units import Units, are_made_of_images, equal, packed, whole
-from csc.driver.frozen_encoders import FrozenEncoder
+from csc.driver.frozen_encoders import Asked, FrozenEncoder
+from csc.driver.new_units import Partly, runs
 from csc.driver.unit_trials import UnitTrials
 from csc.runtime.specs import ValueSpec
 
 log = logging.getLogger("csc")
 
 Entries = Mapping[str, torch.Tensor]
+COMPARED = 4  # units, each among others, until new ones share a run of the encoder
 
 
 @dataclass
@@ -46,6 +51,7 @@ class KeptFeatures:
     made: int = 0
     option: str = "cache_features"
     _units_of: dict[Any, Units] = field(default_factory=dict)  # by the key of microbatches, where they are not packed
+    _compared: Counter[str] = field(default_factory=Counter)  # by identity: kept units that were what was made of them
     _of_images: dict[Any, bool] = field(default_factory=dict)  # whether what is not packed is made of packed images
 
     def __post_init__(self) -> None:
@@ -58,28 +64,85 @@ class KeptFeatures:
         return found
 
     @torch.no_grad()
-    def features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
+    def features(self, asked: Sequence[Asked]) -> list[Entries]:
         """From disk, or encoded and kept there."""
+        found: dict[int, Entries] = {}
+        later: dict[tuple[Any, str], list[Partly]] = {}
+        for number, (one, match, identity) in enumerate(asked):
+            partly = self._partly(number, one, match, identity)
+            if len(partly.kept) == len(set(partly.keys)):
+                found[number] = self._laid_out(one, partly)
+                self.read += len(partly.keys)
+            elif partly.kept and self._may_move(partly, one, identity):
+                later.setdefault((match.key, identity), []).append(partly)
+            else:
+                found[number] = self._whole(one, partly, identity)
+        for own in later.values():
+            one, _, identity = asked[own[0].number]
+            found.update(self._together(one, own, identity))
+        return [found[number] for number in range(len(asked))]
+
+    def _partly(self, number: int, one: FrozenEncoder, match: Match, identity: str) -> Partly:
         entries = one.entries(match)
         units = self._units(one, identity, match, entries)
         keys = units.keys(identity, entries)
-        found = [self._read(key, one.spec.values, units, number) for number, key in enumerate(keys)]
-        there = [unit for unit in found if unit is not None]
-        if len(there) == len(keys):
-            self.read += len(keys)
-            return {v.name: _laid_out(v, [unit[v.name] for unit in there]) for v in one.spec.values}
-        made = one.encode(entries)
-        for key, kept, unit in zip(keys, found, units.cut.parts(made), strict=True):
+        kept = [self._read(key, one.spec.values, units, place) for place, key in enumerate(keys)]
+        there = {key: unit for key, unit in zip(keys, kept) if unit is not None}
+        return Partly(number, units, keys, entries, there)
+
+    def _may_move(self, partly: Partly, one: FrozenEncoder, identity: str) -> bool:
+        """Whether units may stand in each other's place."""
+        enough = self._compared[identity] >= COMPARED and not self._trials.meets(identity)
+        return enough and self._trials.place_is_free(partly.units, identity, one.encode, partly.entries)
+
+    def _whole(self, one: FrozenEncoder, partly: Partly, identity: str) -> Entries:
+        """Of a microbatch as it is; what is new in it is kept, what was kept is compared."""
+        made = one.encode(partly.entries)
+        self._keep(partly, partly.keys, partly.units.cut.parts(made), identity)
+        return made
+
+    def _together(self, one: FrozenEncoder, partly: Sequence[Partly], identity: str) -> dict[int, Entries]:
+        """By number, of microbatches of one program."""
+        found: dict[int, Entries] = {}
+        made: dict[str, Entries] = {}
+        for run in runs(partly):
+            if run.is_whole or self._trials.meets(identity):
+                found[run.at.number] = self._whole(one, run.at, identity)
+                made.update(zip(run.at.keys, run.at.units.cut.parts(found[run.at.number]), strict=True))
+                continue
+            parts = run.at.units.cut.parts(one.encode(run.entries()))
+            self._keep(run.at, run.keys, parts, identity)
+            made.update(zip(run.keys, parts, strict=True))
+        for other in partly:
+            if other.number in found:
+                continue
+            if self._trials.meets(identity):  # it has come out in between
+                found[other.number] = self._whole(one, other, identity)
+                continue
+            self.read += sum(key in other.kept for key in other.keys)
+            units = {key: made[key] for key in other.keys if key not in other.kept}
+            found[other.number] = self._laid_out(one, replace(other, kept={**other.kept, **units}))
+        return found
+
+    def _keep(self, at: Partly, keys: Sequence[str], parts: Sequence[Entries], identity: str) -> None:
+        """Of a run of the encoder at a microbatch's sizes."""
+        for key, unit in zip(keys, parts, strict=True):
+            kept = at.kept.get(key)
             if kept is None:
                 self.cache.write(key, unit)
-            elif any(not close(kept[name], unit[name].cpu()) for name in unit) and not self._trials.meets(identity):
+            elif all(close(kept[name], unit[name].cpu()) for name in unit):
+                self._compared[identity] += 1
+            elif not self._trials.meets(identity):
                 log.warning(
                     "features: what is kept of an image is not what the encoder makes of it among others; features "
                     "serve whole microbatches alone from now on, and steps that read some of them had wrong ones"
                 )
                 self._trials.meet(identity)
         self.made += len(keys)
-        return made
+
+    def _laid_out(self, one: FrozenEncoder, partly: Partly) -> Entries:
+        units = [partly.kept[key] for key in partly.keys]
+        return {value.name: _laid_out(value, [unit[value.name] for unit in units]) for value in one.spec.values}
 
     def _read(self, key: str, values: Sequence[ValueSpec], units: Units, number: int) -> Entries | None:
         """What is kept of a unit. One of another program that happens to have the key is not."""
@@ -120,4 +183,4 @@ def _said(units: Units, images: bool) -> str:
 def _laid_out(value: ValueSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The units one behind the other, in memory as the encoder leaves them: kernels may go another way otherwise."""
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-    return torch.cat(list(parts), out=made) if len(parts) > 1 else made.copy_(parts[0])
+    return torch.cat([part.cpu() for part in parts], out=made) if len(parts) > 1 else made.copy_(parts[0])

@@ -264,7 +264,7 @@ class ProgramSet:
             return [match.batch for match in matches]
         count = len(matches)
         here = [features and self._reads_features(number, count) for number in range(count)]
-        return [self.features.complete(match, own) for match, own in zip(matches, here, strict=True)]
+        return self.features.complete(matches, here)
 
     def _made_by_host(self, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.guards.host.entries(self._compiler.model, entries)[0]
@@ -272,7 +272,7 @@ class ProgramSet:
     def _complete_here(self, microbatch: Microbatch) -> dict[str, Any]:
         """A microbatch that is served as a program of which all ranks run here takes it."""
         match = self._match(microbatch)
-        return dict(match.batch) if self.features is None else self.features.complete(match, True)
+        return dict(match.batch if self.features is None else self.features.complete([match], [True])[0])
 
     def _reads_features(self, number: int, count: int) -> bool:
         """Whether ranks of this process read the features of one of so many microbatches: those of all replicas, or of

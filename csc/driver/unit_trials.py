@@ -9,6 +9,7 @@ Terms
 
     trials = UnitTrials(cache)
     trials.allow(units, identity, encode, entries) -> bool
+    trials.place_is_free(units, identity, encode, entries) -> bool      to the bit, of units with the same label
     trials.meet(identity)                           it has come out that they do: from now on they are kept together
 """
 
@@ -40,6 +41,8 @@ class UnitTrials:
     _shown: Counter[tuple[str, bool]] = field(default_factory=Counter)
     _programs: set[tuple[str, str]] = field(default_factory=set)
     _probes: dict[str, Entries] = field(default_factory=dict)
+    _places: dict[str, bool] = field(default_factory=dict)  # whether they are free, by microbatch
+    _free: dict[str, list[bool]] = field(default_factory=dict)  # the same by identity
 
     def allow(self, units: Units, identity: str, encode: Encode, entries: Entries) -> bool:
         """Whether these units of a microbatch may be kept apart."""
@@ -57,6 +60,23 @@ class UnitTrials:
         elif packed:
             self.meet(identity)
         return self._tried[key]
+
+    def place_is_free(self, units: Units, identity: str, encode: Encode, entries: Entries) -> bool:
+        """Whether units with the same label have the same bits in each other's place: shown by the probes of a
+        microbatch that has several of one label, and relied on after as many trials as above. Once it is not so, never.
+        """
+        known, labels = self._free.setdefault(identity, []), units.labels
+        if all(known) and len(known) >= TRIALS:
+            return True
+        if not all(known) or len(set(labels)) == len(labels):
+            return False
+        key = _hash("free", identity, json.dumps([(n, list(e.shape)) for n, e in sorted(entries.items())]), *labels)
+        if key not in self._places:
+            first: dict[str, Entries] = {}
+            found = zip(labels, probes(encode, entries, units.cut), strict=True)
+            self._places[key] = all(_identical(first.setdefault(label, probe), probe) for label, probe in found)
+            known.append(self._places[key])
+        return self._places[key]
 
     def meets(self, identity: str) -> bool:
         """Whether a trial, here or in another process, has shown that images of different size meet."""
@@ -105,6 +125,10 @@ class UnitTrials:
 
 def _alike(there: torch.Tensor, here: torch.Tensor) -> bool:
     return there.shape == here.shape and there.dtype == here.dtype and close(there, here)
+
+
+def _identical(one: Entries, other: Entries) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _sampled(value: torch.Tensor) -> torch.Tensor:

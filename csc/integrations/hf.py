@@ -71,6 +71,12 @@ class CompiledTrainer(Trainer):
                 "compute_loss_func is set, and the loss is part of the compiled program", "CompiledTrainer",
                 "compute the loss in the model's forward, and compile that",
             )  # fmt: skip
+        if compiled.encodes_ahead:
+            raise InputError(
+                "the model is compiled with encode_ahead=True, and the Trainer does not say which batch follows",
+                "CompiledTrainer",
+                "compile with cache_features=DIR instead, or call train_step in a loop over compiled.ahead(loader)",
+            )
         if balance is not None and args.gradient_accumulation_steps > 1:
             raise InputError(
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and balance divides one batch",

@@ -45,7 +45,7 @@ class CompiledModule(LightningModule):
     2-norm that gradients are clipped to; None: as they are. local: the loader has the samples of this process' replica
     alone. Logs `train_loss` (and `grad_norm`), and the rates of `compiled.metrics`. Lightning's checkpoints hold the
     model's weights; `compiled.save` writes a directory for `from_pretrained`.
-    InputError where Lightning would give its processes different batches.
+    InputError where Lightning would give its processes different batches, and for a model that encodes ahead.
     """
 
     def __init__(
@@ -56,6 +56,12 @@ class CompiledModule(LightningModule):
         max_norm: float | None = None,
         local: bool = False,
     ) -> None:
+        if compiled.encodes_ahead:
+            raise InputError(
+                "the model is compiled with encode_ahead=True, and Lightning does not say which batch follows",
+                "CompiledModule",
+                "compile with cache_features=DIR instead, or call train_step in a loop over compiled.ahead(loader)",
+            )
         super().__init__()
         self.automatic_optimization = False
         self.compiled = compiled

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import csc
 from tests import launching
 from tests.compiler import ahead_worker
 from tests.compiler.ahead_worker import batch_of, compiled_for, model
 from tests.compiler.features_worker import gradients
+from tests.compiler.test_features import close
 from tests.models.hf import llava, llava_batch, valm, valm_batch
 from tests.tiers import long
 
@@ -104,6 +106,54 @@ def test_a_loader_says_what_follows() -> None:
         same(step(ahead, batch), step(whole, batch_of(number)))
         told.append(counts(ahead))
     assert told[2:] == [(8, 0)] * 2
+
+
+def pictured(count: int) -> list[Batch]:
+    """Samples of different length, each with other pixels."""
+    whole = llava_batch(count, padded=False)
+    whole["labels"] = whole["input_ids"].clone().index_fill_(1, torch.arange(12), -100)
+    samples = [{name: one[i] for name, one in whole.items()} for i in range(count)]
+    for i, one in enumerate(samples):
+        one |= {name: one[name][: 20 - i % 5] for name in ("input_ids", "attention_mask", "labels")}
+        one["pixel_values"] = one["pixel_values"] + 0.01 * i
+    return samples
+
+
+def rows(samples: list[Batch], width: int) -> Batch:
+    """A row each, padded to the width."""
+
+    def wide(name: str, value: int) -> torch.Tensor:
+        return torch.stack([nn.functional.pad(one[name], (0, width - len(one[name])), value=value) for one in samples])
+
+    found = {name: wide(name, -100 if name == "labels" else 0) for name in ("input_ids", "attention_mask", "labels")}
+    return {**found, "pixel_values": torch.stack([one["pixel_values"] for one in samples])}
+
+
+@pytest.mark.parametrize("options", [{"encode_ahead": True}, {"cache_features": True}], ids=lambda one: next(iter(one)))
+def test_balanced_steps_have_the_bits_of_steps_that_run_the_encoder(options: Any, tmp_path: Path) -> None:
+    """Over two epochs: with features of the next step, or from disk."""
+    data = pictured(24)
+    if "cache_features" in options:
+        options = {"cache_features": tmp_path}
+    made, whole = compiled_for("pp=2", 4, **options), compiled_for("pp=2", 4)
+    loader = csc.balanced(
+        data, made, lengths={"tokens": [len(one["labels"]) for one in data], "images": [1] * 24}, batch_size=8,
+        collate=rows, multiple=20, shuffle=True,
+    )  # fmt: skip
+    told = []
+    for _ in range(2):
+        for batch in made.ahead(loader):
+            found, expected = step(made, batch), step(whole, batch)
+            told.append(made.metrics)
+            if "cache_features" in options and len(told) > 3:
+                close(found, expected)
+            else:
+                same(found, expected)
+    assert len(told) == 6
+    if "cache_features" in options:
+        assert all(one["features_made"] == 0 and one["features_read"] == 8 for one in told[3:])
+    else:
+        assert [one["features_ahead"] > 0 for one in told] == [False, True, True] * 2
 
 
 def test_a_step_that_fails_leaves_the_next_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

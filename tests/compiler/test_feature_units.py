@@ -16,6 +16,7 @@ import csc
 from benchmarks.coverage import models as coverage
 from csc.driver.apart import Cut, are_apart, equal_cuts
 from tests.compiler.test_features import Batch, Stepped, close, counts, same, step
+from tests.models.hf import llava, llava_batch
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -218,3 +219,49 @@ def test_parts_that_meet_are_told_from_those_that_do_not() -> None:
     assert not are_apart(alone, rows, Cut({"x": (6, 6)}, {"y": (1, 2)}))
     assert not are_apart(together, rows, cut)
     assert not are_apart(lambda _: {"y": torch.ones(3, 3)}, rows, cut), "what shows nothing proves nothing"
+
+
+def test_new_images_of_several_microbatches_share_a_run_of_the_encoder(tmp_path: Path) -> None:
+    """Three microbatches of four images, one new in each: one run of the encoder, with the bits of three."""
+    samples = llava_batch(24, padded=False)
+
+    def batch(*groups: Sequence[int]) -> list[Batch]:
+        return [{name: one[list(group)] for name, one in samples.items()} for group in groups]
+
+    def compiled(folder: Path | None) -> csc.CompiledModel:
+        example = batch(range(4), range(4, 8), range(8, 12))
+        return csc.compile(
+            llava(), mesh="pp=2", example=example, freeze=["vision_tower"], microbatches=3, cache_features=folder
+        )
+
+    kept, whole = compiled(tmp_path), compiled(None)
+    step(kept, batch(range(4), range(4, 8), range(8, 12)))
+    for groups, made in (
+        ([range(4), range(4, 8), range(8, 12)], (0, 12)),
+        ([range(4), range(4, 8), [8, 9, 10, 12]], (4, 8)),  # three that are kept are compared
+        ([range(4), range(4, 8), [8, 9, 10, 13]], (4, 8)),
+        ([[0, 1, 2, 14], [15, 3, 4, 5], [6, 16, 7, 8]], (4, 9)),  # three new ones, and one that is kept
+        ([[0, 1, 17, 14], [18, 19, 17, 5], [6, 20, 21, 8]], (8, 4)),  # one of them twice, one alone
+        ([[0, 1, 17, 14], [18, 19, 17, 5], [6, 20, 21, 8]], (0, 12)),
+    ):
+        same(step(kept, batch(*groups)), step(whole, batch(*groups)))
+        assert counts(kept) == made
+
+
+def test_new_images_of_another_size_have_their_own_run(tmp_path: Path) -> None:
+    """Packed images go where one with the same grid was."""
+    model = Packed(lambda hidden, grid: 2.0)
+    example = [patches([TWO, TWO, FOUR], [1, 2, 3]), patches([TWO, TWO, FOUR], [4, 5, 6])]
+    kept = csc.compile(model, example=example, freeze=["patches", "out"], microbatches=2, cache_features=tmp_path)
+    step(kept, example)
+    for seeds, made in (
+        ([[1, 2, 3], [4, 5, 6]], (0, 6)),
+        ([[1, 2, 13], [4, 5, 16]], (6, 0)),  # each is encoded whole until four are compared
+        ([[1, 12, 13], [4, 15, 16]], (3, 4)),  # both new ones in the first
+        ([[21, 22, 13], [24, 5, 16]], (6, 0)),  # no other place of that size: each in its own
+    ):
+        ready = [patches([TWO, TWO, FOUR], own) for own in seeds]
+        found = step(kept, ready)
+        merged = {name: torch.cat([one[name] for one in ready]) for name in ready[0]}
+        close(found, eager(model, merged))
+        assert counts(kept) == made, seeds

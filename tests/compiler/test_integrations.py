@@ -20,6 +20,7 @@ from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
 from tests import launching
 from tests.compiler.peft_models import llama, peft_model, text_batch
+from tests.models.hf import llava, llava_batch
 from tests.tiers import long
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
@@ -279,6 +280,40 @@ def test_what_the_trainer_must_not_do(fresh: Callable[[], csc.CompiledModel], tm
         CompiledTrainer(fresh(), arguments(tmp_path, gradient_checkpointing=True))
     with pytest.raises(InputError, match="the loss is part of the compiled program"):
         CompiledTrainer(fresh(), arguments(tmp_path), compute_loss_func=lambda *_: None)
+
+
+def test_a_model_that_encodes_ahead_is_refused(tmp_path: Path) -> None:
+    """Neither says which batch follows, so nothing would be ahead."""
+    from csc.integrations.lightning import CompiledModule
+
+    compiled = csc.compile(
+        llava(), mesh="pp=2", example=llava_batch(4), freeze=["vision_tower"], microbatches=2, encode_ahead=True
+    )
+    with pytest.raises(InputError, match="the Trainer does not say which batch follows"):
+        CompiledTrainer(compiled, arguments(tmp_path))
+    with pytest.raises(InputError, match="Lightning does not say which batch follows"):
+        CompiledModule(compiled, torch.optim.SGD)
+
+
+def test_hf_trainer_balances_with_kept_features(tmp_path: Path) -> None:
+    """Two epochs, the second from disk, as without features; each step has the images of other samples."""
+    whole = llava_batch(16, padded=False)
+    whole["labels"] = whole["input_ids"].clone().index_fill_(1, torch.arange(12), -100)
+    data = [{name: one[i] for name, one in whole.items()} for i in range(16)]
+    balance = {"lengths": {"tokens": [20] * 16, "images": [1] * 16}, "multiple": 4}
+    seen = []
+    for folder in (None, tmp_path / "features"):
+        compiled = csc.compile(
+            llava(), mesh="pp=2", example=llava_batch(4), freeze=["vision_tower"], microbatches=2, cache_features=folder
+        )
+        log = Losses()
+        CompiledTrainer(
+            compiled, arguments(tmp_path, num_train_epochs=2, max_steps=-1, train_sampling_strategy="random"),
+            balance=balance, train_dataset=data, data_collator=collate, callbacks=[log],
+        ).train()  # fmt: skip
+        seen.append(log.seen)
+    assert len(seen[0]) == 8 and seen[1] == pytest.approx(seen[0], abs=1e-6)
+    assert compiled.metrics["features_made"] == 0 and compiled.metrics["features_read"] == 4
 
 
 def with_lightning(
