@@ -27,6 +27,10 @@ def test_labels_of_another_length_are_named() -> None:
         compiled.train_step(short)
     with pytest.raises(InputError, match=r"the batch holds nothing.*a microbatch at least"):
         compiled.train_step([])
+    nothing = {name: one[:0] for name, one in batch.items()}
+    for given, said in ((nothing, "the batch has no samples"), ([batch, nothing], "microbatch 1 has no samples")):
+        with pytest.raises(InputError, match=said):
+            compiled.train_step(given)
     compiled.train_step(batch)  # the next one is in order
 
 
