@@ -5,7 +5,7 @@ Terms: see csc.driver.kept_features.
   run     of the encoder at a microbatch's sizes: its new units keep their places, and in the place of a unit that is
           kept stands a new one of another microbatch, where one with the same label is left
 
-    runs(partly) -> Run ...        every new unit is in one of them, the first time that it comes
+    runs(partly) -> EncoderRun ...        every new unit is in one of them, the first time that it comes
     run.entries() -> what the encoder takes          run.keys -> of the unit in each place
 """
 
@@ -36,7 +36,7 @@ class Partly:
 
 
 @dataclass(frozen=True)
-class Run:
+class EncoderRun:
     """At the sizes of a microbatch. filled: for each of its places whose unit stands there."""
 
     at: Partly
@@ -61,7 +61,7 @@ class Run:
         return {**self.at.entries, **moved}
 
 
-def runs(partly: Sequence[Partly]) -> Iterator[Run]:
+def runs(partly: Sequence[Partly]) -> Iterator[EncoderRun]:
     """partly: microbatches of one program."""
     done = {key for one in partly for key in one.kept}
     for number, at in enumerate(partly):
@@ -72,7 +72,7 @@ def runs(partly: Sequence[Partly]) -> Iterator[Run]:
         for place, (key, label) in enumerate(zip(at.keys, at.units.labels, strict=True)):
             others = waiting.get(label, []) if key in done else []
             filled.append(others.pop(0) if others else (at, place))
-        run = Run(at, filled)
+        run = EncoderRun(at, filled)
         done.update(run.keys)
         yield run
 
