@@ -1,19 +1,25 @@
 """F, B and W of a variant as Python, called with tensors by role; compiled by Inductor, if that is how they will run.
 
-part_function(graph, fuse) -> PartFunction | None
+part_function(graph, folder) -> PartFunction | None       folder: where what Inductor makes is kept, if it compiles
+function_folder() -> FunctionFolder                       csc's, or one that is removed with the object
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from csc.cache.inductor_folder import inductor_folder
+from csc.cache.store import store
 from csc.ir import graph as g
+from csc.runtime.flat_tensors import layouts_of, structure_of
 
 log = logging.getLogger("csc")
 Role = tuple[str, str]
@@ -27,12 +33,29 @@ class PartFunction:
     roles: tuple[Role, ...]
 
 
-def part_function(graph: fx.Graph | None, fuse: bool = False) -> PartFunction | None:
+@dataclass(frozen=True)
+class FunctionFolder:
+    """own: it is removed when nothing refers to it any more."""
+
+    path: Path
+    own: tempfile.TemporaryDirectory[str] | None = None
+
+
+def function_folder() -> FunctionFolder:
+    kept = inductor_folder(store())
+    if kept is not None:
+        return FunctionFolder(kept)
+    own = tempfile.TemporaryDirectory(prefix="csc-profile-")
+    return FunctionFolder(Path(own.name), own)
+
+
+def part_function(graph: fx.Graph | None, folder: FunctionFolder | None = None) -> PartFunction | None:
     """Of a graph; None without one."""
     if graph is None:
         return None
-    plain = fx.GraphModule(nn.Module(), graph).forward
-    return PartFunction(_Compiled(plain) if fuse else plain, tuple(node.meta["role"] for node in g.placeholders(graph)))
+    module = fx.GraphModule(nn.Module(), graph)
+    call = module.forward if folder is None else _Compiled(module.forward, module.code, folder)
+    return PartFunction(call, tuple(node.meta["role"] for node in g.placeholders(graph)))
 
 
 @dataclass
@@ -40,6 +63,8 @@ class _Compiled:
     """A function that is compiled for the layouts that it is called with; what Inductor refuses runs as it is."""
 
     plain: Callable[..., Any]
+    text: str
+    folder: FunctionFolder
     known: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -50,10 +75,11 @@ class _Compiled:
         return self.plain(*tensors) if made is None else made(tensors)
 
     def _made(self, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
-        from csc.runtime.compiled_function import compiled_function  # which imports what only compilers need
+        from csc.runtime.compiled_function import KeptFunction  # which imports what only compilers need
 
+        kept = KeptFunction("profiled", self.text, structure_of(tensors), layouts_of(tensors), self.folder.path)
         try:
-            return compiled_function(self.plain, "", tensors, None)[0]
+            return kept.made(self.plain, tensors)[0]
         except Exception as error:  # of the compiler, of whatever kind
             reason = str(error).strip().partition("\n")[0]
             log.warning("profile: a function runs as it is: %s: %s", type(error).__name__, reason)

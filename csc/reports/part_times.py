@@ -20,7 +20,7 @@ from csc import devices
 from csc.capture.batch import device_of
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
-from csc.reports.part_functions import PartFunction, Role, part_function
+from csc.reports.part_functions import PartFunction, Role, function_folder, part_function
 
 Seconds = tuple[float, float, float]
 Call = Callable[[tuple[str, int], PartFunction, Mapping[Role, torch.Tensor]], Any]
@@ -87,8 +87,9 @@ def whole_step(
     """A step of one microbatch, part by part: `call` gets (variant, part), the function and its values, and returns
     what the function does. Run it without gradients.
     """
+    folder = function_folder() if fuse else None
     functions = {
-        name: [part_function(part, fuse) for part in (v.forward, v.backward_input, v.backward_weight)]
+        name: [part_function(part, folder) for part in (v.forward, v.backward_input, v.backward_weight)]
         for name, v in program.variants.items()
     }
     dtypes = compute_dtypes(program)
