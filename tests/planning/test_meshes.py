@@ -55,7 +55,10 @@ def test_no_mesh_is_faster_than_the_chosen_one() -> None:
     choice = choose(compiled(hardware="h100"), 4, None, 600.0, lambda text: None)
     assert choice.left == 0 and choice.step == 4 and all(row.fits for row in choice.rows)
     best = choice.rows[0]
-    chosen = compiled(hardware="h100", mesh=best.mesh, microbatches=best.microbatches, zero=best.zero)
+    chosen = compiled(
+        hardware="h100", mesh=best.mesh, microbatches=best.microbatches, zero=best.zero, recompute=best.recompute,
+        sequence_parallel=best.sequence_parallel,
+    )  # fmt: skip
     assert forecast(chosen, None).step == pytest.approx(best.seconds, rel=0.01)
     others = 0
     for mesh in ("pp=4", "dp=2,pp=2", "dp=4", "tp=4", "tp=2,cp=2", "tp=2,dp=2", "cp=2,dp=2", "cp=4", "pp=2,tp=2"):
