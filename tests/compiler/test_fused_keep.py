@@ -52,11 +52,13 @@ def test_b_repeats_what_its_kernels_make_on_the_way(models: Models) -> None:
     assert all(variant.rematerialised == 0 for variant in program.variants.values())
 
 
+@pytest.mark.long
 def test_the_choice_by_name_keeps_the_bits_of_plain_functions(models: Models) -> None:
     plain = models("llava", freeze=["vision_tower"])
     same(plain, plain.with_options(recompute="elementwise"))
 
 
+@pytest.mark.long
 def test_auto_starts_from_what_fusing_keeps(models: Models) -> None:
     fused = models("llava", mesh="pp=2", fuse=True, schedule="gpipe", microbatches=2)
     peak = max(fused.program.plan.peak_memory)
