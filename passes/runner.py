@@ -92,8 +92,9 @@ def run(
         start = time.perf_counter()
         program = one(programs[-1], options)
         verify(program, after=one.__name__, sound=sound)
-        if options.mesh.tp > 1 and not options.mesh.components:  # of shared-out samples gradients are parts throughout
-            verify_placements(program, one.__name__, sound)
+        if options.mesh.tp > 1:
+            apart = {component for component, tp in options.mesh.components if tp < options.mesh.tp}
+            verify_placements(program, one.__name__, sound, apart)
         record = Record(one.__name__, time.perf_counter() - start, _summary(program))
         programs.append(replace(program, history=(*programs[-1].history, record)))
     return programs

@@ -1,55 +1,87 @@
 """The verifier's question of a Program that is divided over tensor-parallel ranks: is every sum there, and there once.
 
-    verify_placements(program, after, sound)        VerificationError, with the value
+    verify_placements(program, after, sound, apart)        VerificationError, with the value
 
 Terms: see csc.analysis.placements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from csc.analysis.placements import EQUAL, PART, UNKNOWN, Placement, problems, types_of
+from csc.analysis.placements import EQUAL, PART, UNKNOWN, Placement, problems, said, types_of
 from csc.ir import graph as g
-from csc.ir.program import Parameter, Program, Region, Template
+from csc.ir.program import Parameter, Program, Region, Template, Variant
 from csc.ir.verifier import VerificationError
 
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
-def verify_placements(program: Program, after: str, sound: set[tuple[fx.Graph, int]]) -> None:
+def verify_placements(
+    program: Program, after: str, sound: set[tuple[fx.Graph, int]], apart: Collection[str] = ()
+) -> None:
     """Raise VerificationError unless what regions hand on and gradients are whole where they have to be.
 
-    sound: graphs, with their numbers of nodes, that need no other look; grows.
+    sound: graphs, with their numbers of nodes, that need no other look; grows. apart: components of which each rank
+    computes other samples or tokens: of what is equal among their calls a gradient may be a part up to the parameters.
     """
     if not any(parameter.boxes or parameter.parts for parameter in program.parameters):
         return
     parameters = {one.name: one for one in program.parameters}
     made: dict[str, Placement] = {}
+    loose = {value for region in program.regions if region.component in apart for value in region.outputs}
     tables = _tables(program)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
-    seen: set[object] = set()
+    entering: dict[str, dict[tuple[str, str], Placement]] = {}
     for region in program.regions:
         template = program.templates[region.template]
-        own = [parameters[name] for name in region.parameters]
-        held = _held(region, template, made, tables, own)
+        held = _held(region, template, made, tables, [parameters[name] for name in region.parameters])
         like = (region.template, tuple(held.items()))
         if like not in left:
             left[like] = _outputs(template.graph, held)
-        outputs = left[like]
-        made.update(zip(region.outputs, outputs))
-        key = (*like, region.variant)
+        made.update(zip(region.outputs, left[like]))
+        entering[region.name] = held
+    _gradients_enter(program, made, loose, entering)
+    seen: set[object] = set()
+    for region in program.regions:  # in this order: what is amiss in one makes those behind it unknown
+        held, free = entering[region.name], tuple(value in loose for value in region.activations)
+        own = [parameters[name] for name in region.parameters]
+        key = (region.template, region.variant, free, tuple(held.items()), tuple(one.parts for one in own))
         if key in seen:
             continue
         seen.add(key)
-        held |= {("tangent", name): one for name, one in zip(template.outputs, outputs)}
-        held |= {("tangent", name): made[value] for name, value in zip(template.activations, region.activations)}
-        for problem in _problems(program, region, template, held, own, sound):
+        for problem in _problems(program, region, program.templates[region.template], held, own, free, sound):
             raise VerificationError(
                 f"invariant 6: {region.name}: {problem}", f"after pass {after}", "report it: a pass of csc is wrong"
             )
+
+
+def _gradients_enter(
+    program: Program, made: Mapping[str, Placement], loose: Collection[str],
+    entering: Mapping[str, dict[tuple[str, str], Placement]],
+) -> None:  # fmt: skip
+    """Enter what the gradients are that a region is given: as their values are, or parts where they may be."""
+    back, known = dict(made), dict[object, dict[str, Placement]]()
+    for region in reversed(program.regions):
+        template, held = program.templates[region.template], entering[region.name]
+        held |= {("tangent", name): back[value] for name, value in zip(template.outputs, region.outputs)}
+        held |= {("tangent", name): back[value] for name, value in zip(template.activations, region.activations)}
+        free = tuple(value in loose for value in region.activations)
+        key = (region.template, free, tuple(held.items()))
+        if key not in known:
+            known[key] = _parts_back(template, held, free)
+        back |= {value: known[key][name] for name, value in zip(template.activations, region.activations)
+                 if name in known[key]}  # fmt: skip
+
+
+def _parts_back(template: Template, held: Held, free: Sequence[bool]) -> dict[str, Placement]:
+    """The activations whose gradient leaves as a part, of those of which it may."""
+    if template.joint is None or not any(free):
+        return {}
+    types = _outputs(template.joint, held)[len(template.outputs) :]
+    return {name: PART for name, one, may in zip(template.activations, types, free) if may and one == PART}
 
 
 def _tables(program: Program) -> dict[str, Placement]:
@@ -57,7 +89,9 @@ def _tables(program: Program) -> dict[str, Placement]:
     if program.shared is None:
         return {}
     names = program.shared.output_node().meta["names"]
-    return dict(zip(names, _outputs(program.shared, {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)})))
+    given: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
+    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis == "tp"}
+    return dict(zip(names, _outputs(program.shared, given)))
 
 
 def _held(
@@ -88,30 +122,66 @@ def _outputs(graph: fx.Graph, held: Held) -> list[Placement]:
 
 
 def _problems(
-    program: Program, region: Region, template: Template, held: Held, own: Sequence[Parameter],
+    program: Program, region: Region, template: Template, held: Held, own: Sequence[Parameter], free: Sequence[bool],
     sound: set[tuple[fx.Graph, int]],
 ) -> Iterator[str]:  # fmt: skip
     variant = program.variants.get(region.variant)
     graphs = [template.graph, template.joint, variant.pruned if variant is not None else None]
     for graph in graphs:
-        if graph is None or (graph, -len(graph.nodes)) in sound:
+        mark = -1 - abs(hash((len(graph.nodes), free, tuple(one.parts for one in own)))) if graph is not None else 0
+        if graph is None or (graph, mark) in sound:
             continue
         yield from problems(graph, _given(graph, held))
         types = _outputs(graph, held)
         for name, one in zip(template.outputs, types):
             if one == PART:
                 yield f"{name} leaves as a part of a sum that nothing has added up"
-        yield from _gradients(template, types[len(template.outputs) :], held, own, g.outputs(graph))
-        sound.add((graph, -len(graph.nodes)))
+        yield from _gradients(template, types[len(template.outputs) :], free, own, g.outputs(graph))
+        sound.add((graph, mark))
+    if variant is not None and variant.forward is not None and (variant.forward, 0) not in sound:
+        yield from _of_functions(variant, template, held)
+        sound.add((variant.forward, 0))
+
+
+def _of_functions(variant: Variant, template: Template, held: Held) -> Iterator[str]:
+    """What is wrong with F, B, W and BW: each value has to be what it is in the graph that they were divided from."""
+    whole = {node.name: one for node, one in types_of(variant.pruned, _given(variant.pruned, held)).items()}
+    results = [whole[one.name] for one in g.outputs(variant.pruned) if one is not None]
+    ahead = len(template.outputs)
+    back = ahead + sum(variant.dx)
+    parts = {
+        "F": (variant.forward, results[:ahead]), "B": (variant.backward_input, results[ahead:back]),
+        "W": (variant.backward_weight, results[back:]), "BW": (variant.backward, results[ahead:]),
+    }  # fmt: skip
+    for letter, (graph, wanted) in parts.items():
+        if graph is None:
+            continue
+        given = {
+            node: whole.get(node.name, UNKNOWN) if node.meta["role"][0] == "saved"
+            else held.get(node.meta["role"], UNKNOWN) for node in g.placeholders(graph)
+        }  # fmt: skip
+        yield from (f"{letter}: {problem}" for problem in problems(graph, given))
+        types = types_of(graph, given)
+        leaving = _leaving(graph) if letter != "BW" else [one for some in g.outputs(graph) for one in some]
+        for node, one in zip(leaving, wanted) if len(leaving) == len(wanted) else ():
+            if UNKNOWN not in (types[node], one) and types[node] != one:
+                yield f"{letter} gives %{node.name}, which is {said(types[node])}, where {said(one)} is to come"
+        for node, one in types.items():
+            if UNKNOWN not in (one, whole.get(node.name, UNKNOWN)) and one != whole[node.name]:
+                yield f"{letter}: %{node.name} is {said(one)}, and was {said(whole[node.name])} before pass split"
 
 
 def _gradients(
-    template: Template, types: Sequence[Placement], held: Held, own: Sequence[Parameter], outputs: Sequence[object]
+    template: Template,
+    types: Sequence[Placement],
+    free: Sequence[bool],
+    own: Sequence[Parameter],
+    outputs: Sequence[object],
 ) -> Iterator[str]:
     """What is wrong with those of activations and of parameters, in their order."""
     made = outputs[len(template.outputs) :]
-    for name, one in zip(template.activations, types):
-        if one == PART:
+    for name, one, may in zip(template.activations, types, free):
+        if one == PART and not may:
             yield f"the gradient of {name} is a part of a sum that nothing has added up"
     first = len(template.activations)
     for name, parameter, one, node in zip(template.parameters, own, types[first:], made[first:]):
@@ -119,3 +189,10 @@ def _gradients(
             yield f"the gradient of {name} is a part of a sum that nothing adds up"
         if one == EQUAL and parameter.parts and node is not None:
             yield f"the gradient of {name} is whole on each rank, and REDUCE would add it up over tp"
+
+
+def _leaving(graph: fx.Graph) -> list[fx.Node]:
+    """What a function gives, without what it keeps for the next."""
+    results = g.outputs(graph)
+    first = results[0] if len(results) == 2 and isinstance(results[0], (tuple, list)) else results
+    return [one for one in first if isinstance(one, fx.Node)]

@@ -30,8 +30,12 @@ from csc.ir import graph as g
 Placement = str | int  # a shard's dimension
 EQUAL, PART, UNKNOWN = "equal", "part", "unknown"
 SUMS = ("csc::all_reduce", "csc::reduce_scatter")
-GATHERS = ("csc::all_gather", "csc::gather_shared")
+GATHERS = ("csc::all_gather", "csc::gather_shared", "csc::context_whole")
+TAKES = ("csc::own_part", "csc::context_own")  # a rank's own entries of what is equal
 BACKWARDS = (f"{ATTENTION}_backward", f"{CONTEXT_ATTENTION}_backward")
+OVER_ROWS = ("aten::native_layer_norm_backward", "aten::convolution_backward")  # d_x, then sums over all rows
+SCATTERS = ("aten::embedding_dense_backward", "aten::slice_backward", "aten::select_backward")
+NORMS = ("aten::native_layer_norm",)  # and numbers of each row
 TERMS = ("aten::add", "aten::sub")
 FACTORS = ("aten::mul", "aten::div")
 Types = dict[fx.Node, Placement]
@@ -66,9 +70,11 @@ def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement], tell: Callabl
 
 def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement | None:
     """None of a call that is none."""
-    name = g.op_name(node)
+    name = g.op_name(node).replace("csc::finish_", "csc::")
     if not name.startswith("csc::") or not node.all_input_nodes:
         return None
+    if name.startswith("csc::start_"):
+        return EQUAL  # a ticket; what it is for is asked where it is waited for
     held = types[node.all_input_nodes[0]]
     if name in SUMS:
         if held == EQUAL:
@@ -76,12 +82,14 @@ def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None
         return EQUAL if name == "csc::all_reduce" else g.bind(node)["dim"]
     if name in GATHERS:
         if held == PART:
-            tell(node, f"gathers %{node.all_input_nodes[0].name}, which is {_said(held)}")
+            tell(node, f"gathers %{node.all_input_nodes[0].name}, which is {said(held)}")
         return EQUAL
-    if name in ("csc::own_part", "csc::share"):
-        if held == PART or (isinstance(held, int) and name == "csc::own_part"):
-            tell(node, f"takes %{node.all_input_nodes[0].name} as equal on all ranks, which is {_said(held)}")
-        return g.bind(node)["dim"] if name == "csc::own_part" else held
+    if name in (*TAKES, "csc::share"):
+        if held == PART or (isinstance(held, int) and name in TAKES):
+            tell(node, f"takes %{node.all_input_nodes[0].name} as equal on all ranks, which is {said(held)}")
+        if name == "csc::own_part" and g.bind(node)["samples"] == 1:
+            return PART  # the first rank has it, the others zeros
+        return g.bind(node)["dim"] if name in TAKES else held
     if name in ("csc::gather_pieces", "csc::scatter_pieces"):
         return held if isinstance(held, int) else UNKNOWN
     if name == "csc::divided_loss_backward":
@@ -89,7 +97,8 @@ def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None
     return PART if name == "csc::rows" else EQUAL if name == "csc::divided_loss" else None
 
 
-def _said(held: Placement) -> str:
+def said(held: Placement) -> str:
+    """In words."""
     return {EQUAL: "equal on all ranks", PART: "a part of a sum that nothing has added up"}.get(str(held), "a shard")
 
 
@@ -105,11 +114,18 @@ def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> 
         return UNKNOWN
     if PART in held:
         return _of_parts(node, name, held, tell)
+    if name == "aten::index_select" and held == [EQUAL, 0]:  # of the whole, by the numbers of a rank's own entries
+        return g.bind(node)["dim"]
+    if name in OVER_ROWS:
+        return _rows(node, types)
     if name == "aten::slice_backward":
         return held[0] if g.bind(node)["dim"] != held[0] else UNKNOWN
     known = relation(node)
-    if known is None or {use.node for use in known.uses} != set(used):
-        return held[0] if name in (ATTENTION, CONTEXT_ATTENTION) else UNKNOWN
+    related = {use.node for use in known.uses} if known is not None else set()
+    if name in (ATTENTION, CONTEXT_ATTENTION) and related != set(used):
+        return held[0]
+    if known is None or any(types[one] != EQUAL for one in set(used) - related):  # a kernel of weights has no rows
+        return UNKNOWN
     if name in RESHAPES:
         return _reshaped(used[0].meta["val"].shape, node.meta["val"].shape, held[0])
     return _linked(known.uses, types)
@@ -124,8 +140,21 @@ def _item(node: fx.Node, types: Types) -> Placement:
         bound = g.bind(several)
         of = types.get(bound[("q", "k", "v")[which]], UNKNOWN)
         return of if isinstance(of, int) else UNKNOWN
-    first = which == 0 or name in ("aten::split", "aten::split_with_sizes", "aten::chunk")
+    if name in OVER_ROWS and isinstance(types[several], int):
+        return types[several] if which == 0 else PART
+    if name in (ATTENTION, CONTEXT_ATTENTION) and which == 1 and types[several] in (0, 1, 2):
+        return types[several]  # a number for each query of each head
+    first = which == 0 or name in (*NORMS, "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind")
     return types[several] if first or types[several] in (EQUAL, PART) else UNKNOWN
+
+
+def _rows(node: fx.Node, types: Types) -> Placement:
+    """Of the gradient that a norm or a convolution hands on, whose ranks have some of the rows."""
+    gradient, x, *rest = node.all_input_nodes
+    dim = types[gradient]
+    apart = 1 if g.op_name(node) == "aten::convolution_backward" else x.meta["val"].dim() - len(node.args[2])  # type: ignore[arg-type]
+    rows = isinstance(dim, int) and dim < apart and types[x] == dim
+    return dim if rows and all(types[one] in (EQUAL, dim) for one in rest) else UNKNOWN
 
 
 def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callable[[fx.Node, str], None]) -> Placement:
@@ -133,9 +162,9 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
     if name in TERMS and len(node.all_input_nodes) > 1:
         if set(held) == {PART}:
             return PART
-        tell(node, f"adds a part of a sum to what is {_said(next(one for one in held if one != PART))}")
+        tell(node, f"adds a part of a sum to what is {said(next(one for one in held if one != PART))}")
         return UNKNOWN
-    if name.endswith("norm_backward") and held[0] == PART:
+    if (name.endswith("norm_backward") or name in SCATTERS) and held[0] == PART:
         return PART
     linear = name in LINEAR or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
     if linear or name in PRODUCTS or (name in FACTORS and held[0] == PART):

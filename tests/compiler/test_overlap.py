@@ -111,7 +111,7 @@ def test_a_layer_that_hands_no_gradient_on_sums_in_w_beside_other_products() -> 
 def test_plans_count_a_sum_beside_w_once() -> None:
     """BW takes less than B and W by what W hides; a W apart takes what it takes."""
     compiled = compiled_of("llama", mesh="tp=2", hardware="h100")
-    program, options = compiled.history()[-1], compiled.compiler.options
+    program, options = compiled.history()[-1], compiled.options
     known = hardware("h100")
     costs = region_costs(program, known, mesh=options.mesh)
     layer = next(one for one in costs if one.name.endswith("layers.1"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
+from csc.kernels.begun import APART
 from csc.kernels.collectives import ALL_REDUCE, OWN_PART, REDUCE_SCATTER, SHARE
 from torch import fx
 
@@ -18,6 +19,7 @@ from csc.ir.verifier import VerificationError
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.tiers import long
 
+FINISH = APART[ALL_REDUCE][1]
 pytestmark = pytest.mark.usefixtures("traces")
 
 
@@ -54,6 +56,64 @@ def change(graph: fx.Graph, place: int, how: str) -> fx.Graph:
         for user in users:
             user.replace_input_with(node, again)
     return copied
+
+
+def flipped(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program with one parameter's gradient taken for parts, or for whole, against what the graphs make."""
+    used = {name for region in program.regions for name in region.parameters}
+    for place, one in enumerate(program.parameters):
+        if not one.boxes and one.trainable and one.name in used:
+            other = (*program.parameters[:place], replace(one, parts=not one.parts), *program.parameters[place + 1 :])
+            yield f"{one.name}, parts {not one.parts}", replace(program, parameters=other)
+
+
+FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
+ENDS = {FINISH: ("lost", "doubled")}
+
+
+def divided_wrong(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program with one sum of F, B, W or BW of one variant changed."""
+    for name, variant in program.variants.items():
+        for which in FUNCTIONS:
+            graph = getattr(variant, which)
+            for place, node in enumerate(g.calls(graph) if graph is not None else ()):
+                for how in (HOW | ENDS).get(node.target, ()):
+                    changed = replace(variant, **{which: change(graph, place, how)})
+                    named = f"{which} of {name}: {node.name} {how}"
+                    yield named, replace(program, variants={**program.variants, name: changed})
+
+
+def after(compiled: csc.CompiledModel, name: str) -> Program:
+    return next(one for one in compiled.history() if one.history and one.history[-1].name == name)
+
+
+def test_sums_of_a_component_whose_samples_are_shared_out() -> None:
+    """Gradients of its weights are parts, those of the projector's are whole, and its features are no sum."""
+    mesh, apart = "tp=2,vision_tower.tp=1", {"vision_tower"}
+    compiled = csc.compile(MODELS["llava"](), example=BATCHES["llava"](4), mesh=mesh)
+    program = after(compiled, "differentiate")
+    for which in (broken, flipped):
+        verify_placements(program, "differentiate", set(), apart)
+        wrong = [(how, one) for how, one in which(program) if "llama_decoder_layer" not in how]  # one key head a rank
+        assert len(wrong) >= 4 and not [how for how, one in wrong if not refused(one, apart)]
+
+
+def test_sums_of_functions_are_those_of_their_graph() -> None:
+    """Also where they begin before they are waited for."""
+    compiled = csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), mesh="tp=2")
+    program = compiled.history()[-1]
+    verify_placements(program, "schedule", set())
+    wrong = list(divided_wrong(program))
+    assert len(wrong) >= 20 and any("backward of" in how and "lost" in how for how, _ in wrong)
+    assert not [how for how, one in wrong if not refused(one)]
+
+
+def refused(program: Program, apart: Collection[str] = ()) -> bool:
+    try:
+        verify_placements(program, "here", set(), apart)
+    except VerificationError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
