@@ -107,7 +107,7 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class RegionTimes:
-    """One region for the planner: seconds of F, B and W; bytes. The fields are those of csc.planning.problem.Unit.
+    """One region for the planner: seconds of F, B and W; bytes. The fields but one are csc.planning.problem.Unit's.
 
     beside: seconds less than B and W that BW takes, since exchanges run beside W.
     """

@@ -77,11 +77,11 @@ def _gradients_enter(
 
 
 def _parts_back(template: Template, held: Held, free: Sequence[bool]) -> dict[str, Placement]:
-    """The activations whose gradient leaves as a part, of those of which it may."""
+    """What leaves for the activations of whose gradients it may be a part, where it is one or nobody knows."""
     if template.joint is None or not any(free):
         return {}
     types = _outputs(template.joint, held)[len(template.outputs) :]
-    return {name: PART for name, one, may in zip(template.activations, types, free) if may and one == PART}
+    return {name: one for name, one, may in zip(template.activations, types, free) if may and one in (PART, UNKNOWN)}
 
 
 def _tables(program: Program) -> dict[str, Placement]:

@@ -4,7 +4,7 @@
     Background().make(orders, made)               one worker with low priority; `made` is called from its thread
     worker_count() -> int                         for which there are cores, besides this process
 
-Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or CUDA may hang, and
+Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or a device may hang, and
 Python's own pools would run the user's script a second time. They take orders as text, leave what they make
 in the folder, and end when this process does, however it ends. What a worker dies of is left to `here`.
 """
@@ -51,7 +51,7 @@ class CompileWorker:
         self._say(order.line())
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        if not answer:
+        if not answer.endswith("\n"):  # nothing, or what it had written when it was killed
             raise WorkerGoneError(f"a process that compiles ended with code {self._process.wait()}")
         return str(json.loads(answer)["error"])
 

@@ -123,7 +123,7 @@ def test_no_model_is_compiled_twice(compiled: CompiledModel) -> None:
     ({"timeout": datetime.timedelta(seconds=3)}, r"timeout is datetime.timedelta\(seconds=3\)"),
     ({"cache": "/tmp/x"}, "cache is '/tmp/x'.*CSC_CACHE_DIR"), ({"freeze": True}, "freeze is True.*pass a list"),
     ({"freeze": [Net()]}, "freeze holds a Net, which is no name.*csc explain"), ({"stages": 2}, "stages is 2"),
-    ({"placement": 1}, "placement is 1"), ({"recompute": True}, "recompute is True.*none, selective, full, auto"),
+    ({"placement": 1}, "placement is 1"), ({"recompute": True}, "recompute is True.*selective, elementwise, full"),
     ({"dtype": torch.bfloat16}, "no option dtype.*Use precision='bf16'"),
     ({"num_microbatches": 4}, "Use microbatches=.*timeout"), ({"output": "build"}, "Use directory="),
 ])  # fmt: skip

@@ -307,20 +307,26 @@ def test_a_model_that_dynamo_has_compiled_has_the_key_that_it_had() -> None:
 
 
 @pytest.mark.slow
-def test_another_process_has_the_same_keys() -> None:
+def test_processes_have_the_same_keys() -> None:
     """Sets and addresses differ between processes; where weights come from, and whether there are any,
-    does not count."""
+    does not count.
+    """
     code = """
+import contextlib, sys
 import csc
 from csc.cache.keys import model_key
 from tests.models.hf import llava
-with csc.meta_init():
+with csc.meta_init() if sys.argv[1] else contextlib.nullcontext():
     model = llava()
-model.config._name_or_path = model.name_or_path = "/a/path"
+model.config._name_or_path = model.name_or_path = sys.argv[1]
 print(model_key(model, {}))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    from tests.models.hf import llava
-
-    assert done.stdout.strip() == model_key(llava(), {}), done.stderr[-2000:]
+    started = []
+    for seed, path in (("7", "/a/path"), ("8", "")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", code, path]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    (key, trouble), (other, more) = [one.communicate(timeout=120) for one in started]
+    assert key and key == other, trouble[-2000:] + more[-2000:]

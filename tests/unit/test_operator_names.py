@@ -58,7 +58,7 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.propagation": {"UNLESS"},
-    "csc.analysis.placements": {"FACTORS", "TERMS"},
+    "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
     "csc.analysis.routing": {"UNWRITTEN"},
     "csc.capture.lower.decompose": {"_OTHER_OPERATIONS", "_MADE_OF_OTHERS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},
