@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 Layout = list[Any]
+OF_IMAGES = (4, 5)  # dimensions of what torch knows channels_last of
 
 
 def tensors_of(nested: Any) -> list[torch.Tensor]:
@@ -42,14 +43,16 @@ def structure_of(nested: Any) -> Any:
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
-    """Of each. The stride of a dimension with one place means nothing, and is given as 1."""
-    return [
-        [
-            str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape],
-            [1 if size == 1 else stride for size, stride in zip(one.shape, one.stride(), strict=True)],
-        ]
-        for one in tensors
-    ]  # fmt: skip
+    """Of each. The stride of a dimension with one place means nothing, and is given as 1; but of images, in which it
+    tells whether channels come last.
+    """
+    return [[str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape], [*_strides(one)]] for one in tensors]
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.dim() in OF_IMAGES:
+        return tensor.stride()
+    return tuple([1 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
 def empty_as(layouts: Sequence[Layout]) -> list[torch.Tensor]:

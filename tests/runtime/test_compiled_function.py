@@ -121,3 +121,11 @@ def test_other_values_than_tensors_are_refused() -> None:
     for other in (None, 3, [torch.ones(1)]):
         with pytest.raises(TypeError):
             tensors_of((torch.ones(1), {"a": other}))
+
+
+def test_layouts_of_images_say_whether_channels_come_last() -> None:
+    """Of one channel no entry says it, and torch takes a convolution's layout from the stride."""
+    image = torch.ones(2, 1, 8, 8)
+    assert layouts_of([image]) != layouts_of([image.to(memory_format=torch.channels_last)])
+    row = torch.ones(1, 8)
+    assert layouts_of([row]) == layouts_of([row.as_strided((1, 8), (3, 1))])
