@@ -155,7 +155,8 @@ def region_costs(
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
             times = measured or _seconds(works, hardware, visible, wires)
-            timed[key] = times, 0.0 if measured else _beside(variant, hardware, visible, wires)
+            alone = measured or fuse  # Inductor orders calls by itself, and finishes an exchange where it begins
+            timed[key] = times, 0.0 if alone else _beside(variant, hardware, visible, wires)
         times, beside = timed[key]
         found.append(
             RegionTimes(

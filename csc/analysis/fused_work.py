@@ -16,6 +16,7 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from csc.analysis.kernel_calls import KernelCall, Kernels
@@ -23,7 +24,7 @@ from csc.analysis.operators.execution import FUSED_REDUCTIONS
 from csc.analysis.operators.views import is_view, maker
 from csc.ir import graph as g
 
-Groups = Mapping[fx.Node, fx.Node]  # by fusible call, the first call of its group
+Groups = Mapping[fx.Node, fx.Node]  # by fusible call, one of its group, the same for all of them
 
 
 def fusible(node: fx.Node) -> bool:
@@ -57,7 +58,7 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, KernelCall]]) -> Kerne
 def within(graph: fx.Graph) -> Set[fx.Node]:
     """Calls of which nothing is in memory, as every reader is in the same kernel."""
     group = _groups(graph)
-    return {node for node, first in group.items() if all(group.get(one) is first for one in _readers(node))}
+    return {node for node, own in group.items() if all(group.get(one) is own for one in _readers(node))}
 
 
 def _groups(graph: fx.Graph) -> Groups:
@@ -71,16 +72,12 @@ def _groups(graph: fx.Graph) -> Groups:
         if fusible(node):
             waits = min((level.get(one, 0) for one in _readers(node)), default=0)
             level[node] = max(level[node], waits)
-    place = {node: i for i, node in enumerate(calls)}
-    group: dict[fx.Node, fx.Node] = {}
-    for node in filter(fusible, calls):
-        makers = [made for used in node.all_input_nodes if (made := maker(used)) in group]
-        joined = {group[made] for made in makers if level[made] == level[node]}
-        first = min(joined, key=lambda one: place[one], default=node)
-        for other in joined - {first}:
-            group.update({one: first for one, head in group.items() if head is other})
-        group[node] = first
-    return group
+    joined = [node for node in calls if fusible(node)]
+    groups = UnionFind(joined)
+    for node in joined:
+        makers = [made for used in node.all_input_nodes if level.get(made := maker(used)) == level[node]]
+        groups.union(node, *filter(fusible, makers))
+    return {node: groups[node] for node in joined}
 
 
 def _together(members: Sequence[fx.Node], kernel: Mapping[fx.Node, KernelCall]) -> KernelCall:

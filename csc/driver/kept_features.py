@@ -105,6 +105,7 @@ class KeptFeatures:
         """By number, of microbatches of one program."""
         found: dict[int, Entries] = {}
         made: dict[str, Entries] = {}
+        there = {key: unit for other in partly for key, unit in other.kept.items()}  # what one has found serves all
         for run in runs(partly):
             if run.is_whole or self._trials.meets(identity):
                 found[run.at.number] = self._whole(one, run.at, identity)
@@ -120,8 +121,7 @@ class KeptFeatures:
                 found[other.number] = self._whole(one, other, identity)
                 continue
             self.read += sum(key in other.kept for key in other.keys)
-            units = {key: made[key] for key in other.keys if key not in other.kept}
-            found[other.number] = self._laid_out(one, replace(other, kept={**other.kept, **units}))
+            found[other.number] = self._laid_out(one, replace(other, kept={**there, **made, **other.kept}))
         return found
 
     def _keep(self, at: Partly, keys: Sequence[str], parts: Sequence[Entries], identity: str) -> None:

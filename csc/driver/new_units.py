@@ -11,6 +11,7 @@ Terms: see csc.driver.kept_features.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,25 +65,27 @@ class EncoderRun:
 def runs(partly: Sequence[Partly]) -> Iterator[EncoderRun]:
     """partly: microbatches of one program."""
     done = {key for one in partly for key in one.kept}
-    for number, at in enumerate(partly):
+    waiting: dict[str, deque[tuple[Partly, int]]] = {}
+    for one in partly:
+        for place, label in enumerate(one.units.labels):
+            waiting.setdefault(label, deque()).append((one, place))
+    for at in partly:
         if done.issuperset(at.keys):
             continue
-        waiting = _waiting(partly[number + 1 :], done.union(at.keys))
+        free = [key in done for key in at.keys]
+        done.update(at.keys)
         filled = []
-        for place, (key, label) in enumerate(zip(at.keys, at.units.labels, strict=True)):
-            others = waiting.get(label, []) if key in done else []
-            filled.append(others.pop(0) if others else (at, place))
-        run = EncoderRun(at, filled)
-        done.update(run.keys)
-        yield run
+        for place, (label, is_free) in enumerate(zip(at.units.labels, free, strict=True)):
+            other = _next(waiting[label], done) if is_free else None
+            filled.append(other or (at, place))
+        yield EncoderRun(at, filled)
 
 
-def _waiting(partly: Sequence[Partly], done: set[str]) -> dict[str, list[tuple[Partly, int]]]:
-    """By label the units that are not done, each once."""
-    found: dict[str, list[tuple[Partly, int]]] = {}
-    for one in partly:
-        for place, (key, label) in enumerate(zip(one.keys, one.units.labels, strict=True)):
-            if key not in done:
-                done.add(key)
-                found.setdefault(label, []).append((one, place))
-    return found
+def _next(waiting: deque[tuple[Partly, int]], done: set[str]) -> tuple[Partly, int] | None:
+    """The first unit that is not done, which it is from then on; those before it are not looked at again."""
+    while waiting:
+        one, place = waiting.popleft()
+        if one.keys[place] not in done:
+            done.add(one.keys[place])
+            return one, place
+    return None

@@ -1,25 +1,21 @@
 """F, B and W of a variant as Python, called with tensors by role; compiled by Inductor, if that is how they will run.
 
 part_function(graph, folder) -> PartFunction | None       folder: where what Inductor makes is kept, if it compiles
-function_folder() -> FunctionFolder                       csc's, or one that is removed with the object
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from csc.cache.inductor_folder import inductor_folder
-from csc.cache.store import store
 from csc.ir import graph as g
 from csc.runtime.flat_tensors import layouts_of, structure_of
+from csc.runtime.function_folder import FunctionFolder
 
 log = logging.getLogger("csc")
 Role = tuple[str, str]
@@ -31,22 +27,6 @@ class PartFunction:
 
     call: Callable[..., Any]
     roles: tuple[Role, ...]
-
-
-@dataclass(frozen=True)
-class FunctionFolder:
-    """own: it is removed when nothing refers to it any more."""
-
-    path: Path
-    own: tempfile.TemporaryDirectory[str] | None = None
-
-
-def function_folder() -> FunctionFolder:
-    kept = inductor_folder(store())
-    if kept is not None:
-        return FunctionFolder(kept)
-    own = tempfile.TemporaryDirectory(prefix="csc-profile-")
-    return FunctionFolder(Path(own.name), own)
 
 
 def part_function(graph: fx.Graph | None, folder: FunctionFolder | None = None) -> PartFunction | None:

@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 from csc import devices
+from csc.cache.inductor_folder import inductor_folder
+from csc.cache.store import store
 from csc.capture.batch import device_of
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
-from csc.reports.part_functions import PartFunction, Role, function_folder, part_function
+from csc.reports.part_functions import PartFunction, Role, part_function
+from csc.runtime.function_folder import FunctionFolder
 
 Seconds = tuple[float, float, float]
 Call = Callable[[tuple[str, int], PartFunction, Mapping[Role, torch.Tensor]], Any]
@@ -87,7 +90,7 @@ def whole_step(
     """A step of one microbatch, part by part: `call` gets (variant, part), the function and its values, and returns
     what the function does. Run it without gradients.
     """
-    folder = function_folder() if fuse else None
+    folder = FunctionFolder.of(inductor_folder(store())) if fuse else None
     functions = {
         name: [part_function(part, folder) for part in (v.forward, v.backward_input, v.backward_weight)]
         for name, v in program.variants.items()

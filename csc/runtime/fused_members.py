@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from csc.runtime.function_folder import FunctionFolder
 from csc.runtime.function_order import TorchState
 from csc.runtime.fused_program import PREFIX, Call, FusedProgram
 from csc.runtime.inductor import FusedRow, fused_functions
@@ -30,8 +30,7 @@ class FusedMembers:
     """See the module."""
 
     def __init__(self, folder: Path | None, device: torch.device) -> None:
-        self._own = tempfile.TemporaryDirectory(prefix="csc-fused-") if folder is None else None
-        self._folder = Path(self._own.name) if folder is None and self._own is not None else folder or Path()
+        self._folder = FunctionFolder.of(folder)
         self._device = device
         self._background = Background()
         self._programs: list[FusedProgram] = []
@@ -39,10 +38,10 @@ class FusedMembers:
     def add(self, program: LoadedProgram) -> None:
         """Its modules are imported."""
         later = bool(self._programs)
-        functions = fused_functions(program.package, self._device, self._folder, later)
-        key = "" if later or self._own is not None else _key(program)
+        functions = fused_functions(program.package, self._device, self._folder.path, later)
+        key = "" if later or self._folder.own is not None else _key(program)
         background = self._background if later else None
-        self._programs.append(FusedProgram(functions, self._folder, key, self._device, background))
+        self._programs.append(FusedProgram(functions, self._folder.path, key, self._device, background))
 
     def busy(self, numbers: Iterable[int]) -> bool:
         """Of the programs with these numbers."""

@@ -149,14 +149,14 @@ class Background:
     """One worker at a time, for as long as there is something to make."""
 
     def __init__(self) -> None:
-        self._left: deque[tuple[FunctionOrder, Callable[[str], None]]] = deque()
+        self._left: deque[tuple[FunctionOrder, Callable[[FunctionOrder, str], None]]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def make(self, orders: Sequence[FunctionOrder], made: Callable[[FunctionOrder, str], None]) -> None:
         """made(order, why not, or ""): for each, from another thread."""
         with self._lock:
-            self._left.extend((order, lambda why, order=order: made(order, why)) for order in orders)  # type: ignore[misc]
+            self._left.extend((order, made) for order in orders)
             if self._thread is None and self._left:
                 self._thread = threading.Thread(target=self._run, name="csc-background", daemon=True)
                 self._thread.start()
@@ -177,6 +177,6 @@ class Background:
                 if worker is not None:
                     worker.close()
                 worker = None  # the next one has another
-            made(why)
+            made(order, why)
         if worker is not None:
             worker.close()

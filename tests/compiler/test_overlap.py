@@ -124,3 +124,5 @@ def test_plans_count_a_sum_beside_w_once() -> None:
     alone = region_costs(program, known)  # without wires sums take no time
     assert all(one.beside == 0 for one in alone)
     assert all(one.beside == 0 for one in region_costs(program, hardware("cpu"), mesh=options.mesh))
+    fused = region_costs(program, hardware("h100"), mesh=options.mesh, fuse=True)
+    assert all(one.beside == 0 for one in fused), "Inductor ends a sum where it begins"

@@ -50,8 +50,8 @@ class SampleCosts:
         if self.layout is not None:
             return self.layout.features(groups)
         members = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
-        starts = np.cumsum([0, *map(len, groups[:-1])])
-        sums = np.add.reduceat(self.samples[members], starts, axis=0)
+        sums = np.zeros((len(groups), self.samples.shape[1]))
+        np.add.at(sums, np.repeat(np.arange(len(groups)), [len(group) for group in groups]), self.samples[members])
         return np.hstack([np.ones((len(groups), 1)), rounded(sums, self.multiple)])
 
     def work(self, features: Floats) -> WorkTables:

@@ -165,3 +165,10 @@ def test_orders_of_a_schedule_are_those_that_it_was_made_of(case: Case) -> None:
 def test_a_schedule_that_takes_microbatches_out_of_turn() -> None:
     with pytest.raises(ScheduleError, match="'F 0 1' comes where microbatch 0 would be next"):
         orders_of(parse("rank 0: F 0 1 | F 0 0"))
+
+
+def test_features_are_the_sums_of_groups_empty_ones_too() -> None:
+    step, _ = chain_of_four(6, 3)
+    step = replace(step, samples=np.array([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]))
+    groups = [[], [2, 0], [], [5], []]
+    assert step.features(groups).tolist() == [[1.0, 0.0], [1.0, 4.0], [1.0, 0.0], [1.0, 6.0], [1.0, 0.0]]

@@ -1,0 +1,13 @@
+"""What ranks say before a step, as bits of one number."""
+
+from __future__ import annotations
+
+from csc.driver.share import FLAGS, UNSERVED
+from csc.runtime import trainer
+
+
+def test_no_bit_of_a_trainer_is_that_of_a_rank_without_a_program() -> None:
+    said = (trainer.UNEVEN, trainer.STALE, trainer.NOTHING_AHEAD, trainer.BUSY)
+    assert len({*said, UNSERVED, FLAGS}) == 6
+    assert all(bit.bit_count() == 1 for bit in (*said, UNSERVED, FLAGS))
+    assert sum(said) < UNSERVED and sum(said) + UNSERVED < FLAGS
