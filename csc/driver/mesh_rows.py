@@ -71,7 +71,7 @@ class MeshChoice:
     """rows: the fastest first, those that do not fit behind all others. slower: layouts that were left out, as nothing
     on them can be faster than the best. large: those on which no plan was found that fits. refused: why there is none,
     by division. left: layouts there was no time for, all of which take at least so many seconds. room: faster ones with
-    more memory, the least of that first.
+    more memory, the least of that first. far: layouts left out as they were expected, not shown, to be far behind.
     """
 
     devices: int
@@ -84,6 +84,7 @@ class MeshChoice:
     left: int
     room: tuple[MeshIfRoom, ...] = ()
     left_seconds: float = math.inf
+    far: int = 0
 
     @property
     def gap(self) -> float:

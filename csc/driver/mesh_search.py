@@ -58,7 +58,8 @@ MESHES = 5  # that are priced at least, though they may be slower than the best
 @dataclass
 class _Found:
     """What a search knows so far. best: seconds of the fastest row that fits; rows: by candidate; bytes: that those
-    need at least which do not fit; settled: layouts with a recomputation for which more room brings nothing;
+    need at least which do not fit; slow: layouts on which nothing can be faster; far: those that are expected to be far
+    behind; settled: layouts with a recomputation for which more room brings nothing;
     expected: of layouts in the form that they were first looked at.
     """
 
@@ -66,6 +67,7 @@ class _Found:
     rows: dict[MeshCandidate, MeshRow] = field(default_factory=dict)
     bytes: dict[MeshCandidate, float] = field(default_factory=dict)
     slow: set[MeshLayout] = field(default_factory=set)
+    far: set[MeshLayout] = field(default_factory=set)
     settled: set[tuple[MeshLayout, str]] = field(default_factory=set)
     refused: dict[MeshDivision, str] = field(default_factory=dict)
     expected: dict[MeshLayout, float] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class MeshSearch:
             elif self._late():
                 found.left[one.layout] = min(one.seconds, found.left.get(one.layout, math.inf))
             elif one.expected > FAR * found.best and self._enough():
-                found.slow.add(one.layout)
+                found.far.add(one.layout)
             else:
                 for again in self._look_at(one):
                     heapq.heappush(waiting, again)
@@ -154,15 +156,17 @@ class MeshSearch:
         found = self.found
         by_layout: dict[MeshLayout, MeshRow] = {}
         for one, row in found.rows.items():
-            known = by_layout.get(one.layout)
-            by_layout[one.layout] = row if known is None else min(known, row, key=_rank)
+            before = by_layout.get(one.layout, row)
+            by_layout[one.layout] = min(before, row, key=_rank)
         rows = tuple(sorted(by_layout.values(), key=_rank))
         left = {layout: least for layout, least in found.left.items() if layout not in by_layout}
-        rest = found.slow - by_layout.keys() - left.keys()
-        large = {one.layout for one in found.bytes} - by_layout.keys() - left.keys() - rest
+        known = by_layout.keys() | left.keys()
+        far = found.far - known
+        rest = found.slow - known - far
+        large = {one.layout for one in found.bytes} - known - far - rest
         return MeshChoice(
             self.devices, self.step, self.memory, rows, len(rest), len(large), self._told(), len(left),
-            self._room(rows[0]), min(left.values(), default=math.inf),
+            self._room(rows[0]), min(left.values(), default=math.inf), len(far),
         )  # fmt: skip
 
     def _first_forms(self) -> list[MeshCandidate]:
