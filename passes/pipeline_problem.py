@@ -47,7 +47,7 @@ def problem(program: Program, options: Options) -> Problem:
             component=cost.component,
             forward=cost.forward,
             backward_input=cost.backward_input,
-            backward_weight=cost.backward_weight - cost.beside,
+            backward_weight=cost.backward_weight,
             has_b=cost.has_b,
             has_w=cost.has_w,
             saved=cost.saved,
@@ -55,7 +55,6 @@ def problem(program: Program, options: Options) -> Problem:
             state=cost.state,
             gathered=cost.gathered,
             working=of_variant[region.variant],
-            apart=cost.beside,
         )
         for cost, region in zip(costs, program.regions, strict=True)
     )
@@ -77,7 +76,7 @@ def problem(program: Program, options: Options) -> Problem:
             own[members[0]].name,
             tuple(members),
             tuple(
-                (cost.forward, cost.backward_input, cost.backward_weight - cost.beside)
+                (cost.forward, cost.backward_input, cost.backward_weight)
                 for cost in _costs(program, own[members[0]], options)
             ),
             memory,

@@ -107,10 +107,7 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class RegionTimes:
-    """One region for the planner: seconds of F, B and W; bytes. The fields but one are csc.planning.problem.Unit's.
-
-    beside: seconds less than B and W that BW takes, since exchanges run beside W.
-    """
+    """One region for the planner: seconds of F, B and W; bytes. The fields are those of csc.planning.problem.Unit."""
 
     name: str
     component: str
@@ -124,7 +121,6 @@ class RegionTimes:
     rematerialised: int
     state: int
     gathered: int = 0
-    beside: float = 0.0
 
 
 def region_costs(
@@ -145,7 +141,7 @@ def region_costs(
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else exchanges.wires(mesh, hardware)
-    timed: dict[tuple[str, tuple[str, ...]], tuple[Seconds, float]] = {}
+    timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
     found = []
     for region in program.regions:
         variant, cost = program.variants[region.variant], of_variant[region.variant]
@@ -154,10 +150,8 @@ def region_costs(
             visible = named(region, program.templates[variant.template].shared, seen)
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
-            times = measured or _seconds(works, hardware, visible, wires)
-            alone = measured or fuse  # Inductor orders calls by itself, and finishes an exchange where it begins
-            timed[key] = times, 0.0 if alone else _beside(variant, hardware, visible, wires)
-        times, beside = timed[key]
+            timed[key] = measured or _seconds(works, hardware, visible, wires)
+        times = timed[key]
         found.append(
             RegionTimes(
                 region.name,
@@ -166,7 +160,6 @@ def region_costs(
                 **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "stashed", "rematerialised")},
                 state=cost.state_of(zero, ranks),
                 gathered=cost.computed if zero >= 3 and ranks > 1 else 0,
-                beside=min(beside, times[2]),
             )
         )
     return found
@@ -236,15 +229,6 @@ def seconds(
             takes = max(takes, met) if call.meets.hidden else takes + met
         total += takes + hardware.launch
     return total
-
-
-def _beside(
-    variant: Variant, hardware: Hardware, visible: Mapping[str, float], wires: exchanges.Wires
-) -> float:  # fmt: skip
-    if variant.backward is None or hardware.answered:  # where processors move what is sent, they do nothing beside it
-        return 0.0
-    calls = _calls(variant.backward)
-    return exchanges.sooner(calls, lambda call: seconds(Kernels((call,)), hardware, visible, wires), wires)
 
 
 def stored_dtypes(program: Program) -> dict[str, tuple[torch.dtype, ...]]:

@@ -6,7 +6,6 @@ Terms: the *payload* is what one rank brings to a collective. Each rank sends th
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
     wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
     seconds(exchange, wires) -> float        0 along an axis that is not among the wires
-    sooner(calls, seconds_of, wires) -> float      seconds that exchanges begun before they are waited for save
 
 Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
 collectives are waited for. Of the keys all are charged that any query could see.
@@ -14,8 +13,8 @@ collectives are waited for. Of the keys all are charged that any query could see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -24,16 +23,12 @@ from csc.ir import graph as g
 from csc.ir.groups import SHARING
 from csc.ir.mesh import Mesh
 
-if TYPE_CHECKING:
-    from csc.analysis.kernel_calls import KernelCall
-
 DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
 WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
 SCATTERED = "csc::scatter_pieces"
 TO_SHARDS = "csc::reduce_scatter"
 PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
-STARTS = "csc::start_"  # of a collective in two calls (csc.kernels.begun)
 Wires = Mapping[str, tuple[int, Wire]]
 
 
@@ -49,7 +44,7 @@ class Exchange(NamedTuple):
 
 def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
-    name = g.op_name(node).replace(STARTS, "csc::")
+    name = g.op_name(node)
     if name in ("csc::all_reduce", "csc::all_gather", "csc::gather_shared", TO_SHARDS):
         return Exchange("tp", _bytes(g.bind(node)["x"]), 0, name == TO_SHARDS, False)
     if name == "csc::divided_loss":
@@ -93,25 +88,6 @@ def seconds(met: Exchange, known: Wires) -> float:
     ranks = met.ranks or most
     arrives = met.payload * (ranks - 1) / (ranks if met.divided else 1)
     return wire.latency + arrives / wire.bandwidth if ranks > 1 else 0.0
-
-
-def sooner(
-    calls: Iterable[tuple[fx.Node, KernelCall]], seconds_of: Callable[[KernelCall], float], known: Wires
-) -> float:
-    """How much sooner these calls are done than one after the other: an exchange that was begun waits for those before
-    it, while the device goes on until it is waited for.
-    """
-    now = wire = apart = 0.0
-    done: dict[fx.Node, float] = {}
-    for node, call in calls:
-        if call.meets is not None and g.op_name(node).startswith(STARTS):
-            takes = seconds(call.meets, known)
-            done[node] = wire = max(wire, now) + takes
-        else:
-            takes = seconds_of(call)
-            now = max([now, *(done[used] for used in node.all_input_nodes if used in done)]) + takes
-        apart += takes
-    return apart - now
 
 
 def _bytes(node: Any) -> int:

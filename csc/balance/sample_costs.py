@@ -187,7 +187,7 @@ def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[SizeRates, f
 
 
 def _nothing(one: Any) -> Any:
-    figures = ("forward", "backward_input", "backward_weight", "saved", "stashed", "apart", "size", "gradient_size")
+    figures = ("forward", "backward_input", "backward_weight", "saved", "stashed", "size", "gradient_size")
     return replace(one, **{name: 0.0 for name in figures if hasattr(one, name)})
 
 

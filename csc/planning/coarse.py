@@ -90,7 +90,6 @@ def _together(units: Sequence[Unit]) -> Unit:
         state=sum(unit.state for unit in units),
         gathered=sum(unit.gathered for unit in units),
         working=max(unit.working for unit in units),
-        apart=sum(unit.apart for unit in units),
     )
 
 

@@ -32,8 +32,7 @@ class Unit:
     """One region: seconds of F, B and W and bytes as in csc.simulation.pipeline.StageWork.
 
     component: the part of the model that it belongs to, such as vision_tower. has_b: it takes part in the backward
-    pass (has input or weight gradients to compute); has_w: it has trainable parameters. backward_weight: of W right
-    behind B; apart: how much longer the two take apart. gathered: bytes of parameters
+    pass (has input or weight gradients to compute); has_w: it has trainable parameters. gathered: bytes of parameters
     of which ranks hold shards, as they are whole. working: bytes that it takes while it runs, and nothing else counts.
     """
 
@@ -49,7 +48,6 @@ class Unit:
     state: float = 0.0
     gathered: float = 0.0
     working: float = 0.0
-    apart: float = 0.0
 
     @property
     def work(self) -> float:
@@ -254,7 +252,6 @@ def pipeline(
                 gathered=gathered,
                 gather=problem.gathering.seconds(gathered) if gathered else 0.0,
                 working=max((unit.working for unit in units), default=0.0) * max(problem.scale or (1.0,)),
-                apart=sum(unit.apart for unit in units),
             )
         )
     sizes = {

@@ -25,7 +25,7 @@ from csc.errors import InputError
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.simulation.pipeline import Loads, StageWork, hosted
 
-UNIT = ("forward", "backward_input", "backward_weight", "saved", "stashed", "apart")
+UNIT = ("forward", "backward_input", "backward_weight", "saved", "stashed")
 VALUE = ("size", "gradient_size")
 
 

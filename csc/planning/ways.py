@@ -223,7 +223,7 @@ def even(problem: Problem, home: Sequence[int]) -> list[Stages]:
 def _fused(problem: Problem) -> Problem:
     """The problem in which gradients come back only after W, as they do where memory lets no W wait."""
     units = (
-        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0, apart=0.0)
+        replace(unit, backward_input=unit.backward_input + unit.backward_weight, backward_weight=0.0)
         for unit in problem.units
     )
     return replace(problem, units=tuple(units))

@@ -28,25 +28,15 @@ from csc.ir.schedule import PARTS, Message
 
 Floats = npt.NDArray[np.float64]
 
-FIGURES = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "saved",
-    "stashed",
-    "fused",
-    "apart",
-)  # that microbatches change
+FIGURES = ("forward", "backward_input", "backward_weight", "saved", "stashed", "fused")  # that microbatches change
 
 
 @dataclass(frozen=True)
 class StageWork:
     """One stage. `has_b` and `has_w`: it has a B and a W at all (a frozen stage has neither, and saves nothing).
 
-    backward_weight: of a W that runs right behind its B, as in BW, where exchanges of B run beside it; apart: how much
-    longer than that B and W take apart. saved: bytes alive from F's end until B's end. stashed: bytes alive from B's
-    end until W's end. fused: bytes that BW takes while it runs, on top of saved; of the region that takes the most, as
-    BW goes from one to the next. state:
+    saved: bytes alive from F's end until B's end. stashed: bytes alive from B's end until W's end. fused: bytes that BW
+    takes while it runs, on top of saved; of the region that takes the most, as BW goes from one to the next. state:
     parameters, gradients and optimizer state, alive for the whole step. gathered: bytes from GATHER until FREE, of
     parameters that data-parallel ranks divide; gather: seconds until they are there. 0: the stage has none. working:
     bytes that its largest region takes while it runs; a rank has room for that of one of its stages at any time.
@@ -64,12 +54,12 @@ class StageWork:
     gathered: float = 0.0
     gather: float = 0.0
     working: float = 0.0
-    apart: float = 0.0
 
     def seconds(self, kind: str) -> float:
         """Time of "F", "B", "W" or "BW"."""
-        weight = self.backward_weight + (self.apart if kind == "W" else 0.0)
-        return sum({"F": self.forward, "B": self.backward_input, "W": weight}[part] for part in PARTS[kind])
+        return sum(
+            {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}[part] for part in PARTS[kind]
+        )
 
     @property
     def work(self) -> float:

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from csc.kernels.begun import APART
-from csc.passes.pipeline_problem import problem
 from torch import fx
 
 import csc
-from csc.analysis.costs import region_costs
-from csc.analysis.hardware import hardware
 from csc.ir import graph as g
 from csc.ir.program import Variant
-from csc.planning.problem import pipeline
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.tiers import long
 
@@ -106,23 +102,3 @@ def test_a_layer_that_hands_no_gradient_on_sums_in_w_beside_other_products() -> 
         group = program.manifest.mesh.group(csc.ir.groups.Group.TENSOR, rank)
         positions = {program.manifest.mesh.coordinates(one).pp for one in group}
         assert len(group) == 2 and len(positions) == 1  # one list of actions for both
-
-
-def test_plans_count_a_sum_beside_w_once() -> None:
-    """BW takes less than B and W by what W hides; a W apart takes what it takes."""
-    compiled = compiled_of("llama", mesh="tp=2", hardware="h100")
-    program, options = compiled.history()[-1], compiled.options
-    known = hardware("h100")
-    costs = region_costs(program, known, mesh=options.mesh)
-    layer = next(one for one in costs if one.name.endswith("layers.1"))
-    assert 0 < layer.beside <= layer.backward_weight
-    found = problem(program, options)
-    (work,) = pipeline(found, [range(len(found.units))]).stages
-    b, w, bw = map(work.seconds, ("B", "W", "BW"))
-    assert bw == pytest.approx(b + w - sum(one.beside for one in costs))
-    assert w > work.backward_weight
-    alone = region_costs(program, known)  # without wires sums take no time
-    assert all(one.beside == 0 for one in alone)
-    assert all(one.beside == 0 for one in region_costs(program, hardware("cpu"), mesh=options.mesh))
-    fused = region_costs(program, hardware("h100"), mesh=options.mesh, fuse=True)
-    assert all(one.beside == 0 for one in fused), "Inductor ends a sum where it begins"

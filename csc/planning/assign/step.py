@@ -50,8 +50,11 @@ class SampleCosts:
         if self.layout is not None:
             return self.layout.features(groups)
         members = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
-        sums = np.zeros((len(groups), self.samples.shape[1]))
-        np.add.at(sums, np.repeat(np.arange(len(groups)), [len(group) for group in groups]), self.samples[members])
+        sizes = np.array([len(group) for group in groups])
+        rows = np.vstack(
+            [self.samples[members], np.zeros((1, self.samples.shape[1]))]
+        )  # where an empty last one begins
+        sums = np.add.reduceat(rows, np.cumsum(sizes) - sizes, axis=0) * (sizes > 0)[:, None]
         return np.hstack([np.ones((len(groups), 1)), rounded(sums, self.multiple)])
 
     def work(self, features: Floats) -> WorkTables:
@@ -73,11 +76,9 @@ class SampleCosts:
             return [self.seconds_of(self.features(groups)) for groups in ways]
         counts = [self.features(groups) for groups in ways]
         each = self._loads(counts)
-        forward, backward, weight, apart = (
-            self._by_position(each.array(figure), len(ways)) for figure in (*FIGURES[:3], "apart")
-        )
-        lanes = np.stack([forward, backward, weight + apart], axis=1).reshape(-1, self.microbatches, len(ways))
-        seconds = np.concatenate([lanes, backward + weight])
+        three = [self._by_position(each.array(figure), len(ways)) for figure in FIGURES[:3]]
+        lanes = np.stack(three, axis=1).reshape(-1, self.microbatches, len(ways))
+        seconds = np.concatenate([lanes, three[1] + three[2]])
         return self.fixed_orders.makespans(seconds, self.wires(counts)).tolist()
 
     def wires(self, ways: Sequence[Floats]) -> Floats:

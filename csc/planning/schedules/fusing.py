@@ -141,15 +141,11 @@ def hastened(work: WorkTables, rule: Rule, best: float = math.inf) -> tuple[list
 
 def spared(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[int]]:
     """The orders with those B's fused, too, whose gradient comes early enough when W is done: less is held, and the
-    makespan is the same; or with all of them, where that is faster, since one action takes less than two.
+    makespan is the same.
     """
     best = [list(order) for order in orders]
     least = makespan(work, best) * (1 + 1e-12)
-    found = _spared_among(work, best, range(len(best)), least)
-    if not any(stage.apart for stage in work.pipeline.stages):
-        return found
-    whole = [joined(work, order) for order in best]
-    return whole if makespan(work, whole) < makespan(work, found) else found
+    return _spared_among(work, best, range(len(best)), least)
 
 
 def _spared_among(work: WorkTables, orders: list[list[int]], among: Sequence[int], least: float) -> list[list[int]]:
@@ -173,7 +169,7 @@ def _spared(work: WorkTables, order: Sequence[int], starts: Sequence[Sequence[fl
             found.append(entry)
             continue
         fused = work.fused(entry // 3)
-        end = starts[entry + 1][k] + work.together[entry + 1][k]
+        end = starts[entry + 1][k] + work.seconds[entry + 1][k]
         awaited = any(
             end + (latency + wire[k] if slot >= 0 else 0.0) > starts[fed][k] * (1 + 1e-12)
             for fed, slot, latency, wire in work.feeds[fused]

@@ -29,7 +29,7 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
     The way back is the tail of B without its own W, which is not behind it if the two are fused.
     """
     head, tail = heads_and_tails(work)
-    total = [sum(row) for row in work.together]
+    total = [sum(row) for row in work.seconds]
     best = 0.0
     for own in work.lanes_of:
         for first in {head[lane] for lane in own}:

@@ -109,23 +109,14 @@ class WorkTables:
     @cached_property
     def seconds(self) -> list[list[float]]:
         """[entry][position]"""
-        alone, more = self.together, self._rows("apart")
-        return [
-            [w + longer for w, longer in zip(row, more[entry // 3])] if entry % 3 == 2 and entry < self.size else row
-            for entry, row in enumerate(alone)
-        ]
-
-    @cached_property
-    def together(self) -> list[list[float]]:
-        """[entry][position]: seconds, a W as what it adds to its B where both are one: no more than any order takes."""
         forward, backward, weight = map(self._rows, ("forward", "backward_input", "backward_weight"))
         apart = [row for three in zip(forward, backward, weight) for row in three]
         return apart + [[b + w for b, w in zip(*both)] for both in zip(backward, weight)]
 
     @cached_property
     def least(self) -> list[float]:
-        """[entry]: the seconds of the position that takes the least, as in `together`."""
-        return [min(row) for row in self.together]
+        """[entry]: the seconds of the position that takes the least."""
+        return [min(row) for row in self.seconds]
 
     @cached_property
     def longest(self) -> float:
@@ -134,8 +125,8 @@ class WorkTables:
 
     @cached_property
     def totals(self) -> list[float]:
-        """[lane]: the least seconds of all its actions."""
-        return [sum(row) for row in self.together[: self.size]]
+        """[lane]: the seconds of all its actions."""
+        return [sum(row) for row in self.seconds[: self.size]]
 
     @cached_property
     def growth(self) -> list[list[float]]:
