@@ -8,6 +8,7 @@ Terms: see csc.driver.mesh_search.
     problems.options(layout, zero, recompute)    problems.program(layout, options)
     problems.problem(candidate) -> Problem       with memory
     problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
+    are_several(layout) -> bool                  whether several ranks hold the same parameters
     problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is traced
 """
 
@@ -82,9 +83,8 @@ class DividedProblems:
 
     def options(self, layout: MeshLayout, zero: int, recompute: Any) -> Options:
         """Of the layout. zero: where several ranks hold the same parameters."""
-        several = len(layout.mesh.group(Group.DATA, 0)) > 1
         return changed(
-            self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero if several else 0,
+            self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero * are_several(layout),
             recompute=None if recompute == NONE else recompute, sequence_parallel=layout.sequence,
         )  # fmt: skip
 
@@ -138,6 +138,11 @@ class DividedProblems:
         if chosen_hardware(program, self.model.options).measured:
             return None
         return self.whole(program)
+
+
+def are_several(layout: MeshLayout) -> bool:
+    """Whether several ranks hold the same parameters."""
+    return len(layout.mesh.group(Group.DATA, 0)) > 1
 
 
 def _decided(options: Options) -> Options:

@@ -28,12 +28,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
+from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_forms import encoders, forms, own_stages
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshIfRoom, MeshRow
 from csc.driver.rank_orders import priced_orders
 from csc.errors import CscError, InputError
-from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.passes.pipeline_problem import chosen_hardware, problem
@@ -193,7 +192,7 @@ class MeshSearch:
         found: list[MeshCandidate] = []
         try:
             for zero, recompute in self.fixed.ways():
-                possible = [one for one in own if zero < 3 or self.fixed.zero is not None or _several(one)]
+                possible = [one for one in own if zero < 3 or self.fixed.zero is not None or are_several(one)]
                 found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
         except CscError as error:  # or microbatches of this size
             self.found.refused[own[0].division] = str(error)
@@ -367,11 +366,6 @@ def _planned(numbers: Problem) -> PipelinePlan | None:
         return plan(numbers, "auto", effort=EFFORT, limit=LIMIT)
     except CscError:
         return None
-
-
-def _several(layout: MeshLayout) -> bool:
-    """Whether several ranks hold the same parameters."""
-    return len(layout.mesh.group(Group.DATA, 0)) > 1
 
 
 def _rank(row: MeshRow) -> tuple[bool, float]:
