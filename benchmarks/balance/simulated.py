@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +23,8 @@ from benchmarks.balance.models import MODELS, rates_of
 from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.mllm.trace import FROZEN
 from csc.planning.assign.bound import bound
+from csc.planning.assign.fluid import Shape
+from csc.planning.assign.learned import learned
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Floats, SampleCosts
 from csc.planning.plan import PipelinePlan, plan
@@ -37,6 +40,7 @@ SHAPES = (  # ranks, microbatches, replicas, samples
 )  # fmt: skip
 MULTIPLE = (1.0, 1.0, 64.0, 1.0)  # text is padded to this
 ROOM = 1.5  # for csc, times the most activations of equal microbatches, or what LPT takes; others take what they do
+DRAWS = 4  # steps of other samples that shapes are learned from
 QUICK_SHAPES = SHAPES[1:3]
 
 
@@ -105,6 +109,8 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
     sums: dict[str, float] = dict.fromkeys((OURS, *RIVALS), 0.0)
     taken, took = dict.fromkeys(sums, 0.0), {}
     bounds, equals, decisions = 0.0, 0.0, []
+    draws = [_step(cell, rates, whole, planned, drawn(lengths, count, number), typical) for number in range(DRAWS)]
+    planned_shapes = _shapes(draws)
     for seed in range(batches):
         step = _step(cell, rates, whole, planned, drawn(lengths, count, 100 + seed), typical)
         even = equal(step)
@@ -116,7 +122,7 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
             took[name] = max(max(peaks(step.work(one), step.orders)) for one in divided) / held
         gc.freeze()  # as a loader's workers do
         start = time.process_time()
-        own = assign(step, [max(ROOM, took["LPT"]) * held] * ranks)
+        own = assign(step, [max(ROOM, took["LPT"]) * held] * ranks, shapes=planned_shapes)
         decisions.append(time.process_time() - start)
         sums[OURS] += own.seconds
         took[OURS] = max(own.peaks) / held
@@ -127,6 +133,12 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
         cell, {name: total / batches for name, total in sums.items()}, bounds / batches, equals / batches,
         max(decisions), taken,
     )  # fmt: skip
+
+
+def _shapes(steps: Sequence[SampleCosts]) -> list[Shape]:
+    """Of a plan, from samples that are not those of any step which is measured."""
+    held = max(max(peaks(step.work(one[0]), step.orders)) for step in steps for one in [equal(step)])
+    return learned(steps, [ROOM * held] * len(steps[0].orders))
 
 
 def prepared(cell: Cell, samples: Floats) -> tuple[PipelinePlan, SampleCosts, Floats]:

@@ -25,6 +25,7 @@ from csc.balance.order import EpochOrder
 from csc.balance.sample_costs import Costs
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
+from csc.planning.assign.fluid import Shape
 from csc.planning.assign.layout import BatchLayout, Size
 from csc.runtime.launch import several_processes
 
@@ -83,25 +84,28 @@ def balanced(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the first rank finds out for all. examples: as a Decider has them."""
+    """What the first rank finds out for all. examples, shapes: as a Decider has them."""
 
     costs: Costs
     packed: bool
     counted: tuple[Counted, ...]
     examples: Mapping[Size, tuple[int, ...]]
+    shapes: tuple[Shape, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "costs": sample_costs.to_json(self.costs), "packed": self.packed,
             "counted": [vars(one) for one in self.counted],
             "examples": [[list(size), list(group)] for size, group in self.examples.items()],
+            "shapes": [list(shape) for shape in self.shapes],
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> _Measured:
         counted = tuple(Counted(**one) for one in data["counted"])
         examples = {tuple(size): tuple(group) for size, group in data["examples"]}
-        return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, examples)
+        shapes = tuple(map(tuple, data["shapes"]))
+        return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, examples, shapes)
 
 
 def _measured(
@@ -120,14 +124,16 @@ def _measured(
     typical = batch_size / (compiled.options.mesh.dp * compiled.options.microbatches)
     found = sample_costs.measured(compiled, layout, table.names, collated, typical)
     counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
-    measured = _Measured(found, packed, counted, {})
-    decider = _decider(compiled, table, measured, multiple).with_sizes(batch_size)
-    return replace(measured, examples=decider.examples)
+    measured = _Measured(found, packed, counted, {}, ())
+    decider = _decider(compiled, table, measured, multiple).learned(batch_size).with_sizes(batch_size)
+    return replace(measured, examples=decider.examples, shapes=decider.shapes)
 
 
 def _decider(compiled: CompiledModel, table: Lengths, found: _Measured, multiple: int) -> Decider:
     options = compiled.options
-    return Decider(table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.examples)
+    return Decider(
+        table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.examples, found.shapes
+    )
 
 
 def _samples_of(dataset: Any) -> int:

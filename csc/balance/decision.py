@@ -2,7 +2,8 @@
 
     decider = Decider(lengths, costs, packed, replicas, microbatches, multiple)
     decider.decide(indices) -> StepAssignment              CPU seconds: a tenth of one for 128 samples
-    decider.with_sizes() -> Decider                  that keeps to sizes of microbatches which it has chosen beforehand
+    decider.learned(batch_size) -> Decider                 that knows what shapes make such steps short, and
+    decider.with_sizes(batch_size) -> Decider              that keeps to sizes of microbatches which it chose before
 
 Without a limit of memory activations are held to ROOM times those of equal microbatches, or what equal loads take.
 """
@@ -18,15 +19,18 @@ import numpy as np
 
 from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import Costs
+from csc.planning.assign.fluid import Shape
 from csc.planning.assign.known_sizes import CHEAP, EVERY, Effort
 from csc.planning.assign.layout import BatchLayout, Kind, Size, widths_of
-from csc.planning.assign.portfolio import MOVES, assign, even, with_known_sizes
+from csc.planning.assign.learned import learned
+from csc.planning.assign.portfolio import ROUNDS, assign, even, with_known_sizes
 from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules.timing import peaks
 
 ROOM = 1.5
 SPARE = 1.1  # times that for microbatches whose size is known
 DRAWS = 32  # steps of random samples whose sizes are known beforehand
+LESSONS = 4  # that shapes are learned from
 LONG, LONGEST = 4, 8  # of them have so many of the longest samples each
 
 
@@ -41,8 +45,8 @@ class StepAssignment:
 
 @dataclass(frozen=True)
 class Decider:
-    """examples: of each size of microbatches that steps keep to one that has it, as samples of the dataset. efforts: to
-    keep to them.
+    """examples: of each size of microbatches that steps keep to one that has it, as samples of the dataset. shapes:
+    that microbatches are filled to. rounds: of local changes. efforts: to keep to the sizes.
     """
 
     lengths: Lengths
@@ -52,7 +56,8 @@ class Decider:
     microbatches: int
     multiple: int
     examples: Mapping[Size, tuple[int, ...]] = field(default_factory=dict)
-    moves: int = MOVES
+    shapes: tuple[Shape, ...] = ()
+    rounds: int = ROUNDS
     efforts: tuple[Effort, ...] = EVERY
 
     def decide(self, indices: Sequence[int]) -> StepAssignment:
@@ -60,7 +65,7 @@ class Decider:
         step = self.step(indices)
         hard = self.costs.room
         room = hard or self._soft_room(step)
-        found = assign(step, room, self.moves, list(indices))
+        found = assign(step, room, self.rounds, list(indices), self.shapes)
         found = with_known_sizes(step, found, hard or [SPARE * one for one in room], self.efforts)
         groups = tuple(tuple(tuple(int(indices[i]) for i in group) for group in own) for own in found.groups)
         layout = self._layout(indices)
@@ -87,23 +92,29 @@ class Decider:
         equal = peaks(step.work(np.tile(mean, (step.microbatches, 1))), step.orders)
         return [max(ROOM * one, other) for one, other in zip(equal, step.peaks(even(step)))]
 
+    def learned(self, batch_size: int) -> Decider:
+        """With shapes for steps of so many of the dataset's samples."""
+        drawn = [self.step(indices) for _, indices in zip(range(LESSONS), self._draws(batch_size, longest=False))]
+        room = self.costs.room or [min(each) for each in zip(*(self._soft_room(step) for step in drawn))]
+        return replace(self, shapes=tuple(learned(drawn, room)))
+
     def with_sizes(self, batch_size: int) -> Decider:
         """Knowing the sizes of a few steps of random samples, each of which kept to those before where that was cheap;
         of some the longest samples are a part, which hardly any other sizes would have room for.
         """
-        found = replace(self, moves=0, efforts=CHEAP)
+        found = replace(self, rounds=0, efforts=CHEAP)
         for indices in self._draws(batch_size):
             decided = found.decide(indices)
             new = dict(zip(chain(*decided.sizes), chain(*decided.groups)))
             found = replace(found, examples={**new, **found.examples})
-        return replace(found, moves=self.moves, efforts=self.efforts)
+        return replace(found, rounds=self.rounds, efforts=self.efforts)
 
-    def _draws(self, batch_size: int) -> Iterator[list[int]]:
+    def _draws(self, batch_size: int, longest: bool = True) -> Iterator[list[int]]:
         random, count = np.random.default_rng(0), min(batch_size, len(self.lengths))
-        longest = np.argsort(-self.lengths.tokens, kind="stable")[: LONG * LONGEST].tolist()
+        most = np.argsort(-self.lengths.tokens, kind="stable")[: LONG * LONGEST].tolist()
         for number in range(DRAWS):
             drawn = random.choice(len(self.lengths), count, replace=False).tolist()
-            own = longest[number::LONG][: count // 2] if number < LONG else []
+            own = most[number::LONG][: count // 2] if longest and number < LONG else []
             yield [*own, *(one for one in drawn if one not in own)][:count]
 
     @cached_property

@@ -112,7 +112,7 @@ class _Planned:
 
     def decider(self, table: Lengths, asked: LengthsRequest) -> Decider:
         return Decider(
-            table, self.costs, asked.packed, self.options.mesh.dp, self.options.microbatches, asked.multiple, moves=0
+            table, self.costs, asked.packed, self.options.mesh.dp, self.options.microbatches, asked.multiple, rounds=0
         )
 
     def steps(self, table: Lengths, asked: LengthsRequest, batches: Sequence[Sequence[int]]) -> Floats:

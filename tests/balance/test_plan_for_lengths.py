@@ -47,7 +47,7 @@ def steps(compiled: csc.CompiledModel) -> list[float]:
     found = probes(compiled, table())
     costs = of_problems(compiled.program, [problem(one, compiled.options) for one in found.programs], found.counted)
     options = compiled.options
-    own = Decider(table(), costs, True, options.mesh.dp, options.microbatches, 8, moves=0)
+    own = Decider(table(), costs, True, options.mesh.dp, options.microbatches, 8, rounds=0)
     batches = [np.random.default_rng(1000 + n).choice(300, BATCH, replace=False).tolist() for n in range(BATCHES)]
     end = max(one.seconds for one in step_ends(compiled.program, options))
     return [own.decide(batch).seconds + end for batch in batches]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from csc.errors import ScheduleError
 from csc.planning.schedules.timing import start_times
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import WorkTables, positions
 from csc.simulation.pipeline import Network
 
 Floats = npt.NDArray[np.float64]
@@ -101,8 +101,8 @@ class FixedOrders:
         }
         came: dict[int, int] = {}
         walk = []
-        for rank, entry, k in sorted(self._actions(), key=lambda one: starts[work.lane_of[one[1]]][one[2]]):
-            lane = work.lane_of[entry]
+        everything = [(rank, *one) for rank, order in enumerate(self.orders) for one in positions(work, order)]
+        for rank, entry, lane, k in sorted(everything, key=lambda one: starts[one[2]][one[3]]):
             ends = (lane, lane + 1) if entry != lane else (lane,)
             sends = tuple(
                 _Sent(slot, wire_of[lane, fed] * count + k, latency, came.setdefault(fed * count + k, len(came)))
@@ -119,26 +119,13 @@ class FixedOrders:
         their stages' moments.
         """
         work, found = self.work, []
-        for rank in range(len(self.orders)):
-            own = [(entry, k) for place, entry, k in self._actions() if place == rank]
-            fused = [number for number, (entry, _) in enumerate(own) if entry >= work.size]
-            moments = [(work.lane_of[own[f][0]] // 3) * work.microbatches + own[f][1] for f in fused]
-            places = [entry * work.microbatches + k for entry, k in own]
+        for order in self.orders:
+            own = positions(work, order)
+            fused = [number for number, (entry, _, _) in enumerate(own) if entry >= work.size]
+            moments = [(own[f][1] // 3) * work.microbatches + own[f][2] for f in fused]
+            places = [entry * work.microbatches + k for entry, _, k in own]
             found.append(tuple(np.array(one, dtype=np.int64) for one in (places, fused, moments)))
         return found  # type: ignore[return-value]
-
-    def _actions(self) -> list[tuple[int, int, int]]:
-        """(rank, entry, position) of each action, rank by rank in order."""
-        lane_of, found = self.work.lane_of, []
-        for rank, order in enumerate(self.orders):
-            done: dict[int, int] = {}
-            for entry in order:
-                k = done.get(lane_of[entry], 0)
-                done[lane_of[entry]] = k + 1
-                if entry != lane_of[entry]:
-                    done[lane_of[entry] + 1] = k + 1
-                found.append((rank, entry, k))
-        return found
 
 
 def _of_ones(work: WorkTables) -> WorkTables:

@@ -9,6 +9,7 @@ Terms
              counting
 
     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
+    positions(work, order) -> (entry, lane, position) of each action of a rank
     actions(work, orders) -> for each rank its F, B, W and BW as Actions
     orders_of(schedule) -> orders                          of one in which all lanes run microbatches 0, 1, 2, ...
 """
@@ -212,21 +213,29 @@ class WorkTables:
         return count
 
 
+def positions(work: WorkTables, order: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(entry, lane, position) of each action of a rank's order."""
+    lane_of, found = work.lane_of, []
+    done: dict[int, int] = {}
+    for entry in order:
+        lane = lane_of[entry]
+        k = done.get(lane, 0)
+        done[lane] = k + 1
+        if entry != lane:
+            done[lane + 1] = k + 1
+        found.append((entry, lane, k))
+    return found
+
+
 def actions(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
     """The F, B, W and BW of each rank, in order."""
-    result = []
-    for order in orders:
-        count = dict.fromkeys(work.lanes, 0)
-        row = []
-        for entry in order:
-            lane = work.lane_of[entry]
-            mb = work.sequence[count[lane]]
-            count[lane] += 1
-            if entry != lane:
-                count[lane + 1] += 1
-            row.append(Action("BW" if entry != lane else KINDS[lane % 3], lane // 3, mb))
-        result.append(row)
-    return result
+    return [
+        [
+            Action("BW" if entry != lane else KINDS[lane % 3], lane // 3, work.sequence[k])
+            for entry, lane, k in positions(work, order)
+        ]
+        for order in orders
+    ]
 
 
 def orders_of(schedule: Schedule) -> list[list[int]]:

@@ -53,13 +53,13 @@ def check(step: SampleCosts, schedule: Schedule, found: Assignment) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(steps(), st.sampled_from([0, 10]))
-def test_each_sample_once_in_the_time_that_it_says(case: tuple[SampleCosts, Schedule], moves: int) -> None:
+def test_each_sample_once_in_the_time_that_it_says(case: tuple[SampleCosts, Schedule], rounds: int) -> None:
     step, schedule = case
-    found = assign(step, moves=moves)
+    found = assign(step, rounds=rounds)
     check(step, schedule, found)
-    assert found == assign(step, moves=moves)
+    assert found == assign(step, rounds=rounds)
     assert found.seconds >= bound(step) * (1 - 1e-9)
-    assert moves == 0 or found.seconds <= assign(step, moves=0).seconds * (1 + 1e-12)
+    assert rounds == 0 or found.seconds <= assign(step, rounds=0).seconds * (1 + 1e-12)
 
 
 @settings(max_examples=150, deadline=None)
@@ -69,7 +69,7 @@ def test_no_step_of_one_replica_is_longer_than_those_of_others(case: tuple[Sampl
     step = replace(case[0], replicas=1)
     whole = (step.samples @ step.rank_rates[1:]).sum(axis=1)
     asked = Question(step, np.zeros(len(whole)), whole, 0, 0.0)
-    own = assign(step, moves=0).seconds
+    own = assign(step, rounds=0).seconds
     for name in ("LPT", "DistTrain") if whole.sum() else ():
         assert own <= step.seconds_of(RIVALS[name](asked)[0]) * (1 + 1e-9), name
 
@@ -92,7 +92,7 @@ def test_no_assignment_beats_the_bound(case: tuple[SampleCosts, Schedule]) -> No
     step, schedule = case
     least = min(max(simulated(step, schedule, own)[0] for own in groups) for groups in assignments(step))
     assert bound(step) <= least * (1 + 1e-9)
-    assert assign(step, moves=20).seconds >= least * (1 - 1e-9)
+    assert assign(step, rounds=20).seconds >= least * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,9 +132,9 @@ def chain_of_four(samples: int, microbatches: int) -> tuple[SampleCosts, Schedul
 
 def test_memory_is_kept_to() -> None:
     step, schedule = chain_of_four(48, 16)
-    free = assign(step)
+    free = assign(step, rounds=0)
     room = [0.9 * max(free.peaks)] * 4
-    found = assign(step, room=room)
+    found = assign(step, room, rounds=0)
     check(step, schedule, found)
     assert all(peak <= limit for peak, limit in zip(found.peaks, room))
     assert found.seconds >= free.seconds

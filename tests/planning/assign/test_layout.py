@@ -59,18 +59,18 @@ def test_each_sample_once_however_they_lie(
     lengths, units = (np.array(one, dtype=np.float64) for one in zip(*samples))
     layout = BatchLayout(lengths, units[:, None], packed, 8)
     if knows:
-        first = assign(step(layout, replicas, 4), moves=0)
+        first = assign(step(layout, replicas, 4), rounds=0)
         layout = replace(layout, known=widths_of(size for own in first.groups for size in layout.sizes(own)))
-    found = assign(step(layout, replicas, 4), moves=4)
+    found = assign(step(layout, replicas, 4), rounds=4)
     assert sorted(i for own in found.groups for group in own for i in group) == list(range(len(samples)))
     assert all(len(own) == 4 and all(own) for own in found.groups)
-    assert found == assign(step(layout, replicas, 4), moves=4)
+    assert found == assign(step(layout, replicas, 4), rounds=4)
 
 
 def test_neighbours_in_length_share_padded_rows() -> None:
     """Long and short samples, half of each: padding a short one to a long one doubles it."""
     lengths = np.array([400.0, 50.0] * 16)
-    found = assign(step(BatchLayout(lengths, np.ones((32, 1)), False, 8), 1, 8), moves=0)
+    found = assign(step(BatchLayout(lengths, np.ones((32, 1)), False, 8), 1, 8), rounds=0)
     mixed = [group for group in found.groups[0] if len({lengths[i] for i in group}) > 1]
     assert len(mixed) <= 1
 
