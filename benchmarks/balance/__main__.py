@@ -26,10 +26,14 @@ def main() -> None:
     parser.add_argument("--emulated", action="store_true", help="also some cells as emulated ranks: real processes")
     parser.add_argument("--real", action="store_true", help="also steps of a small model on two ranks that compute")
     parser.add_argument("--ahead", action="store_true", help="also steps that encode for the next one")
+    parser.add_argument(
+        "--divided", action="store_true", help="the bound that lets samples be cut: tighter, some seconds a batch"
+    )
     given = parser.parse_args()
     from benchmarks.balance.new_sizes import new_sizes
     from benchmarks.balance.simulated import cells, measure
     from benchmarks.balance.summary import document, show
+    from csc.planning.assign.bound import bound, divided_bound
 
     chosen = [cell for cell in cells(given.quick) if fnmatchcase(cell.name, given.only)]
     columns = (TextColumn("{task.description:<72}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -38,7 +42,8 @@ def main() -> None:
         task = bar.add_task("", total=len(chosen))
         for cell in chosen:
             bar.update(task, description=cell.name)
-            rows.append(measure(cell, given.batches, 0.0 if given.quick or cell.shape[2] > 1 else 1.0))
+            ilp_seconds = 0.0 if given.quick or cell.shape[2] > 1 else 1.0
+            rows.append(measure(cell, given.batches, ilp_seconds, divided_bound if given.divided else bound))
             bar.advance(task)
     runs = []
     if given.emulated and chosen:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,7 +101,9 @@ def cells(quick: bool = False) -> list[Cell]:
     return found + searched
 
 
-def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
+def measure(
+    cell: Cell, batches: int, ilp_seconds: float = 0.0, bound_of: Callable[[SampleCosts], float] = bound
+) -> Row:
     """The cell with so many batches of samples."""
     rates, whole, planned, typical = _whole(cell)
     ranks, _, _, count = cell.shape
@@ -127,7 +129,7 @@ def measure(cell: Cell, batches: int, ilp_seconds: float = 0.0) -> Row:
         sums[OURS] += own.seconds
         took[OURS] = max(own.peaks) / held
         taken = {name: max(taken[name], bytes_) for name, bytes_ in took.items()}
-        bounds += bound(step)
+        bounds += bound_of(step)
         equals += max(map(step.seconds_of, even))
     return Row(
         cell, {name: total / batches for name, total in sums.items()}, bounds / batches, equals / batches,

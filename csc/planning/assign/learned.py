@@ -15,9 +15,9 @@ import numpy as np
 
 from csc.planning.assign.fluid import Shape, fluid_shapes
 from csc.planning.assign.layout import Floats
+from csc.planning.assign.level_starts import starts
 from csc.planning.assign.ramps import PARTS, ramps
 from csc.planning.assign.score import Score
-from csc.planning.assign.starts import starts
 from csc.planning.assign.step import SampleCosts
 
 SHAPES = 16  # that are kept: each is tried for every replica of every step

@@ -24,10 +24,10 @@ from csc.planning.assign.filling import filled
 from csc.planning.assign.fluid import Shape
 from csc.planning.assign.known_sizes import EVERY, Effort, settled
 from csc.planning.assign.layout import Floats
+from csc.planning.assign.level_starts import Start, divisions_of, members, starts
 from csc.planning.assign.polish import polished
 from csc.planning.assign.ramps import ramps
 from csc.planning.assign.score import Lists, Score
-from csc.planning.assign.starts import Start, divisions_of, members, starts
 from csc.planning.assign.step import Groups, SampleCosts
 from csc.planning.schedules.activations import reserve
 

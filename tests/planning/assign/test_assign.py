@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.rivals import RIVALS, Question
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Schedule, parse
-from csc.planning.assign.bound import bound
+from csc.planning.assign.bound import bound, divided_bound
 from csc.planning.assign.filling import filled
 from csc.planning.assign.portfolio import Assignment, assign
 from csc.planning.assign.step import SampleCosts
@@ -92,6 +92,7 @@ def test_no_assignment_beats_the_bound(case: tuple[SampleCosts, Schedule]) -> No
     step, schedule = case
     least = min(max(simulated(step, schedule, own)[0] for own in groups) for groups in assignments(step))
     assert bound(step) <= least * (1 + 1e-9)
+    assert divided_bound(step) <= least * (1 + 1e-6)
     assert assign(step, rounds=20).seconds >= least * (1 - 1e-9)
 
 
