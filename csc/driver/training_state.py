@@ -3,7 +3,7 @@
 Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random (generators), extra (the caller's own).
 
     State(saved, scheduler, extra, has)
-    taken(state, copy) -> ProcessState           what this process writes, as it is now; of copies, if training goes on
+    taken(state, copied) -> ProcessState          what this process writes, as it is now; of copies, if training goes on
     about(state, step)                        for the index
     expected(state) -> {name: Expected}       every parameter and buffer of the model
     take_up(state, index) -> Restored         all ranks call it; nothing is changed unless all of it can be
@@ -11,13 +11,14 @@ Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random 
 
 from __future__ import annotations
 
+import copy
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +34,17 @@ from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest
 from csc.driver.persistence import Saved
 from csc.driver.share import place
-from csc.errors import InputError
+from csc.errors import CscError, InputError
 from csc.runtime import optimizer_state
 from csc.runtime.boxes import whole_box
+from csc.runtime.meeting import Meeting
 from csc.runtime.saving import check_rest
+from csc.runtime.texts import first_line
 from csc.runtime.weights import WeightLayout
 from csc.runtime.words import NOTHING, Said
 
 WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
+SCHEDULER_CLASS = "scheduler_class"  # whose state that of the scheduler is
 ALL = (WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA)
 
 
@@ -83,7 +87,7 @@ class Restored:
     begun: tuple[str, ...] = ()
 
 
-def taken(state: State, copy: bool) -> ProcessState:
+def taken(state: State, copied: bool) -> ProcessState:
     """InputError for what has no values, or cannot be saved."""
     saved, trainer = state.saved, state.saved.trainer
     trainer.own.check_step("save")
@@ -101,6 +105,7 @@ def taken(state: State, copy: bool) -> ProcessState:
     other: dict[str, Any] = {}
     if SCHEDULER in state.has:
         other[SCHEDULER] = packed(state.scheduler.state_dict(), "the scheduler's state")
+        other[SCHEDULER_CLASS] = type(state.scheduler).__name__
     if LOADER in state.has and trainer.speaks:
         anywhere = bool(getattr(saved.loader, loader_state.ANY_SHARE, False))
         position = packed(saved.loader.state_dict(), "the loader's state")
@@ -109,7 +114,7 @@ def taken(state: State, copy: bool) -> ProcessState:
         other[RANDOM] = packed(_drawn(trainer.device), "random numbers")
     if EXTRA in state.has and 0 in trainer.transport.ranks:
         other[EXTRA] = packed(dict(state.extra), "extra")
-    return ProcessState(pieces.copies(found) if copy else found, told, other)
+    return ProcessState(pieces.copies(found) if copied else found, told, other)
 
 
 def about(state: State, step: int) -> dict[str, Any]:
@@ -148,6 +153,7 @@ def take_up(state: State, index: StepIndex) -> Restored:
     """InputError, with nothing changed, for what is missing or damaged; StepFailed if that is so on another rank."""
     saved, meeting = state.saved, state.saved.trainer.transport.meeting
     changes: list[Callable[[], Any]] = []
+    moves: list[Move] = []
 
     def ready() -> tuple[Said, dict[str, Any]]:
         absent = [what for what in state.has if what not in index.has]
@@ -162,13 +168,15 @@ def take_up(state: State, index: StepIndex) -> Restored:
         if OPTIMIZER in state.has:
             assert saved.optimizer is not None
             made = restoring.optimizer(index, saved.optimizer, own)
-            changes.append(partial(saved.optimizer.load_state_dict, made))
+            changes.append(partial(optimizer_state.put, saved.optimizer, made))
         of_process = restoring.state(index, state.process[0])
         first = restoring.state(index, 0)
         if SCHEDULER in state.has:
-            changes.append(partial(state.scheduler.load_state_dict, unpacked(first[SCHEDULER])))
+            _check_scheduler(state, first, index)
+            before = copy.deepcopy(state.scheduler.state_dict())
+            moves.append(Move(state.scheduler, unpacked(first[SCHEDULER]), before))
         if LOADER in state.has:
-            changes.insert(0, partial(saved.loader.load_state_dict, _position(state, index)))
+            moves.append(Move(saved.loader, _position(state, index), None))
         rest = {}
         if WEIGHTS in state.has:
             restoring.verify(
@@ -186,7 +194,8 @@ def take_up(state: State, index: StepIndex) -> Restored:
             ) from error
 
     found = meeting.hold("load a checkpoint", careful)
-    for change in changes:  # a loader may refuse its position: then no weight was touched
+    _moved(meeting, moves, str(index.folder / FILE))  # one may refuse: then nothing else was touched
+    for change in changes:
         change()
     if WEIGHTS in state.has:
         saved.trainer.own.fill(lambda name, box, target: restoring.fill(index, name, box, target))
@@ -195,6 +204,52 @@ def take_up(state: State, index: StepIndex) -> Restored:
     if RANDOM in state.has:
         _draw_again(unpacked(found["random"]), saved.trainer.device)
     return Restored(index.step, index.folder, found["extra"], _begun(state, index))
+
+
+def _check_scheduler(state: State, found: Mapping[str, Any], index: StepIndex) -> None:
+    """InputError for the state of another class, which torch's schedulers would take without a word."""
+    own = type(state.scheduler).__name__
+    then = found.get(SCHEDULER_CLASS, own)
+    if then != own:
+        raise InputError(
+            f"it has the state of a {then}, and the scheduler is a {own}", str(index.folder / FILE),
+            f"make the {then} that was saved, or leave the scheduler out: load(only=['weights', 'optimizer', ...])",
+        )  # fmt: skip
+
+
+class Move(NamedTuple):
+    """State for a scheduler or loader. before: what it has now; None: it is not asked."""
+
+    one: Any
+    state: Any
+    before: Any
+
+
+def _moved(meeting: Meeting, moves: Sequence[Move], where: str) -> None:
+    """Give each its state. If one refuses, on any rank, all raise, and those that were asked have what they had. A
+    loader stands last and is not asked: one of torchdata would start its workers to say where it is.
+    """
+
+    def move() -> tuple[Said, None]:
+        for one, state, _ in moves:
+            try:
+                one.load_state_dict(state)
+            except CscError:
+                raise
+            except Exception as error:  # classes of the user's raise what they like
+                raise InputError(
+                    f"the {type(one).__name__} does not take its state: {type(error).__name__}: {first_line(error)}",
+                    where, "make it as it was made for that save, or leave it out: load(only=[...])",
+                ) from error  # fmt: skip
+        return NOTHING, None
+
+    try:
+        meeting.hold("load a checkpoint", move)
+    except BaseException:
+        for one, _, before in moves:
+            if before is not None:
+                one.load_state_dict(before)
+        raise
 
 
 def _rest(state: State, index: StepIndex) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ entries (Adam's `step`), and the options of the groups. It names the weights tha
 
     save(directory, optimizer, trainer)        all ranks call it, after the weights are there
     load(directory, optimizer, trainer)        all ranks call it; every process reads the parts that it needs
-    listed, joined, fits, restored             what stands in an index, for those who keep the tensors elsewhere
+    listed, joined, fits, restored, put        what stands in an index, for those who keep the tensors elsewhere
 
 Nothing is pickled. A state is there whole, or the one before is.
 """
@@ -246,7 +246,18 @@ def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
                 "Take another copy of it, or an older checkpoint",
             ) from error  # fmt: skip
 
-    optimizer.load_state_dict(trainer.transport.meeting.hold("load the optimizer", read))
+    put(optimizer, trainer.transport.meeting.hold("load the optimizer", read))
+
+
+def put(optimizer: torch.optim.Optimizer, made: dict[str, Any]) -> None:
+    """Give it what was `restored`, in the dtypes that it was saved in: torch turns state into the parameter's."""
+    optimizer.load_state_dict(made)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in made["state"].items():
+        now = optimizer.state[parameters[number]]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and getattr(now.get(key), "dtype", value.dtype) != value.dtype:
+                now[key] = value.to(now[key].device)
 
 
 def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> dict[str, Any]:
@@ -279,14 +290,15 @@ def restored(
         numbers = []
         for parameter in group["params"]:
             one = of_parameter.get(id(parameter))
+            if one is not None and home.get(one.name, i) != i:
+                raise unfit(f"{one.name!r} is in group {home[one.name]} there, and in group {i} here")
             if one is not None and one.name in table["parameters"]:
-                if home.get(one.name) != i:
-                    raise unfit(f"{one.name!r} is in group {home.get(one.name)} there, and in group {i} here")
                 state[number] = _of_one(one, table["parameters"][one.name], assemble, unfit)
             numbers.append(number)
             number += 1
-        options = {k: _like(v, table["groups"][i]["options"].get(k, v)) for k, v in group.items() if k != "params"}
-        groups.append({**options, "params": numbers})
+        then = table["groups"][i]["options"]
+        now = {key: _like(value, then.get(key, value)) for key, value in group.items()}
+        groups.append({**then, **now, "params": numbers})  # what a scheduler has left there, too
     return {"state": state, "param_groups": groups}
 
 
