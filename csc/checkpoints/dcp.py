@@ -4,16 +4,17 @@ Terms: a *key* is the path of an entry, joined by dots: `model.NAME`, `optim.sta
 Its `.metadata` is a pickle: it is read by an unpickler that knows the classes of such files and nothing else, so that
 no code of the file's runs. Tensors in it are read with weights_only=True.
 
-    read(directory, kind) -> DcpContents               kind: of the optimizer, whose name such a directory does not hold
-    write(directory, index)                      a checkpoint as `dcp.load` reads it
+    read(directory, kind) -> DcpContents         kind: of the optimizer, whose name such a directory does not hold
+    write(directory, index, tell)                a checkpoint as `dcp.load` reads it
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from csc.checkpoints import restoring
+from csc.checkpoints.lazy import LazyTensor
 from csc.checkpoints.step_index import StepIndex
 from csc.errors import InputError
 from csc.runtime.reading import checked_file, within
@@ -44,33 +46,33 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class DcpContents:
-    """What a directory holds. optimizer: as csc.runtime.optimizer_state lists it, with tensors; None: none is there.
-    left: keys that are neither.
+    """What a directory holds. optimizer: as csc.runtime.optimizer_state lists it, with a LazyTensor for each tensor;
+    None: none is there. left: keys that are neither.
     """
 
-    parameters: dict[str, torch.Tensor]
+    parameters: dict[str, LazyTensor]
     optimizer: dict[str, Any] | None
     left: list[str]
 
 
 def read(directory: Path, kind: str | None = None) -> DcpContents:
-    """All of it, in memory. InputError for what is no such directory, or names anything else than it should."""
+    """Tensors are read later. InputError for what is no such directory, or names anything else than it should."""
     found = _Directory(directory)
     paths = {key: found.path(key) for key in found.metadata.state_dict_metadata}
     nested = any(path[0] in MODEL and len(path) == 2 for path in paths.values())
-    parameters: dict[str, torch.Tensor] = {}
+    parameters: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     left = []
     for key, path in paths.items():
         if path[0] in MODEL and len(path) == 2:
-            parameters[path[1]] = found.tensor(key)
+            parameters[path[1]] = found.lazy(key)
         elif path[0] in OPTIMIZER and path[1:2] == ("state",) and len(path) == 4:
-            states.setdefault(path[2], {})[path[3]] = found.value(key)
-        elif path[0] in OPTIMIZER and path[1:2] == ("param_groups",) and len(path) == 4:
+            states.setdefault(path[2], {})[path[3]] = found.lazy(key) if found.is_tensor(key) else found.value(key)
+        elif path[0] in OPTIMIZER and path[1:2] == ("param_groups",) and len(path) == 4 and str(path[2]).isdecimal():
             groups.setdefault(int(path[2]), {})[path[3]] = found.value(key)
         elif not nested and len(path) == 1 and found.is_tensor(key):
-            parameters[key] = found.tensor(key)
+            parameters[key] = found.lazy(key)
         else:
             left.append(key)
     if not parameters:
@@ -80,13 +82,13 @@ def read(directory: Path, kind: str | None = None) -> DcpContents:
 
 
 def _listed(
-    states: dict[str, dict[str, Any]], groups: dict[int, dict[str, Any]], parameters: dict[str, torch.Tensor],
+    states: dict[str, dict[str, Any]], groups: dict[int, dict[str, Any]], parameters: dict[str, LazyTensor],
     kind: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     listed: dict[str, Any] = {}
     for name, state in states.items():
-        shape = parameters[name].shape if name in parameters else None
-        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == shape and v.dim()}
+        shape = parameters[name].about.shape if name in parameters else None
+        tensors = {key: value for key, value in state.items() if _is_of_entries(value, shape)}
         numbers = {key: _number(value) for key, value in state.items() if key not in tensors}
         listed[name] = {"shape": list(shape or ()), "numbers": numbers, "tensors": tensors}
     told = [
@@ -99,9 +101,17 @@ def _listed(
     return {"kind": kind or "AdamW", "groups": told, "parameters": listed}
 
 
+def _is_of_entries(value: Any, shape: torch.Size | None) -> bool:
+    """Or a number: a parameter of one entry has a state of one entry."""
+    if not isinstance(value, LazyTensor) or not value.about.dim():
+        return False
+    return value.about.numel() != 1 or value.about.shape == shape
+
+
 def _number(value: Any) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item(), "shape": list(value.shape)}
+    if isinstance(value, LazyTensor):
+        number = value.load()
+        return {"dtype": str(number.dtype).removeprefix("torch."), "value": number.item(), "shape": list(number.shape)}
     return {"value": value}
 
 
@@ -157,6 +167,14 @@ class _Directory:
         """Or something else."""
         return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
 
+    def lazy(self, key: str) -> LazyTensor:
+        """A tensor, to be read later."""
+        about = self.metadata.state_dict_metadata[key]
+        if not isinstance(about, TensorStorageMetadata):
+            raise self.fail(f"{key!r} is no tensor there")
+        meta = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        return LazyTensor(meta, partial(self.tensor, key))
+
     def value(self, key: str) -> Any:
         """A tensor, or what is plain."""
         return self.tensor(key) if self.is_tensor(key) else self._loaded(MetadataIndex(key))
@@ -195,8 +213,10 @@ class _Directory:
             ) from None
 
 
-def write(directory: Path, index: StepIndex) -> None:
-    """Whole tensors, one at a time; the metadata last. InputError if it cannot be written, or is damaged."""
+def write(directory: Path, index: StepIndex, tell: Callable[[str], None]) -> None:
+    """Whole tensors, one at a time; the metadata last. InputError if it cannot be written, or is damaged. tell: is
+    called with what is being written.
+    """
     make_directory(directory)
     about: dict[str, Any] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
@@ -206,6 +226,7 @@ def write(directory: Path, index: StepIndex) -> None:
         with file.open("wb") as opened:
             for path, value in _entries(index):
                 key, start = ".".join(map(str, path)), opened.tell()
+                tell(f"{key}, {start / 1e9:.1f} GB written")
                 torch.save(value, opened)
                 at = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
                 places[MetadataIndex(key, at)] = StorageInfo(DATA, start, opened.tell() - start)

@@ -4,6 +4,7 @@ Terms: a file holds some numbered keys; where each begins, and its digest, go to
 Other programs read the files as any safetensors.
 
     write(file, tensors) -> {key: (offset, sha256)}        published whole
+    write_each(file, about, given) -> the same             of tensors that are made one after the other
     layout(tensors) -> (header, {key: offset})             of the file that would be written
     digest(tensor) -> sha256                               of the bytes that would be written
     read(folder, part, dtype, what) -> tensor              on the CPU; InputError if it is not what was saved
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import RawIOBase
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from csc.errors import InputError
 from csc.runtime.boxes import sizes
 from csc.runtime.reading import checked_file, within
 from csc.runtime.saving import published
-from csc.runtime.weights import bytes_of
+from csc.runtime.weights import DIGESTS, bytes_of
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -34,14 +35,22 @@ DTYPES = {
 }  # fmt: skip
 
 
+NO_DIGEST = "0" * 64
+Places = dict[str, int]
+
+
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of the bytes."""
     return hashlib.sha256(bytes_of(tensor.detach().cpu())).hexdigest()
 
 
-def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What a file of these begins with, and the offset of each. InputError for a dtype that it has no form for."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def layout(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str] | None = None) -> tuple[bytes, Places]:
+    """What a file of these begins with, and the offset of each. InputError for a dtype that it has no form for.
+    digests: to be in the header, as csc.runtime.saving has them there.
+    """
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt"} | ({DIGESTS: json.dumps(digests)} if digests is not None else {})
+    }
     places, end = {}, 0
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -58,16 +67,31 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
 
 def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
     """The offset and the digest of each. InputError if the file cannot be written."""
-    begin, places = layout(tensors)
-    digests = {}
+    return write_each(file, tensors, tensors.items())
+
+
+def write_each(
+    file: Path, about: Mapping[str, torch.Tensor], given: Iterable[tuple[str, torch.Tensor]], in_header: bool = False
+) -> dict[str, tuple[int, str]]:
+    """about: shapes and dtypes of all, of meta tensors, too. given: all of them, in any order; none is kept. in_header:
+    whether the digests go to the header as well.
+    """
+    digests = dict.fromkeys(about, NO_DIGEST)
+    begin, places = layout(about, digests if in_header else None)
 
     def fill(path: Path) -> None:
         with path.open("wb") as opened:
             opened.write(begin)
-            for key, tensor in tensors.items():
+            for key, tensor in given:
+                assert (tensor.shape, tensor.dtype) == (about[key].shape, about[key].dtype), key
                 data = bytes_of(tensor.detach().cpu())
                 digests[key] = hashlib.sha256(data).hexdigest()
+                opened.seek(places[key])
                 opened.write(data)
+            assert NO_DIGEST not in digests.values(), "a tensor was not given"
+            if in_header:
+                opened.seek(0)
+                opened.write(layout(about, digests)[0])
 
     published(file, fill)
     return {key: (place, digests[key]) for key, place in places.items()}

@@ -27,11 +27,12 @@ import torch
 from csc.checkpoints import files
 from csc.checkpoints.pieces import Piece
 from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, cut_off, saved
+from csc.checkpoints.turns import alone_in
 from csc.errors import InputError
 from csc.runtime import optimizer_state
 from csc.runtime.meeting import Meeting
 from csc.runtime.reading import LONGEST
-from csc.runtime.saving import published
+from csc.runtime.saving import flushed, make_directory, published
 from csc.runtime.words import NOTHING, Said
 
 _OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
@@ -68,10 +69,24 @@ class Save:
 
 
 def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
-    """All ranks call it. If one of them cannot write, all raise, and what was saved before is what is read. Returns the
+    """All ranks call it. If one of them cannot write, all raise, and what was saved before is what is read. Saves of a
+    run are made one after the other: none takes the files of another for those of one that was cut off. Returns the
     folder.
     """
+    with contextlib.ExitStack() as turn:
 
+        def begin() -> tuple[Said, None]:
+            if save.place[0] == 0:
+                make_directory(save.folder.parent)
+                turn.enter_context(alone_in(save.folder.parent, wait=True))
+            return NOTHING, None
+
+        meeting.hold("begin a checkpoint", begin)
+        _write(own, save, meeting)
+    return save.folder
+
+
+def _write(own: ProcessState, save: Save, meeting: Meeting) -> None:
     def parts() -> tuple[Said, str]:
         return NOTHING, json.dumps(_written(own, save))
 
@@ -88,7 +103,6 @@ def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
         return NOTHING, None
 
     meeting.hold("the index of a checkpoint", index)
-    return save.folder
 
 
 def _written(own: ProcessState, save: Save) -> dict[str, Any]:
@@ -241,16 +255,6 @@ def _not_shared(folder: Path, rank: int, name: str) -> InputError:
         f"process {rank} has written {name}, which process 0 does not see", str(folder),
         "save to a directory that all machines share",
     )  # fmt: skip
-
-
-def flushed(folder: Path) -> None:
-    """The names in it are on the disk, as far as the file system does that."""
-    with contextlib.suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def _clear(folder: Path, listed: Collection[str]) -> None:

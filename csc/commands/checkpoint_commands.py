@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.progress import shown
 
 if TYPE_CHECKING:
     from csc.checkpoints.step_index import StepIndex
@@ -175,26 +177,13 @@ def convert(
     debug: DebugOption = False,
 ) -> None:
     """Make Hugging Face's or torch's directory of a checkpoint (--to), or a checkpoint of one of these."""
-    from csc.checkpoints import step_index
     from csc.driver import checkpoint_conversion as conversion
-    from csc.errors import InputError
 
     kind = conversion.kind(source)
     wanted = to.value if to is not None else (conversion.HF if kind == conversion.CSC else conversion.CSC)
-    if (kind == conversion.CSC) == (wanted == conversion.CSC):
-        raise InputError(
-            f"it is {kind}, and --to is {wanted}", str(source),
-            "convert a checkpoint of csc to hf or dcp, and either of them to csc",
-        )  # fmt: skip
-    left: list[str] = []
-    made = out
-    if kind == conversion.CSC:
-        found = step_index.read(step_index.find(source, step))
-        (conversion.to_hf if wanted == conversion.HF else conversion.to_dcp)(found, out)
-    elif kind == conversion.HF:
-        made, left = conversion.from_hf(source, out, step or 0)
-    else:
-        made, left = conversion.from_dcp(source, out, step or 0, optimizer)
+    with shown(Console(stderr=True)) as tell:
+        found = conversion.convert(source, out, wanted, step, optimizer, tell)
+    made, left = found.made, found.left
     if json_output:
         print_json({"source": str(source), "from": kind, "to": wanted, "made": str(made), "left_out": left})
         return

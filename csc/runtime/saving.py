@@ -118,12 +118,14 @@ def discard(directory: str | Path, manifest: Manifest, position: int, save: str)
 
 
 def make_directory(directory: Path) -> None:
-    """Make it and those above it. InputError if a file stands in the way."""
+    """Make it and those above it. InputError if a file stands in the way, or it cannot be made."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         what = "a file is where a directory is to be made"
         raise InputError(what, str(directory), "Save to another path") from error
+    except OSError as error:
+        raise InputError(f"it cannot be made ({error})", str(directory), "Save to another path") from error
 
 
 def published(file: Path, write: Callable[[Path], object]) -> None:
@@ -145,6 +147,16 @@ def published(file: Path, write: Callable[[Path], object]) -> None:
             str(file),
             "Make room, or save to another directory; what was saved there before is as it was",
         ) from error
+
+
+def flushed(folder: Path) -> None:
+    """The names in it are on the disk, as far as the file system does that."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def _removed(older: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import csc
-from csc.checkpoints import files, step_index, writing
+from csc.checkpoints import files, restoring, step_index, writing
 from csc.checkpoints.as_json import packed, unpacked
 from csc.errors import InputError
 from csc.runtime.optimizer_state import SteppedParameter, check_whole
@@ -153,6 +153,19 @@ def test_a_background_save_that_fails_is_told(
     assert "step-00000002 was not saved: the disk: it cannot be written" in caplog.text
     whole.checkpoints.save(3).wait()
     assert whole.checkpoints.steps == [1, 3]
+
+
+def test_saves_of_two_managers_at_once(run: Make) -> None:
+    """To the same step and to others: none takes the files of another for those of a save that was cut off."""
+    whole = run(asynchronous=True, keep=2)
+    others = [run(asynchronous=True, keep=2).checkpoints for _ in range(2)]
+    for step in range(1, 9):
+        saving = [manager.save(step + ahead) for ahead, manager in enumerate([whole.checkpoints, *others])]
+        for one in saving:
+            one.wait()
+    for step in whole.checkpoints.steps:
+        assert not list(restoring.damaged(step_index.read(step_index.find(whole.checkpoints.directory, step))))
+    assert len(whole.checkpoints.steps) == 2 and not step_index.cut_off(whole.checkpoints.directory)
 
 
 def test_a_save_that_is_cut_off_anywhere(run: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
