@@ -10,6 +10,8 @@ gradients are those of all of them together. Data, logging, schedulers, callback
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from csc.balance.balanced import balanced
-from csc.checkpoints.step_index import find
+from csc.checkpoints import restoring
+from csc.checkpoints.as_json import unpacked
+from csc.checkpoints.step_index import find, read
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
-from csc.driver.training_state import OPTIMIZER, RANDOM, SCHEDULER, State, take_up
+from csc.driver.training_state import EXTRA, OPTIMIZER, RANDOM, SCHEDULER, WEIGHTS, State, take_up
 from csc.errors import InputError, MissingPackage
+from csc.runtime import weights
 
 try:
     import transformers
@@ -32,6 +37,7 @@ except ModuleNotFoundError as error:
 
 # Arguments that change what the model computes, or how: the compiled program has its own say in that.
 REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
+ADAPTERS = "adapter_model.safetensors"  # of PEFT
 STATE = "training_state"  # folder of a checkpoint: optimizer, scheduler, generators of random numbers
 METRICS = ("seconds", "tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that logs carry
 
@@ -176,7 +182,9 @@ class CompiledTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """What any number of processes, at any mesh, can take up; the weights are beside it."""
-        save_state(self._training_state(OPTIMIZER, SCHEDULER, RANDOM), _folder(output_dir), self.state.global_step)
+        state = self._training_state(OPTIMIZER, SCHEDULER, RANDOM, EXTRA)
+        beside = {WEIGHTS: _identity(output_dir)} if self.args.process_index == 0 else {}
+        save_state(replace(state, extra=beside), _folder(output_dir), self.state.global_step)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """That is in the state above."""
@@ -260,17 +268,40 @@ class CompiledTrainer(Trainer):
             self.processing_class.save_pretrained(directory)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        _check_pair(resume_from_checkpoint)
+        self._load_weights(resume_from_checkpoint, model)
+
+    def _load_weights(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if hasattr(self.compiled.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             self.compiled.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        self._load_weights(str(self.state.best_model_checkpoint))
 
 
 def _folder(checkpoint: str) -> Path:
     return Path(checkpoint) / STATE
+
+
+def _identity(checkpoint: str) -> str:
+    """Of the weights, or adapters, that are there."""
+    adapters = Path(checkpoint) / ADAPTERS
+    return sha256(adapters.read_bytes()).hexdigest() if adapters.is_file() else weights.identity(Path(checkpoint))
+
+
+def _check_pair(checkpoint: str) -> None:
+    """InputError if weights and training state are of two saves: one to the same place was cut off between them."""
+    if not _folder(checkpoint).is_dir():
+        return
+    state = restoring.state(read(find(_folder(checkpoint))), 0)
+    then = unpacked(state.get(EXTRA, {})).get(WEIGHTS)
+    if then is not None and then != _identity(checkpoint):
+        raise InputError(
+            f"its weights are not those that {STATE} was saved beside: a save to the same place was cut off",
+            checkpoint, "resume from another checkpoint; the weights alone are loaded with compiled.load(checkpoint)",
+        )  # fmt: skip
 
 
 def _microbatches(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.checkpoints.step_index import find
+from csc.checkpoints.step_index import cut_off, find, folder_of, saved
 from csc.checkpoints.writing import forgotten
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
@@ -102,7 +102,8 @@ class OneRankEach(SingleDeviceStrategy):
 
     Beside a checkpoint `last.ckpt`, whose state_dict has the weights of all ranks, there is a folder `last.ckpt.csc`:
     weights, the optimizer's state and generators of random numbers, as all ranks have written them. `fit(...,
-    ckpt_path=...)` reads that, with any number of processes and at any mesh.
+    ckpt_path=...)` reads that, with any number of processes and at any mesh. The folder's content is that of the step
+    which the file tells: the one before stays until the file is written anew.
     """
 
     strategy_name = "csc_one_rank_each"
@@ -129,18 +130,28 @@ class OneRankEach(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's file, and the folder beside it. All ranks call it."""
-        save_state(self._state(WEIGHTS, OPTIMIZER, RANDOM), _beside(filepath), int(checkpoint.get("global_step", 0)))
+        step, beside = _step(checkpoint), _beside(filepath)
+        save_state(self._state(WEIGHTS, OPTIMIZER, RANDOM), folder_of(beside, step), step)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            _forget_all(beside, but=step)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's file. InputError if there is no folder beside it."""
+        """Lightning's file. InputError if there is no folder beside it, or not of its step."""
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._read = _beside(checkpoint_path)
-        if not self._read.is_dir():
+        beside, step = _beside(checkpoint_path), _step(found)
+        if not beside.is_dir():
             raise InputError(
-                f"beside it is no folder {self._read.name}", str(checkpoint_path),
+                f"beside it is no folder {beside.name}", str(checkpoint_path),
                 "take the folder along with the file, or load weights with compiled.load(directory)",
             )  # fmt: skip
+        there = saved(beside)
+        if step not in there:
+            raise InputError(
+                f"it is of step {step}, and the folder {beside.name} has {', '.join(map(str, there)) or 'none'}",
+                str(checkpoint_path), "take the folder that was written with the file, or another checkpoint",
+            )  # fmt: skip
+        self._read = there[step]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -155,7 +166,7 @@ class OneRankEach(SingleDeviceStrategy):
         """Lightning's file and the folder."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            forgotten(_beside(filepath))
+            _forget_all(_beside(filepath))
 
     def _state(self, *what: str) -> State:
         optimizer = self.optimizers[0] if self.optimizers else None
@@ -179,3 +190,15 @@ class OneRankEach(SingleDeviceStrategy):
 
 def _beside(checkpoint: Any) -> Path:
     return Path(f"{checkpoint}.csc")
+
+
+def _step(checkpoint: Mapping[str, Any]) -> int:
+    return int(checkpoint.get("global_step", 0))
+
+
+def _forget_all(beside: Path, but: int | None = None) -> None:
+    """Remove what is in the folder, but for a step, and the folder if nothing is left."""
+    for folder in [*(one for step, one in saved(beside).items() if step != but), *cut_off(beside)]:
+        forgotten(folder)
+    if but is None:
+        forgotten(beside)

@@ -156,6 +156,14 @@ def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Pa
     assert same(parameters(again.compiled.model), expected)
     saved = type(whole.compiled.model).from_pretrained(tmp_path / "checkpoint-4")
     assert same(parameters(saved), expected)
+    for file in (tmp_path / "checkpoint-4").glob("model*"):  # as a second save to checkpoint-2 that was cut off
+        shutil.copy(file, tmp_path / "checkpoint-2")
+    third = trainer(fresh())
+    with pytest.raises(
+        InputError, match=r"checkpoint-2: its weights are not those that training_state was saved b"
+    ):
+        third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not same(parameters(third.compiled.model), expected)
 
 
 def uneven(count: int = ROWS * STEPS) -> Samples:
@@ -380,10 +388,16 @@ def test_lightning_on_two_processes(fresh: Callable[[], csc.CompiledModel], tmp_
     assert json.loads((tmp_path / "losses.json").read_text()) == expected[:STEPS]
     stored, at_half = stored_weights(tmp_path), loop(fresh(), batches(), 2 * STEPS)[1]
     assert same({name: stored[name] for name in at_half}, at_half)
+    steps = tmp_path / "last.ckpt.csc"
+    [step] = steps.iterdir()
+    shutil.copytree(step, steps / "step-00000009")  # as a save that was cut off before Lightning's file
     losses, trainer = with_lightning(
         fresh(), tmp_path / "again", ranks=True, total=2 * STEPS, resume=tmp_path / "last.ckpt"
     )
     assert losses == expected[STEPS:] and same(parameters(trainer.lightning_module.model), trained)
-    shutil.rmtree(tmp_path / "last.ckpt.csc")
+    shutil.rmtree(step)
+    with pytest.raises(InputError, match=rf"it is of step {STEPS}, and the folder last\.ckpt\.csc has 9"):
+        with_lightning(fresh(), tmp_path / "again", ranks=True, resume=tmp_path / "last.ckpt")
+    shutil.rmtree(steps)
     with pytest.raises(InputError, match=r"beside it is no folder last\.ckpt\.csc"):
         with_lightning(fresh(), tmp_path / "again", ranks=True, resume=tmp_path / "last.ckpt")
