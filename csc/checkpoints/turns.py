@@ -23,6 +23,8 @@ def alone_in(directory: Path, wait: bool) -> Iterator[None]:
             _lock(opened, directory, wait)
         yield
     finally:
+        with contextlib.suppress(OSError):  # closing is not enough: processes that were forked meanwhile have it, too
+            fcntl.flock(opened, fcntl.LOCK_UN)
         os.close(opened)
 
 

@@ -15,6 +15,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -248,7 +249,8 @@ def _moved(meeting: Meeting, moves: Sequence[Move], where: str) -> None:
     except BaseException:
         for one, _, before in moves:
             if before is not None:
-                one.load_state_dict(before)
+                with suppress(Exception):  # of one that refuses whatever it is given: what it has said is raised
+                    one.load_state_dict(before)
         raise
 
 

@@ -88,9 +88,15 @@ class Mesh:
         for component, tp in self.components:
             _check_size(f"axis tp of {component}", tp)
             if tp not in (1, self.tp):
+                others = tuple(one for one in self.components if one[0] != component)
+                nearest = replace(self, components=(*((n, t) for n, t in others if t in (1, self.tp)), (component, 1)))
                 raise InputError(
-                    f"{component} has tp={tp}, and the mesh has tp={self.tp}", "mesh",
-                    f"Give it tp=1, for which the {self.tp} ranks share out its samples, or {self.tp}",
+                    f"{component} has tp={tp}, and the mesh has tp={self.tp}: "
+                    + (f"its weights would be held {self.tp // tp} times by groups of {tp} ranks, which csc does not do"
+                       if self.tp % tp == 0 else f"{self.tp} ranks are no groups of {tp}"),
+                    "mesh",
+                    f"The nearest that fits is {nearest}, where the {self.tp} ranks share out its samples, or the same "
+                    f"without {component}.tp, where they divide its layers",
                 )  # fmt: skip
         for component, pp in self.own_stages:
             _check_size(f"axis pp of {component}", pp)
@@ -362,12 +368,16 @@ def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
     found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if len(staged) > 1}
     for name, sizes in meshes.items():
         own = Mesh(**sizes)
+        if own.tp not in (1, whole.tp):
+            replace(whole, components=((name, own.tp),))  # which says so
         apart = sizes.get("cp", whole.cp) != whole.cp
         if apart or own.dp * own.tp != whole.dp * whole.tp:
             what = f"cp={sizes['cp']}" if apart else f"dp * tp = {own.dp * own.tp}"
+            nearest = f"The nearest that fits: {name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp}). "
             raise InputError(
                 f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
-                "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
+                ("" if apart else nearest)
+                + "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
                 "the option context spreads an encoder's tokens over fewer cp ranks",
             )  # fmt: skip
         found[f"{name}{OWN}"] = own.tp

@@ -143,6 +143,12 @@ def listed(optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) ->
     tensors of its state, by key.
     """
     of_parameter = {id(one.parameter): one for one in own}
+    apart = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+    if apart is not None:
+        raise InputError(
+            f"the optimizer keeps {apart!r}, which is of no parameter", "save",
+            "keep it in its groups, or in the state of parameters; or save the optimizer's own state_dict()",
+        )  # fmt: skip
     parameters: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +118,21 @@ def test_a_conversion_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(InputError, match=f"{part.name}: .* the file ends before it"):
             convert(out, tmp_path / f"to_{to}", to)
         assert not (tmp_path / f"to_{to}").exists()
+
+
+def test_a_turn_ends_though_a_process_was_forked_in_it(tmp_path: Path) -> None:
+    """As a loader's workers are while a thread saves: what they have inherited keeps nobody out."""
+    with alone_in(tmp_path, wait=False):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with alone_in(tmp_path, wait=False):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def changed(config: dict[str, Any]) -> list[tuple[str, str]]:

@@ -317,8 +317,13 @@ def test_one_mesh_in_four_forms() -> None:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ("tp=4,vision_tower.tp=2", "vision_tower has tp=2, and the mesh has tp=4.*Give it tp=1.*or 4"),
-        ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2 in a mesh where a has tp=4"),
+        (
+            "tp=4,pp=2,vision_tower.tp=2",
+            "vision_tower has tp=2, and the mesh has tp=4: .*held 2 times"
+            ".*that fits is pp=2,tp=4,vision_tower.tp=1, where",
+        ),
+        ({"a": {"tp": 4}, "b": {"tp": 3}}, "b has tp=3.*4 ranks are no groups of 3.*fits is tp=4,b.tp=1"),
+        ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*a has tp=4.*that fits: b with dict\(tp=1, dp=4\)"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
         ({"a": {"tp": 4, "cp": 2}, "b": {"dp": 4, "cp": 1}}, "b has cp=1 in a mesh where a has cp=2,tp=4"),
         ("pp=2,vision_tower.pp=2", "vision_tower.pp=2 leaves none of pp=2 for the other components"),

@@ -159,9 +159,7 @@ def test_hf_trainer_resumes(fresh: Callable[[], csc.CompiledModel], tmp_path: Pa
     for file in (tmp_path / "checkpoint-4").glob("model*"):  # as a second save to checkpoint-2 that was cut off
         shutil.copy(file, tmp_path / "checkpoint-2")
     third = trainer(fresh())
-    with pytest.raises(
-        InputError, match=r"checkpoint-2: its weights are not those that training_state was saved b"
-    ):
+    with pytest.raises(InputError, match=r"checkpoint-2: its weights are not those that training_state was saved b"):
         third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not same(parameters(third.compiled.model), expected)
 

@@ -86,6 +86,15 @@ def test_options_of_groups(compiled: csc.CompiledModel, tmp_path: Path) -> None:
     assert lr_scheduler.StepLR(again, 2, last_epoch=1).last_epoch == 2
 
 
+def test_state_of_no_parameter(compiled: csc.CompiledModel, tmp_path: Path) -> None:
+    """torch keeps such keys in a state_dict; without their name they would be gone."""
+    optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1)
+    optimizer.state["steps"] = {"count": 3}
+    with pytest.raises(InputError, match=r"the optimizer keeps 'steps', which is of no parameter"):
+        csc.CheckpointManager(tmp_path, compiled, optimizer=optimizer).save(1)
+    assert not any(tmp_path.iterdir())
+
+
 class Position:
     """Of a schedule or a loader; refuses to go back."""
 
