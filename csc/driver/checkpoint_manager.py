@@ -7,7 +7,7 @@ checkpoints.save(step)      checkpoints.wait()
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.notices import NAMED, notice
-from csc.driver.training_state import ALL, LOADER, OPTIMIZER, SCHEDULER, Restored, State, take_up
+from csc.driver.other_config import differences
+from csc.driver.training_state import ALL, LOADER, OPTIMIZER, SCHEDULER, WEIGHTS, Restored, State, take_up
 from csc.errors import InputError
 from csc.runtime.broadcast import LONGEST
 from csc.runtime.meeting import Meeting
@@ -162,12 +163,16 @@ class CheckpointManager:
         return restored
 
     def _tell(self, restored: Restored, state: State) -> None:
-        if restored.begun and 0 in state.saved.trainer.transport.ranks:
-            more = f" and {len(restored.begun) - NAMED} more" if len(restored.begun) > NAMED else ""
+        if 0 not in state.saved.trainer.transport.ranks:
+            return
+        if restored.begun:
             notice(
-                f"the optimizer begins without a state for {', '.join(restored.begun[:NAMED])}{more}: frozen when "
-                f"{restored.folder.name} was saved"
+                f"the optimizer begins without a state for {_named(restored.begun)}: frozen, or not in the optimizer, "
+                f"when {restored.folder.name} was saved"
             )
+        found = differences(state.saved.model, restored.folder) if WEIGHTS in state.has else []
+        if found:
+            notice(f"{restored.folder.name} was saved with another config.json: {_named(found, '; ')}")
 
     def _state(self, extra: Mapping[str, Any], only: Collection[str] | None) -> State:
         given = {OPTIMIZER: self._optimizer, SCHEDULER: self._scheduler, LOADER: self._loader}
@@ -181,3 +186,8 @@ class CheckpointManager:
                 )  # fmt: skip
         saved = self._compiled.saved(self._loader, self._optimizer)
         return State(saved, self._scheduler, extra, has)
+
+
+def _named(found: Sequence[str], between: str = ", ") -> str:
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return between.join(found[:NAMED]) + more

@@ -79,7 +79,7 @@ class Restored:
         step: Of the checkpoint.
         folder: Its folder.
         extra: What `save(step, extra)` was given.
-        begun: Parameters that train now and were frozen when it was saved: the optimizer has no state of them yet.
+        begun: Parameters that train now and were not stepped when it was saved: the optimizer has no state of them yet.
     """
 
     step: int

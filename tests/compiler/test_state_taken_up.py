@@ -135,3 +135,23 @@ def test_one_that_refuses_changes_nothing(
     assert {name: one.state_dict() for name, one in other.items()} == before
     assert all(state["step"] == 2 for state in optimizer.state.values())
     assert all(torch.equal(now, then) for now, then in zip(compiled.parameters(), weights))
+
+
+def test_another_configuration_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With other heads in the same shapes it would go on as another model, in silence."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
+
+    def manager(heads: int) -> csc.CheckpointManager:
+        config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32 // heads)
+        return csc.CheckpointManager(tmp_path, csc.compile(LlamaForCausalLM(config), example=batch, check=False))
+
+    manager(4).save(1)
+    with caplog.at_level("INFO", "csc"):
+        manager(4).load()
+        assert "another config.json" not in caplog.text
+        manager(2).load()
+    assert "step-00000001 was saved with another config.json: " in caplog.text
+    assert "num_attention_heads is 4 there, and 2 in the model" in caplog.text
