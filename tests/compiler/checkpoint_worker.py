@@ -58,8 +58,6 @@ def first(case: dict[str, Any], directory: Path) -> None:
     run.steps(2)
     run.compiled.save(directory / "weights")
     saving = run.checkpoints.save(2, {"seen": 7})
-    for parameter in run.compiled.parameters():
-        assert not parameter.numel() or saving.copied
     later = run.steps(3)
     restored = run.checkpoints.load()
     assert restored is not None and (restored.step, restored.extra, restored.begun) == (2, {"seen": 7}, ())
