@@ -59,6 +59,9 @@ def list_command(
         rows = [{**one.about, "folder": str(one.folder), "bytes": one.size()} for one in found]
         print_json({"run": str(run), "checkpoints": rows, "damaged": damaged, "cut_off": begun})
         return
+    if not found and not damaged and not begun:
+        console.print(f"no checkpoint of csc in {escape(str(run))}", soft_wrap=True)
+        return
     listed = table("step", "saved", "model", "mesh", "zero", "processes", "holds", "size")
     for one in found:
         about = one.about

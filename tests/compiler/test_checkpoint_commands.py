@@ -135,6 +135,7 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         except InputError as error:
             refused += str(folder) in str(error)
     assert refused > 20
+    assert said("list", tmp_path).startswith("no checkpoint of csc in ")
     for wrong in (tmp_path / "none", tmp_path):
         with pytest.raises(InputError):
             said("show", wrong, code=1)
