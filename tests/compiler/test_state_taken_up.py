@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,14 +145,13 @@ def test_another_configuration_is_told(tmp_path: Path, caplog: pytest.LogCapture
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
 
-    def manager(heads: int) -> csc.CheckpointManager:
-        config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, head_dim=32 // heads)
-        return csc.CheckpointManager(tmp_path, csc.compile(LlamaForCausalLM(config), example=batch, check=False))
-
-    manager(4).save(1)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    manager = csc.CheckpointManager(tmp_path, csc.compile(LlamaForCausalLM(config), example=batch, check=False))
+    file = manager.save(1).folder / "config.json"
     with caplog.at_level("INFO", "csc"):
-        manager(4).load()
+        manager.load()
         assert "another config.json" not in caplog.text
-        manager(2).load()
-    assert "step-00000001 was saved with another config.json: " in caplog.text
-    assert "num_attention_heads is 4 there, and 2 in the model" in caplog.text
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 2}))
+        manager.load()
+    told = "step-00000001 was saved with another config.json: num_attention_heads is 2 there, and 4 in the model"
+    assert told in caplog.text
