@@ -42,31 +42,38 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> S
     """
     if not any(work.divided) or any(action.kind in WHOLE for actions in schedule.ranks for action in actions):
         return schedule
+    home = schedule.placement
     kept: set[int] = set()
-    best = _gathering(schedule, work.divided, kept)
+    best = _gathering(schedule, work.divided)
     if memory is None:
         return best
     seconds, least = makespan(work, best), makespan(work, schedule)
-    stages = [stage for stage, divided in enumerate(work.divided) if divided]
+    stages = [stage for stage, divided in enumerate(work.divided) if divided and stage in home]
     stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
     for stage in stages:
         if seconds <= least * (1 + 1e-9):  # no gather is waited for
             break
-        tried = _gathering(schedule, work.divided, kept | {stage})
+        rank = home[stage]
+        actions = _of_rank(schedule.ranks[rank], work.divided, kept | {stage})
+        if actions == best.ranks[rank] or not _fits(work, rank, actions, memory):
+            continue
+        tried = Schedule(best.name, (*best.ranks[:rank], actions, *best.ranks[rank + 1 :]))
         faster = makespan(work, tried)
-        if faster < seconds * (1 - 1e-9) and _fit(peak_memory(work, tried), memory):
+        if faster < seconds * (1 - 1e-9):
             kept.add(stage)
             best, seconds = tried, faster
     return best
 
 
-def _fit(peaks: Sequence[float], memory: Sequence[float] | float) -> bool:
-    limits = [memory] * len(peaks) if isinstance(memory, (int, float)) else memory
-    return all(peak <= limit for peak, limit in zip(peaks, limits))
+def _fits(work: Pipeline, rank: int, actions: tuple[Action, ...], memory: Sequence[float] | float) -> bool:
+    """Whether a rank has room for what it holds if it runs these actions."""
+    alone = Schedule("", (*((),) * rank, actions))
+    return peak_memory(work, alone)[rank] <= (memory if isinstance(memory, (int, float)) else memory[rank])
 
 
-def _gathering(schedule: Schedule, divided: Sequence[bool], kept: Collection[int]) -> Schedule:
-    return Schedule(schedule.name, tuple(_of_rank(actions, divided, kept) for actions in schedule.ranks))
+def _gathering(schedule: Schedule, divided: Sequence[bool]) -> Schedule:
+    """With no stage kept."""
+    return Schedule(schedule.name, tuple(_of_rank(actions, divided, ()) for actions in schedule.ranks))
 
 
 def _of_rank(actions: Sequence[Action], divided: Sequence[bool], kept: Collection[int]) -> tuple[Action, ...]:

@@ -13,7 +13,7 @@ from csc.ir.schedule import WHOLE, Schedule, parse, part
 from csc.ir.schedule_verifier import verify
 from csc.planning.gathers import with_gathers
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, Unit, Value
+from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.idle import idle
 from csc.simulation.longest_path import Path, longest_path
@@ -170,3 +170,31 @@ def test_stages_of_one_rank_are_even_in_what_they_gather() -> None:
         problem(None, microbatches=1), schedule=parse("rank 0: F 0 0 | BW 0 0 | REDUCE"), stages=[[0, 1, 2, 3]]
     )
     assert "GATHER 0" in str(given.schedule)
+
+
+@pytest.mark.parametrize("memory", [14.0, 16.0, 18.0])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_plan_leaves_room_for_what_is_whole(memory: float, waiting: bool) -> None:
+    """Activations may take what is left beside two whole stages, not all that is left beside the state."""
+    units = tuple(
+        Unit(f"u{i}", "llm", 1.0, 1.0, 1.0, saved=1.0, stashed=0.5, state=1.0, gathered=1.0) for i in range(16)
+    )
+    values = tuple(Value(i, (i + 1,), (True,), 0.1, 0.1) for i in range(15))
+    found = plan(Problem(units, values, 4, 8, memory, gathering=Link(0.0, 10.0), waiting=waiting), effort=0.1)
+    assert max(found.peak_memory) <= memory
+
+
+def test_a_stage_that_is_alone_on_its_rank_stays_whole_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is simulated to keep it."""
+    tried: list[Schedule] = []
+
+    def counted(work: Pipeline, schedule: Schedule) -> float:
+        tried.append(schedule)
+        return makespan(work, schedule)
+
+    monkeypatch.setattr("csc.planning.gathers.makespan", counted)
+    units = tuple(Unit(f"u{i}", "llm", 1.0, 1.0, 1.0, saved=1.0, gathered=1.0) for i in range(4))
+    values = tuple(Value(i, (i + 1,), (True,), 0.1, 0.1) for i in range(3))
+    numbers = pipeline(Problem(units, values, 4, 8, gathering=Link(0.0, 1.0)), tuple((u,) for u in range(4)))
+    made = with_gathers(numbers, SCHEDULES["1f1b"](numbers, range(4), 8), 100.0)
+    assert len(tried) == 2 and gathers(made) == 1

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from csc.errors import InputError
 from csc.planning.schedules.work import WorkTables
 
+AT_ONCE = 2  # stages of a rank that gathers make whole
+
 
 @dataclass(frozen=True)
 class Reserve:
@@ -64,13 +66,20 @@ def reserves(work: WorkTables) -> list[Reserve | None]:
 
 
 def state(work: WorkTables) -> list[float]:
-    """For each rank the bytes that are always there; see csc.simulation.memory.states."""
+    """For each rank the bytes that are always there, see csc.simulation.memory.states, and those of the parameters that
+    gathers make whole beside them, two stages at a time (csc.planning.gathers).
+    """
     bytes_ = [0.0] * work.ranks
     working = [0.0] * work.ranks
+    whole: list[list[float]] = [[] for _ in range(work.ranks)]
     for stage, rank in zip(work.pipeline.stages, work.placement):
         bytes_[rank] += stage.state
         working[rank] = max(working[rank], stage.working)
-    return [fixed + most for fixed, most in zip(bytes_, working)]
+        whole[rank].append(stage.gathered)
+    return [
+        fixed + most + sum(sorted(gathered)[-AT_ONCE:])
+        for fixed, most, gathered in zip(bytes_, working, whole)
+    ]  # fmt: skip
 
 
 def least(work: WorkTables) -> list[float]:
