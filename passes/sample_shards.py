@@ -73,6 +73,9 @@ class SampleShards:
                     if used not in self.wholes:  # by its first reader: shards are what travels between stages
                         self.wholes[used] = self._leave(used, node)
                 g.copy_node(self.graph, node, self.wholes)
+        for used in self.old.output_node().all_input_nodes:
+            if used not in self.wholes:
+                self.wholes[used] = self._leave(used, used)
         self.graph.output(fx.map_arg(self.old.output_node().args[0], self.wholes.__getitem__))
         return self.graph
 

@@ -13,10 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from benchmarks.mllm.models import build
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.reports.verification import verify
 from tests import launching
+from tests.benchmarks.test_mesh import TINY
 from tests.compiler import tensor_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_dividing import same
@@ -346,6 +348,17 @@ def test_stages_that_cannot_be_a_component_s_own() -> None:
     ):
         with pytest.raises(InputError, match=said):
             llava(mesh=mesh, **options).trainer()
+
+
+@pytest.mark.long
+def test_a_component_that_ends_in_the_loss_shares_out_its_tokens() -> None:
+    """A loss is one result of all samples, so that these cannot be on different ranks."""
+    torch.manual_seed(0)
+    model = build(TINY, {name: part.layers for name, part in TINY.components.items()})
+    text = {name: torch.randint(0, 50, (1, 24)) for name in ("input_ids", "labels")}
+    given = {"pixel_values": torch.randn(2, 3, 28, 28), **text}
+    compiled = parity(csc.compile(model, example=given, mesh="tp=2,llm.tp=1"), 81)
+    assert any("llm: 2 tp ranks share out its" in note and "tokens" in note for note in compiled.program.notes)
 
 
 def test_what_cannot_be_shared_out_is_an_error() -> None:
