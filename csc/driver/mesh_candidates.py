@@ -10,6 +10,7 @@ Terms: see csc.driver.mesh_search.
     problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
     are_several(layout) -> bool                  whether several ranks hold the same parameters
     problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is traced
+    problems.extras                              of divisions, see csc.driver.mesh_divisions
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from csc.passes.pipeline_problem import chosen_hardware, problem
 from csc.passes.recompute import AUTO, NONE, default_choice
 from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import least_seconds
-from csc.planning.meshes import MeshLayout
+from csc.planning.meshes import MeshDivision, MeshLayout
 from csc.planning.problem import Problem, in_parts
 
 
@@ -62,6 +63,7 @@ class DividedProblems:
         self.model = model
         self.programs: dict[Any, Program] = {}
         self.wholes: dict[int, Problem | None] = {}  # by samples, on one device
+        self.extras: dict[MeshDivision, float] = {}  # of what was bounded with nothing computed again
 
     def first(self) -> Program:
         """CscError if there are none."""
@@ -112,32 +114,48 @@ class DividedProblems:
             for layout in listed:
                 options = self.options(layout, zero, recompute)
                 program = self.program(layout, _decided(options))
-                base = base or problem(program, options)
+                if base is None:
+                    base = problem(program, options)
+                    if recompute == NONE:
+                        self._note_extra(layout, base)
                 numbers = replace(base, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
                 least = least_seconds(numbers) + least_behind(program, options)
                 found.append(MeshCandidate(layout, options, recompute, least, before + len(found), least))
         return found
 
+    def _note_extra(self, layout: MeshLayout, divided: Problem) -> None:
+        whole = self._of_one(layout.samples)
+        if whole is not None:
+            ranks = layout.mesh.tp * layout.mesh.cp
+            self.extras[layout.division] = ranks * _work(divided) / _work(whole) - 1
+
     def ideal(self, layout: MeshLayout) -> float:
         """If tp and cp divided all work evenly and nothing was exchanged. 0 where nothing is known of one device, and
         with measured seconds, which are of the regions that were measured.
         """
-        if layout.samples not in self.wholes:
-            self.wholes[layout.samples] = self._on_one(layout)
-        whole = self.wholes[layout.samples]
+        whole = self._of_one(layout.samples)
         if whole is None:
             return 0.0
         numbers = replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
         return least_seconds(in_parts(numbers, layout.mesh.tp * layout.mesh.cp))
 
-    def _on_one(self, layout: MeshLayout) -> Problem | None:
+    def _of_one(self, samples: int) -> Problem | None:
+        if samples not in self.wholes:
+            self.wholes[samples] = self._on_one(samples)
+        return self.wholes[samples]
+
+    def _on_one(self, samples: int) -> Problem | None:
         try:
-            program = self._whole(layout.samples)
+            program = self._whole(samples)
         except CscError:
             return None
         if chosen_hardware(program, self.model.options).measured:
             return None
         return self.whole(program)
+
+
+def _work(numbers: Problem) -> float:
+    return sum(unit.work for unit in numbers.units)
 
 
 def are_several(layout: MeshLayout) -> bool:

@@ -1,8 +1,9 @@
 """The forms in which tensor-parallel ranks may divide a model, and stages that its encoders may have of their own.
 
-Terms: see csc.planning.meshes. The *encoders* are the components that have layers, but for the one with the most work.
+Terms: see csc.planning.meshes. The *encoders* are the components that have layers, but for the one whose layers run
+last, from which the loss comes.
 
-    encoders(program, numbers) -> names
+    encoders(program) -> names
     forms(names, options) -> [MeshForm]             those that come first are seldom beaten by the others
     own_stages(names, numbers) -> [own_stages]      as csc.ir.mesh has them, near the components' parts of the work
 
@@ -22,14 +23,11 @@ from csc.planning.problem import Problem
 OwnStages = tuple[tuple[str, int], ...]
 
 
-def encoders(program: Program, numbers: Problem) -> tuple[str, ...]:
+def encoders(program: Program) -> tuple[str, ...]:
     """In order of execution."""
-    work: dict[str, float] = {}
-    for region, unit in zip(program.regions, numbers.units, strict=True):
-        if region.kind == "layer":
-            work[unit.component] = work.get(unit.component, 0.0) + unit.work
-    most = max(work, key=lambda name: work[name], default="")
-    return tuple(name for name in work if name != most)
+    names = list(dict.fromkeys(region.component for region in program.regions if region.kind == "layer"))
+    last = next((region.component for region in reversed(program.regions) if region.kind == "layer"), "")
+    return tuple(name for name in names if name != last)
 
 
 def forms(names: Sequence[str], options: Options) -> list[MeshForm]:

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
+from csc.driver.mesh_divisions import UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, own_stages
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshIfRoom, MeshRow
 from csc.driver.rank_orders import priced_orders
@@ -44,7 +45,8 @@ from csc.planning.own_stages import own_stages as staged
 from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
 
-EFFORT, LIMIT = 0.1, 2.0  # of the search for each plan, in seconds
+EFFORT = 0.1  # of the search for each plan
+LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
 TRACING = 0.5  # of the time, at most, before the first plan
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
 GAIN = 1e-3  # what another order of ranks, or stages of their own, have to save
@@ -116,13 +118,13 @@ class MeshSearch:
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
                 f"give a multiple of {devices}, or fewer devices{other}",
             )  # fmt: skip
-        self.encoders = encoders(first, self.problems.whole(first))
+        self.encoders = encoders(first)
         self.forms = forms(self.encoders, model.options)
         self.clock, self.seconds, self.start = clock, seconds, clock()  # from here on: the model has been captured
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
-        self._plan(self._first_forms())
+        self._plan([], UntracedDivisions(self.problems, self.asked))
         self._look_at_other_forms()
         found = self.found
         if not found.rows:
@@ -135,11 +137,20 @@ class MeshSearch:
         self._give_stages()
         return self._answer()
 
-    def _plan(self, waiting: list[MeshCandidate]) -> None:
-        """Those that may be faster than the best; what there is no time for is left."""
+    def _plan(self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None) -> None:
+        """Those that may be faster than the best, and divisions as soon as nothing traced is expected to be faster;
+        what there is no time for is left.
+        """
         found = self.found
         heapq.heapify(waiting)
-        while waiting:
+        while True:
+            division = untraced.next() if untraced is not None else None
+            if untraced is not None and division and (not waiting or division[0] <= waiting[0].expected):
+                for made in self._traced(untraced, *division):
+                    heapq.heappush(waiting, made)
+                continue
+            if not waiting:
+                return
             one = heapq.heappop(waiting)
             if one.seconds >= found.best and self._enough():
                 found.slow.add(one.layout)
@@ -150,6 +161,21 @@ class MeshSearch:
             else:
                 for again in self._look_at(one):
                     heapq.heappush(waiting, again)
+
+    def _traced(self, untraced: UntracedDivisions, expected: float, division: MeshDivision) -> list[MeshCandidate]:
+        """Its candidates in the first form that csc can divide so; none of a division that is left out."""
+        layouts = untraced.take(division)
+        if expected > NEAR * self.found.best and self._enough():
+            self.found.far |= set(layouts)
+            return []
+        if self.made and self.clock() - self.start > TRACING * self.seconds:
+            self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
+            return []
+        for form in self.forms if division.tp > 1 else self.forms[:1]:
+            made = self._in_form(layouts, form)
+            if made:
+                return made
+        return []
 
     def _answer(self) -> MeshChoice:
         found = self.found
@@ -167,23 +193,6 @@ class MeshSearch:
             self.devices, self.step, self.memory, rows, len(rest), len(large), self._told(), len(left),
             self._room(rows[0]), min(left.values(), default=math.inf), len(far),
         )  # fmt: skip
-
-    def _first_forms(self) -> list[MeshCandidate]:
-        """Of each division in the first form that csc can divide so; for the last ones there may be no time."""
-        divisions: dict[MeshDivision, list[MeshLayout]] = {}
-        for layout in self.asked:
-            divisions.setdefault(layout.division, []).append(layout)
-        candidates: list[MeshCandidate] = []
-        for each in sorted(divisions, key=lambda each: (each.tp * each.cp * each.samples, each.cp, each.tp)):
-            if candidates and self.clock() - self.start > TRACING * self.seconds:
-                self.found.left |= {layout: self.problems.ideal(layout) for layout in divisions[each]}
-                continue
-            for form in self.forms if each.tp > 1 else self.forms[:1]:
-                made = self._in_form(divisions[each], form)
-                if made:
-                    candidates += made
-                    break
-        return candidates
 
     def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""

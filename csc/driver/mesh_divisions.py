@@ -1,0 +1,69 @@
+"""Divisions that no graph was traced for yet, the most promising first.
+
+Terms: see csc.driver.mesh_search. The *extra* of a division is what its ranks take together more than one device alone
+would, as a part of that: exchanges, and what is not divided.
+
+    UntracedDivisions(problems, layouts)
+    .next() -> (seconds, division) or None        .take(division) -> its layouts, no longer untraced
+
+A rank that shares the work of a layer with more others exchanges no less, so the extra of an axis grows with its ranks
+at least in proportion; and the extras of tp and of cp add up. So a few divisions tell of the others, and of most it is
+known without a graph that they are far behind. Nothing is told from microbatches of other sizes, whose messages may
+take longer than their latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from csc.driver.mesh_candidates import DividedProblems
+from csc.planning.meshes import MeshDivision, MeshLayout
+
+
+class UntracedDivisions:
+    """In the plain form, in which layouts are made."""
+
+    def __init__(self, problems: DividedProblems, layouts: Sequence[MeshLayout]) -> None:
+        self._problems = problems
+        self._layouts: dict[MeshDivision, list[MeshLayout]] = {}
+        for layout in sorted(layouts, key=_simple):
+            self._layouts.setdefault(layout.division, []).append(layout)
+
+    def next(self) -> tuple[float, MeshDivision] | None:
+        """The division that may take the least, and the seconds that are expected of its best layout."""
+        if not self._layouts:
+            return None
+        return min(((self._seconds(each), each) for each in self._layouts), key=lambda one: one[0])
+
+    def take(self, division: MeshDivision) -> list[MeshLayout]:
+        return self._layouts.pop(division)
+
+    def _seconds(self, division: MeshDivision) -> float:
+        """Those of the shortest pipeline, which has the least to wait for."""
+        shortest = min(self._layouts[division], key=lambda layout: layout.mesh.pp)
+        return self._problems.ideal(shortest) * (1 + self._extra(division))
+
+    def _extra(self, division: MeshDivision) -> float:
+        """At least, by what was traced in any form."""
+        known = [(one, extra) for one, extra in self._problems.extras.items() if one.samples == division.samples]
+        of_tp = _least((one.tp, extra) for one, extra in known if one.cp == 1 and one.tp <= division.tp)
+        of_cp = _least((one.cp, extra) for one, extra in known if one.tp == 1 and one.cp <= division.cp)
+        return _grown(of_tp, division.tp) + _grown(of_cp, division.cp)
+
+
+def _simple(layout: MeshLayout) -> tuple[int, int, int]:
+    """Whole layers and few samples first."""
+    division = layout.division
+    return division.tp * division.cp * division.samples, division.cp, division.tp
+
+
+def _least(extras: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """By ranks, of the form that takes the least."""
+    found: dict[int, float] = {}
+    for ranks, extra in extras:
+        found[ranks] = min(extra, found.get(ranks, extra))
+    return found
+
+
+def _grown(extras: dict[int, float], ranks: int) -> float:
+    return max([0.0, *(extra * ranks / fewer for fewer, extra in extras.items() if fewer > 1)])

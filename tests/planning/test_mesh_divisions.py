@@ -1,0 +1,84 @@
+"""Which division of a model is traced next, told from those that were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from csc.driver.mesh_candidates import DividedProblems
+from csc.driver.mesh_divisions import UntracedDivisions
+from csc.driver.mesh_forms import encoders
+from csc.ir.program import Program
+from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
+
+IDEAL = 10.0
+
+
+@dataclass
+class Known:
+    """What a search knows: nothing divided takes less than IDEAL."""
+
+    extras: dict[MeshDivision, float] = field(default_factory=dict)
+
+    def ideal(self, layout: MeshLayout) -> float:
+        return IDEAL / layout.samples
+
+
+def untraced(known: Known, sizes: tuple[int, ...] = (1,)) -> UntracedDivisions:
+    return UntracedDivisions(cast(DividedProblems, known), layouts(64, 256, sizes, 8, 32))
+
+
+def expected(listed: UntracedDivisions) -> dict[tuple[int, int, int], float]:
+    """All, in the order in which they would be traced."""
+    found = {}
+    while (one := listed.next()) is not None:
+        seconds, division = one
+        assert all(layout.division == division for layout in listed.take(division))
+        found[division.tp, division.cp, division.samples] = seconds
+    return found
+
+
+def test_nothing_is_known_at_first() -> None:
+    """Whole layers come first."""
+    found = expected(untraced(Known()))
+    assert list(found)[:4] == [(1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 1, 1)]
+    assert set(found.values()) == {IDEAL} and len(found) == 4 * 4
+
+
+def test_extras_grow_with_ranks_and_add_up() -> None:
+    known = Known({MeshDivision(1, 1, 1): 0.0, MeshDivision(2, 1, 1): 0.1, MeshDivision(1, 2, 1): 0.3})
+    found = expected(untraced(known))
+    assert found[4, 1, 1] == pytest.approx(IDEAL * 1.2) and found[1, 4, 1] == pytest.approx(IDEAL * 1.6)
+    assert found[2, 2, 1] == pytest.approx(IDEAL * 1.4) and found[8, 8, 1] == pytest.approx(IDEAL * (1 + 0.4 + 1.2))
+    assert list(found.values()) == sorted(found.values())
+
+
+def test_the_form_that_takes_least_counts_and_the_sharpest_of_what_is_known() -> None:
+    known = Known({
+        MeshDivision(2, 1, 1): 0.2, MeshDivision(2, 1, 1, MeshForm(("vision",))): 0.05, MeshDivision(4, 1, 1): 0.3,
+        MeshDivision(1, 2, 1): -0.02,
+    })  # fmt: skip
+    found = expected(untraced(known))
+    assert found[8, 1, 1] == pytest.approx(IDEAL * 1.6) and found[2, 1, 1] == pytest.approx(IDEAL * 1.05)
+    assert found[1, 8, 1] == IDEAL  # less work than one device's is no promise for more ranks
+
+
+def test_microbatches_of_other_sizes_tell_nothing() -> None:
+    found = expected(untraced(Known({MeshDivision(2, 1, 1): 0.5}), (1, 2)))
+    assert found[4, 1, 1] == pytest.approx(IDEAL * 2) and found[4, 1, 2] == IDEAL / 2
+
+
+def test_encoders_are_all_components_but_that_of_the_loss() -> None:
+    """Also one with more work than the language model has."""
+
+    def program(*regions: tuple[str, str]) -> Program:
+        return cast(Program, SimpleNamespace(regions=[SimpleNamespace(kind=k, component=c) for k, c in regions]))
+
+    layer: Any = "layer"
+    assert encoders(program((layer, "vision"), (layer, "vision"), (layer, "llm"), ("head", "llm"))) == ("vision",)
+    both = program((layer, "audio"), (layer, "vision"), ("other", "projector"), (layer, "llm"), ("loss", "model"))
+    assert encoders(both) == ("audio", "vision")
+    assert encoders(program((layer, "llm"))) == () == encoders(program(("other", "model")))
