@@ -1,11 +1,17 @@
 """The configurations of benchmarks.mllm, divided for any mesh: captured shallow, traced once for each division.
 
-divided(configuration, frozen, device) -> DividedModel        frozen: one of benchmarks.mllm.trace.FROZEN
+divided(configuration, frozen, device, clock) -> DividedModel        frozen: one of benchmarks.mllm.trace.FROZEN
+TraceClock()                                                         what a search takes that finds nothing traced
+
+Frozen sets, devices and numbers of ranks share the traces of a run.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from csc.passes.runner import DIVIDING, TRACING, run
@@ -17,6 +23,7 @@ from benchmarks.mllm.models import batch, build
 from benchmarks.mllm.trace import FROZEN
 from csc.capture.capture import capture
 from csc.driver.mesh_rows import DividedModel
+from csc.errors import CscError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 
@@ -28,22 +35,57 @@ def _captured(configuration: Configuration) -> Program:
     return capture(model, batch(configuration))
 
 
+@dataclass(frozen=True)
+class Trace:
+    """seconds: of the processor, the capture in those of the first. program: or why there is none."""
+
+    program: Program | CscError
+    seconds: float
+
+
 @cache
 def _traced(
     configuration: Configuration, tp: int, cp: int, components: tuple[tuple[str, int], ...], sequence: bool
-) -> Program:  # fmt: skip
+) -> Trace:  # fmt: skip
+    start = time.process_time()
     stacks = {name: Stack(part.layers, part.period) for name, part in configuration.components.items()}
     options = Options(mesh=Mesh(tp=tp, cp=cp, components=components), sequence_parallel=sequence)
-    return expand(run([_captured(configuration)], TRACING, options)[-1], stacks)
+    found: Program | CscError
+    try:
+        found = expand(run([_captured(configuration)], TRACING, options)[-1], stacks)
+    except CscError as error:
+        found = error
+    return Trace(found, time.process_time() - start)
 
 
-def divided(configuration: Configuration, frozen: str, device: str) -> DividedModel:
+class TraceClock:
+    """Processor time as if nothing had been traced for a model before: of what was, `saved` seconds."""
+
+    def __init__(self) -> None:
+        self.saved = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self.saved
+
+
+def divided(
+    configuration: Configuration, frozen: str, device: str, clock: TraceClock | None = None
+) -> DividedModel:  # fmt: skip
     """Microbatches are of one sample, as in that evaluation."""
     parts = tuple(part for part in FROZEN[frozen] if part in configuration.components)
+    known: dict[Any, Trace] = {}
 
     def of(options: Options, samples: int) -> Program:
         mesh = options.mesh
-        traced = _traced(configuration, mesh.tp, mesh.cp, mesh.components, options.sequence_parallel)
-        return run([traced], DIVIDING, options)[-1]
+        key = configuration, mesh.tp, mesh.cp, mesh.components, options.sequence_parallel
+        if key not in known:
+            start = time.process_time()
+            known[key] = _traced(*key)
+            if clock is not None:
+                clock.saved += max(0.0, known[key].seconds - (time.process_time() - start))
+        program = known[key].program
+        if isinstance(program, CscError):
+            raise program
+        return run([program], DIVIDING, options)[-1]
 
     return DividedModel(Options(hardware=device, freeze=parts), (1,), of)

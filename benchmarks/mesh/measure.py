@@ -8,11 +8,12 @@ Seconds of a search are processor time: one thread searches, and others may run 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.mesh.cases import samples
 from benchmarks.mesh.components import FORMULAS, of_formula, of_simulation
-from benchmarks.mesh.divided import divided
+from benchmarks.mesh.divided import TraceClock, divided
 from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarch, megatron
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.pipeline.cases import Case
@@ -49,16 +50,20 @@ class MeshComparison:
 
 
 def evaluate(case: Case, seconds: float) -> MeshComparison:
-    """csc first, with nothing traced."""
-    return compared(case, divided(CONFIGURATIONS[case.configuration], case.frozen, case.hardware), seconds)
+    """csc first, by a clock for which nothing was traced before."""
+    clock = TraceClock()
+    model = divided(CONFIGURATIONS[case.configuration], case.frozen, case.hardware, clock)
+    return compared(case, model, seconds, clock)
 
 
-def compared(case: Case, model: DividedModel, seconds: float) -> MeshComparison:
+def compared(
+    case: Case, model: DividedModel, seconds: float, clock: Callable[[], float] = time.process_time
+) -> MeshComparison:  # fmt: skip
     """Of a divided model, whose options name the case's hardware."""
-    start = time.process_time()
+    start = clock()
     asked = case.ranks, samples(case), seconds, lambda text: None
-    choice = MeshSearch(model, *asked, NOTHING_FIXED, time.process_time).choice()
-    searched = time.process_time() - start
+    choice = MeshSearch(model, *asked, NOTHING_FIXED, clock).choice()
+    searched = clock() - start
     profile = hardware(case.hardware)
     memory = float(profile.memory - profile.reserved)
     settings = Settings(model)

@@ -59,6 +59,7 @@ class Settings:
     def __init__(self, model: DividedModel) -> None:
         self.model = model
         self._programs: dict[Any, Program | None] = {}
+        self._work: dict[Any, Problem] = {}
 
     def of(self, layout: MeshLayout, zero: int, recompute: str) -> tuple[Program, Options, Problem] | None:
         """None where csc cannot divide the model so."""
@@ -67,14 +68,27 @@ class Settings:
             self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero if several else 0,
             recompute=recompute,
         )  # fmt: skip
+        program = self._program(layout, recompute, options)
+        return None if program is None else (program, options, problem(program, options))
+
+    def work(self, layout: MeshLayout, recompute: str) -> Problem | None:
+        """Its seconds alone, which are those of all layouts with the same graphs."""
+        key = (layout.mesh.tp, layout.mesh.cp, recompute)
+        if key not in self._work:
+            found = self.of(layout, 1, recompute)
+            if found is None:
+                return None
+            self._work[key] = found[2]
+        return replace(self._work[key], ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
+
+    def _program(self, layout: MeshLayout, recompute: str, options: Options) -> Program | None:
         key = (layout.mesh.tp, layout.mesh.cp, recompute)
         if key not in self._programs:
             try:
                 self._programs[key] = self.model.divided(options, layout.samples)
             except CscError:
                 self._programs[key] = None
-        program = self._programs[key]
-        return None if program is None else (program, options, problem(program, options))
+        return self._programs[key]
 
 
 def run_as(
@@ -109,16 +123,21 @@ def _even(program: Program, whole: Problem, equal: bool) -> Iterator[tuple[str, 
 
 def best_uniform(settings: Settings, layouts: Sequence[MeshLayout], memory: float) -> MeshRival:
     """Over all layouts: those first whose work alone takes the least, until no other can be faster."""
-    found: list[tuple[float, int, Any, MeshLayout, str]] = []
+    found: list[tuple[float, int, MeshLayout, int, str]] = []
     for layout in layouts:
         for zero, recompute in ((1, "none"), (1, "full"), (3, "none"), (3, "full")):
-            setting = settings.of(layout, zero, recompute)
-            if setting is not None and least_memory(setting[2]) <= memory:
-                found.append((least_seconds(setting[2]), len(found), setting, layout, recompute))
+            work = settings.work(layout, recompute)
+            if work is not None:
+                found.append((least_seconds(work), len(found), layout, zero, recompute))
     best = MeshRival("best uniform", None)
-    for least, _, setting, layout, recompute in sorted(found, key=lambda each: each[:2]):
+    for least, _, layout, zero, recompute in sorted(found, key=lambda each: each[:2]):
         if best.seconds is not None and least >= best.seconds:
             break
+        setting = settings.of(layout, zero, recompute)
+        if setting is None or least_memory(setting[2]) > memory:
+            continue
+        if best.seconds is not None and least_seconds(setting[2]) >= best.seconds:
+            continue
         for one in _priced(setting, layout, recompute, False):
             if one.fits and (best.seconds is None or (one.seconds or 0.0) < best.seconds):
                 best = replace(one, name=best.name)

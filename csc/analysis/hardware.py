@@ -17,6 +17,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +128,17 @@ def hardware(name: str | Path) -> Hardware:
                 "hardware",
                 f"{hint}choose one of {', '.join(names())}, or give the path of a .toml file",
             )
-        path = PROFILES / f"{name}.toml"
+        return _built_in(str(name))
+    return _of_file(path)
+
+
+@cache
+def _built_in(name: str) -> Hardware:
+    """Asked for thousands of times in a search for a mesh."""
+    return _of_file(PROFILES / f"{name}.toml")
+
+
+def _of_file(path: Path) -> Hardware:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
