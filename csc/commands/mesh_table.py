@@ -38,7 +38,7 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     if choice.slower:
         console.print(f"{choice.slower} were not planned: no plan of theirs can be faster", highlight=False)
     if choice.far:
-        console.print(f"{choice.far} were not planned: they are expected to take half as long again", highlight=False)
+        console.print(f"{choice.far} were not planned: they are expected to take at least 15% longer", highlight=False)
     if choice.large:
         console.print(f"{choice.large} do not fit, whatever is divided or computed again", highlight=False)
     for mesh, why in choice.refused.items():

@@ -80,8 +80,9 @@ class DividedProblems:
         return problem(program, self.options(MeshLayout(Mesh(), 1, 1), 0, NONE))
 
     def _whole(self, samples: int) -> Program:
+        """Components whose tokens ranks are to share out are whole, too."""
         layout = MeshLayout(Mesh(), samples, 1)
-        return self.program(layout, self.options(layout, 0, NONE))
+        return self.program(layout, replace(self.options(layout, 0, NONE), context=()))
 
     def options(self, layout: MeshLayout, zero: int, recompute: Any) -> Options:
         """Of the layout. zero: where several ranks hold the same parameters."""
@@ -94,7 +95,7 @@ class DividedProblems:
         """Of the division of a layout; of the layout itself where its memory decides what is kept."""
         automatic = any(choice == AUTO for _, choice in options.recompute)
         own = (layout, options.zero) if automatic else None
-        key = (layout.division, options.recompute, own)
+        key = (layout.division, options.recompute, options.context, own)
         if key not in self.programs:
             self.programs[key] = self.model.divided(options, layout.samples)
         return self.programs[key]

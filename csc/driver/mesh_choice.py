@@ -59,6 +59,7 @@ def choose(
             zero=options.zero,
             recompute=options.recompute,
             sequence_parallel=options.sequence_parallel,
+            context=dict(options.context),
         ).inspected.divided(microbatches[size])
 
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]

@@ -145,7 +145,7 @@ class MeshSearch:
         heapq.heapify(waiting)
         while True:
             division = untraced.next() if untraced is not None else None
-            if untraced is not None and division and (not waiting or division[0] <= waiting[0].expected):
+            if untraced is not None and division and self._is_next(division[0], waiting):
                 for made in self._traced(untraced, *division):
                     heapq.heappush(waiting, made)
                 continue
@@ -168,7 +168,7 @@ class MeshSearch:
         if expected > NEAR * self.found.best and self._enough():
             self.found.far |= set(layouts)
             return []
-        if self.made and self.clock() - self.start > TRACING * self.seconds:
+        if self.made and self._no_time_to_trace():
             self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
             return []
         for form in self.forms if division.tp > 1 else self.forms[:1]:
@@ -349,6 +349,16 @@ class MeshSearch:
         if self.found.rows:
             return spent > self.seconds
         return bool(self.found.bytes) and spent > LATE * self.seconds
+
+    def _is_next(self, expected: float, waiting: Sequence[MeshCandidate]) -> bool:
+        """Whether to trace a division that may take so long, rather than to plan what is waiting."""
+        return not waiting or (expected <= waiting[0].expected and not self._no_time_to_trace())
+
+    def _no_time_to_trace(self) -> bool:
+        """Where nothing of what was traced fits, something else may."""
+        if self.found.bytes and not self.found.rows:
+            return self._late()
+        return self.clock() - self.start > TRACING * self.seconds
 
     def _problem(self, one: MeshCandidate) -> Problem:
         numbers = self.problems.problem(one)

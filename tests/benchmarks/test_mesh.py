@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ from benchmarks.mesh.uniform import MeshRival
 from benchmarks.mllm import configurations as c
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.pipeline.cases import Case
+from csc.driver.mesh_rows import NOTHING_FIXED
+from csc.driver.mesh_search import MeshSearch
+from csc.ir.mesh import Mesh
 from tests.benchmarks.test_mllm import DECODER, VISION, shrunk
 
 TINY = Configuration(
@@ -76,3 +81,14 @@ def test_cases() -> None:
     assert len(cases(True, (), ())) == len(QUICK) and set(QUICK) <= set(cases(False, (), ()))
     assert {case.ranks for case in cases(False, ["VLM-S"], [64])} == {64}
     assert len(cases(False, (), (), "*encoder frozen, 24 ranks, h100")) == 9
+
+
+@pytest.mark.long
+def test_a_search_in_which_nothing_fits_goes_on_tracing() -> None:
+    """Half of its time is over after the first division, and ranks that divide layers may have room."""
+    model = divided(TINY, "all trainable", "h100")
+    tight = replace(model, options=replace(model.options, memory=1_600_000))
+    clock = itertools.chain([0.0], itertools.repeat(0.6)).__next__
+    found = MeshSearch(tight, 4, 4, 1.0, lambda text: None, NOTHING_FIXED, clock).choice()
+    mesh = Mesh.parse(found.rows[0].mesh)
+    assert found.rows[0].fits and mesh.tp * mesh.cp > 1, found.rows[0]

@@ -89,6 +89,15 @@ def test_a_choice_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(searched) == before + 1
 
 
+@pytest.mark.long
+def test_a_component_that_some_cp_ranks_share_is_no_hindrance() -> None:
+    """What is known of one device is of whole components; meshes that cannot spread it so are left out."""
+    settings = {"hardware": "h100", "cache": False, "check": False, "microbatches": 2, "context": {"vision_tower": 2}}
+    found = csc.compile(MODELS["llava"](), mesh="ranks=2", example=BATCHES["llava"](4), **settings)
+    assert found.options.mesh == csc.Mesh(cp=2) and found.options.context == (("vision_tower", 2),)
+    assert not bool(torch.isnan(found.train_step(BATCHES["llava"](4))))
+
+
 def rank(ranks: int) -> None:
     chosen_mesh.SECONDS = 2.0  # some layouts are enough
     found = compiled(MODELS["llama"](), ranks, microbatches=2)
