@@ -14,12 +14,15 @@ out: (B, Tq, H, D) transposed to [B, H, Tq, D], zero where nothing is seen; lse:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from csc.kernels import cpu, memory_layout, packing, token_groups
+from csc.kernels.light_operator import light_operator
 from csc.kernels.mask import Mask
 from csc.kernels.packing import Form
+from csc.kernels.tiles import Tiles
 
 from csc.errors import InputError
 
@@ -81,7 +84,7 @@ def attention_with_lse(
     )
 
 
-@torch.library.custom_op("csc::pack_mask", mutates_args=())
+@light_operator("pack_mask")
 def _pack_mask(
     ranges: torch.Tensor,
     admits: torch.Tensor | None,
@@ -93,7 +96,7 @@ def _pack_mask(
     return packing.pack(Mask(ranges, admits, kinds, keys), block_q, block_k)
 
 
-@_pack_mask.register_fake
+@torch.library.register_fake("csc::pack_mask")
 def _(ranges: Any, admits: Any, kinds: Any, keys: int, block_q: int, block_k: int) -> torch.Tensor:
     mask = Mask(ranges, admits, kinds, keys)
     form = Form(mask.rules, kinds is not None, mask.queries, keys, block_q, block_k)
@@ -134,7 +137,19 @@ def _(queries: Any, keys: Any, counting_queries: Any, counting_keys: Any) -> tor
     return queries.new_empty((*queries.shape, 2), dtype=torch.int64)
 
 
-@torch.library.custom_op("csc::attention", mutates_args=())
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, mask, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, mask = ctx.saved_tensors
+    found = torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, mask, *ctx.rest)
+    return (*found, None, *(None for _ in ctx.rest))
+
+
+@light_operator("attention", _gradients, _remember)
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,20 +163,20 @@ def _attention(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    known, lists = (None, None) if mask is None or form is None else packing.unpack_once(mask, form)
-    q, k, v = (memory_layout.dense(x) for x in (q, k, v))
+    known, lists = _unpacked(mask, form)
+    q, k, v = map(memory_layout.dense, (q, k, v))
     return _engine(q).forward(q, k, v, known, lists, scale, softcap)
 
 
-@_attention.register_fake
+@torch.library.register_fake("csc::attention")
 def _(
     q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _form(q, k, v, mask, rules, kinds, block_q, block_k)
+    _form(q, k, v, mask, rules, kinds, block_q, block_k, packing.words)
     return memory_layout.heads_last(q), memory_layout.statistics(q)
 
 
-@torch.library.custom_op("csc::attention_backward", mutates_args=())
+@light_operator("attention_backward")
 def _attention_backward(
     d_out: torch.Tensor,
     q: torch.Tensor,
@@ -178,29 +193,14 @@ def _attention_backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
-    known, lists = (None, None) if mask is None or form is None else packing.unpack_once(mask, form)
-    d_out, q, k, v = (memory_layout.dense(x) for x in (d_out, q, k, v))
+    known, lists = _unpacked(mask, form)
+    d_out, q, k, v = map(memory_layout.dense, (d_out, q, k, v))
     return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
 
 
-@_attention_backward.register_fake
+@torch.library.register_fake("csc::attention_backward")
 def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return memory_layout.heads_last(q), memory_layout.heads_last(k), memory_layout.heads_last(v)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, mask, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, mask)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, mask = ctx.saved_tensors
-    found = torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, mask, *ctx.rest)
-    return (*found, None, *(None for _ in ctx.rest))
-
-
-_attention.register_autograd(_gradients, setup_context=_remember)
 
 
 def _engine(q: torch.Tensor) -> Any:
@@ -211,11 +211,17 @@ def _engine(q: torch.Tensor) -> Any:
     return triton_launch
 
 
+def _unpacked(mask: torch.Tensor | None, form: Form | None) -> tuple[Mask | None, Tiles | None]:
+    return (None, None) if mask is None or form is None else packing.unpack_once(mask, form)
+
+
 def _form(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: int, kinds: bool,
-    block_q: int, block_k: int,
+    block_q: int, block_k: int, words: Callable[[Form], int] = packing.counted_words,
 ) -> Form | None:  # fmt: skip
-    """What the packed mask holds; None without one. ValueError, before anything runs, if sizes do not fit."""
+    """What the packed mask holds; None without one. ValueError, before anything runs, if sizes do not fit. words: of a
+    form; sizes of fake tensors may be symbols.
+    """
     if q.dim() != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"attention of q {list(q.shape)} over k {list(k.shape)} and v {list(v.shape)}: sizes do not fit"
@@ -225,6 +231,6 @@ def _form(
     if mask is None:
         return None
     form = Form(rules, kinds, q.shape[2], k.shape[2], block_q, block_k)
-    if mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] != packing.words(form):
+    if mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] != words(form):
         raise ValueError(f"a packed mask of {list(mask.shape)} does not fit {q.shape[0]} samples in the form {form}")
     return form

@@ -53,6 +53,7 @@ def _forward(
     """out and lse of a block's queries."""
     q_block, k_block, v_block = _cut(block, q, k, v)
     if softcap:
+        k_block, v_block = _by_head(block, q_block, k_block, v_block)
         found, lse = capped.forward(q_block, k_block, v_block, block.bias, scale, softcap)
     else:
         found, lse = _flash(q_block, k_block, v_block, 0.0, block.causal, attn_mask=block.bias, scale=scale)
@@ -90,6 +91,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of a block's queries, and its shares of those of the keys and values that it sees."""
     q_block, k_block, v_block = _cut(block, q, k, v)
+    k_block, v_block = _by_head(block, q_block, k_block, v_block)
     d_block, out_block, lse_block = (x if block.whole else x[block.samples, :, block.rows] for x in (d_out, out, lse))
     if block.blind is not None:
         lse_block = lse_block.masked_fill(block.blind, 0.0)
@@ -109,12 +111,21 @@ def _backward(
 
 
 def _cut(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Its part of q, and of k and v. Heads of these are repeated, as models with a mask do, unless it is `grouped`."""
-    group = 1 if block.grouped else q.shape[1] // k.shape[1]
+    """Its part of q, and of k and v."""
     if block.whole:
-        parts = [q, k, v]
-    elif isinstance(block.keys, slice):
-        parts = [q[block.samples, :, block.rows], *(x[block.samples, :, block.keys] for x in (k, v))]
-    else:
-        parts = [q[block.samples, :, block.rows], *(x[block.samples].index_select(2, block.keys) for x in (k, v))]
-    return tuple(parts if group == 1 else [parts[0], *(x.repeat_interleave(group, 1) for x in parts[1:])])
+        return q, k, v
+    if isinstance(block.keys, slice):
+        return (q[block.samples, :, block.rows], *(x[block.samples, :, block.keys] for x in (k, v)))
+    return (q[block.samples, :, block.rows], *(x[block.samples].index_select(2, block.keys) for x in (k, v)))
+
+
+def _by_head(block: Block, q: torch.Tensor, *of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Heads of k and v repeated, as models with a mask do, unless the block is `grouped`. In a forward the kernel reads
+    a head that others share as it is, to the same bits.
+    """
+    batch, heads, keys, width = of_keys[0].shape
+    group = 1 if block.grouped else q.shape[1] // heads
+    if group == 1:
+        return of_keys
+    apart = (batch, heads, group, keys, width)
+    return tuple(x[:, :, None].expand(apart).reshape(batch, heads * group, keys, width) for x in of_keys)

@@ -3,7 +3,7 @@
     pack(mask, block_q, block_k) -> int32 [B, words]
     unpack(packed, form) -> (Mask, Tiles)        views, nothing is copied or looked at
     unpack_once(packed, form) -> (Mask, Tiles)   the same ones for each call with a tensor that nothing has written to
-    words(form) -> int                           per sample
+    words(form) -> int                           per sample; counted_words: of sizes that are numbers, counted once
 
 A packed mask is a flat buffer of sections, each for the whole batch and dense: kinds, admits (int64, so they come
 first), ranges, and the lists by query tile and by key tile.
@@ -12,7 +12,8 @@ first), ranges, and the lists by query tile and by key tile.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from csc.kernels.mask import Mask
@@ -21,8 +22,7 @@ from csc.kernels.tiles import TileLists, Tiles, tiles
 UNPACKED = "_csc_unpacked"  # the name under which a tensor keeps it
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The sizes that say where the sections are. kinds: whether the mask tells kinds of keys apart."""
 
     rules: int
@@ -52,6 +52,9 @@ class Form:
 def words(form: Form) -> int:
     """int32 words of one sample."""
     return sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in form.sections())
+
+
+counted_words = cache(words)
 
 
 def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:

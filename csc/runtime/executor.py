@@ -33,6 +33,7 @@ from csc.runtime.scatter import Scattered
 from csc.runtime.specs import MessageSpec
 from csc.runtime.step_counts import StepCounts
 from csc.runtime.transport import laid_out
+from csc.torch_private.autograd import below_autograd
 
 Batch = Mapping[str, Any]
 
@@ -131,7 +132,7 @@ class _Step:
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
-        with nullcontext() if self.ranges is None else self.ranges.of(action):
+        with below_autograd(), nullcontext() if self.ranges is None else self.ranges.of(action):
             self._compute(action)
 
     def _compute(self, action: Action) -> None:

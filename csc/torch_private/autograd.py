@@ -13,6 +13,11 @@ from torch.utils import checkpoint as checkpoints
 __all__ = ["FunctionCtx"]  # of torch, as they are
 
 
+def below_autograd() -> Any:
+    """A context in which operators run without asking autograd: what needs gradients fails. `no_grad` asks, each time."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 @contextmanager
 def under_autograd() -> Iterator[None]:
     """Autograd records what runs in it, also within an operator, where it is switched off."""
