@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class Accelerator:
 
 
 _backends: Any = torch.backends
-_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 ACCELERATORS = (
     Accelerator(
@@ -68,7 +68,6 @@ ACCELERATORS = (
             "float16 sums": lambda: _backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
             "bfloat16 sums": lambda: _backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             "cuDNN": lambda: [_backends.cudnn.enabled, _backends.cudnn.benchmark, _backends.cudnn.deterministic],
-            "attention": lambda: [getattr(_backends.cuda, name)() for name in _ATTENTION],
         },
         asked=frozenset(
             {"memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info", "current_device"}
@@ -79,6 +78,12 @@ ACCELERATORS = (
 TYPES = ("cpu", *(one.type for one in ACCELERATORS))
 SWITCHES = {name: read for one in ACCELERATORS for name, read in one.switches.items()}
 ASKED = {f"torch.{one.type}": one.asked for one in ACCELERATORS}
+
+
+@cache
+def absent_switches() -> frozenset[str]:
+    """Switches of devices that this machine does not have: nothing is computed by them."""
+    return frozenset(name for one in ACCELERATORS if not one.module.is_available() for name in one.switches)
 
 
 def _accelerator(device: torch.device | str) -> Accelerator | None:

@@ -6,8 +6,8 @@
 backward, setup: as torch.library.register_autograd has them; without them a backward through the operator is an error.
 What it gives for tensors without values is said as of any operator, by torch.library.register_fake.
 
-`torch.library.custom_op` has three functions of its own between the two, which look whether a kernel returns an argument
-and keep Dynamo away: some 20 us in a step, which drives them out of the caches.
+`torch.library.custom_op` has three functions of its own between the two, which look whether a kernel returns an
+argument and keep Dynamo away: some 20 us in a step, which drives them out of the caches.
 """
 
 from __future__ import annotations

@@ -140,6 +140,8 @@ def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
     """The lists that the kernels walk through."""
     pairs = counts(mask, block_q, block_k)
     device, columns = pairs.device, pairs.shape[-1]
+    if device.type == "cpu" and pairs.numel() <= FEW:
+        return _few_tiles(mask, pairs, block_q, block_k)
     starts = torch.arange(pairs.shape[1], device=device) * block_q
     heights = (mask.queries - starts).clamp(max=block_q).to(torch.int32)
     full = pairs == heights[:, None] * block_k
@@ -152,8 +154,6 @@ def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
     """From bool [B, n, m] each. Work is one look at every tile, then as many steps as there are tiles to visit."""
     batch, rows, columns = full.shape
     device = full.device
-    if device.type == "cpu" and full.numel() <= FEW:
-        return _few_lists(full, partial)
     wholes, rest = full.sum(-1).flatten(), partial.sum(-1).flatten()
     begin = torch.arange(batch * rows, device=device) * columns
     index = torch.zeros(batch * rows * columns, dtype=torch.int32, device=device)
@@ -165,14 +165,25 @@ def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
     return TileLists(index.view(batch, rows, columns), total.view(batch, rows, 2).int())
 
 
-def _few_lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
-    """As `_lists`, in Python."""
+def _few_tiles(mask: Mask, pairs: torch.Tensor, block_q: int, block_k: int) -> Tiles:
+    """As `tiles`, in Python."""
+    batch, rows, columns = pairs.shape
+    whole = [min(block_q, mask.queries - row * block_q) * block_k for row in range(rows)]
+    # Of each tile 2 if it is full, 1 if some of its pairs are visible.
+    kinds = [[[(n > 0) + (n == most) for n in row] for row, most in zip(one, whole)] for one in pairs.tolist()]
+    of_queries = [row for one in kinds for row in one]
+    of_keys = [[row[column] for row in one] for one in kinds for column in range(columns)]
+    return Tiles(
+        block_q, block_k, _few_lists(of_queries, (batch, rows, columns)), _few_lists(of_keys, (batch, columns, rows))
+    )
+
+
+def _few_lists(kinds: list[list[int]], shape: tuple[int, int, int]) -> TileLists:
+    """kinds: of each tile of a row."""
     index, counts = [], []
-    for one, other in zip(full.flatten(0, 1).tolist(), partial.flatten(0, 1).tolist(), strict=True):
-        wholes = [column for column, there in enumerate(one) if there]
-        visited = wholes + [column for column, there in enumerate(other) if there]
-        index.append(visited + [0] * (len(one) - len(visited)))
-        counts.append([len(wholes), len(visited)])
-    batch, rows, columns = full.shape
+    for row in kinds:
+        full, visited = [i for i, kind in enumerate(row) if kind == 2], [i for i, kind in enumerate(row) if kind == 1]
+        index += [*full, *visited, *(0 for _ in range(len(row) - len(full) - len(visited)))]
+        counts += [len(full), len(full) + len(visited)]
     listed, numbers = (torch.tensor(found, dtype=torch.int32) for found in (index, counts))
-    return TileLists(listed.view(batch, rows, columns), numbers.view(batch, rows, 2))
+    return TileLists(listed.view(shape), numbers.view(*shape[:2], 2))

@@ -15,6 +15,7 @@ from csc import devices
 
 backends: Any = torch.backends
 
+ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 SWITCHES: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
@@ -29,6 +30,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "float32 of oneDNN": lambda: [backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision],
     "oneDNN": lambda: backends.mkldnn.enabled,
     "fast path of transformers": backends.mha.get_fastpath_enabled,
+    "attention": lambda: [getattr(backends.cuda, name)() for name in ATTENTION],  # on CPUs too
     **devices.SWITCHES,
 }  # fmt: skip
 
@@ -41,8 +43,9 @@ def switches() -> list[Any]:
 
 
 def tracing_switches() -> list[Any]:
-    """Those that what is traced depends on. A compiled step is in no inference mode, wherever it is called."""
-    return [[name, _state(read)] for name, read in SWITCHES.items() if name != "inference"]
+    """Those that what is traced depends on, here. A compiled step is in no inference mode, wherever it is called."""
+    left_out = devices.absent_switches()
+    return [[name, _state(read)] for name, read in SWITCHES.items() if name != "inference" and name not in left_out]
 
 
 def _state(read: Callable[[], Any]) -> str:

@@ -37,7 +37,7 @@ from csc.capture.dedup.free_variables import LIBRARIES
 from csc.capture.tensor_values import TensorValues
 from csc.capture.watches import (
     ABSENT,
-    CODE,
+    PARTS,
     Codes,
     Names,
     Read,
@@ -110,7 +110,7 @@ class Reached:
         self._watches.append(("class Tensor", methods, read, read()))
         if ignored:
             self._ignore(ignored)
-        self._before = [CODE(function) for _, function in self._functions], list(map(_of_cell, self._cells))
+        self._before = [PARTS(function) for _, function in self._functions], list(map(_of_cell, self._cells))
         self._values = TensorValues(self._tensors)
         self._objects, self._dicts = [one for _, one, _ in self._attributes], [own for *_, own in self._attributes]
         self._together, self._codes = Together(self._watches), Codes([function for _, function in self._functions])
@@ -152,7 +152,7 @@ class Reached:
                 if not _alike(old, new):
                     found.append(f"{path}.{names[place]}" if place < len(names) else _contents_of(path))
         for (path, function), was in zip(self._functions, self._before[0]):
-            if not all(map(_alike, was, CODE(function))):
+            if not all(map(_alike, was, PARTS(function))):
                 found.append(_code_of(path))
         for (path, cell), was in zip(self._cells, self._before[1]):
             if not _alike(was, _of_cell((path, cell))):

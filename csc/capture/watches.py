@@ -12,7 +12,6 @@ Terms
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections import OrderedDict, defaultdict
@@ -28,7 +27,8 @@ ABSENT = object()
 Read = Callable[[], list[Any]]
 Names = tuple[str, ...]
 Watch = tuple[str, Names, Read, list[Any]]
-CODE, DEFAULTS = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__defaults__")
+CODE, DEFAULTS, OF_KEYWORDS = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
+PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def values(members: Mapping[str, Any], left_out: Set[str] = frozenset()) -> list[Any]:
@@ -112,6 +112,7 @@ class Together:
         self._attributes = [name for _, names, _, _ in objects for name in names]
         self._before = [value for kind in (kinds[elements], objects) for _, _, _, before in kind for value in before]
         self._variables = dict(chain.from_iterable(zip(names, before) for _, names, _, before in kinds[environment]))
+        self._encoded: dict[Any, Any] = {}  # all variables, when these held last
 
     def hold(self) -> bool:
         """Whether each holds the very values that it had."""
@@ -134,41 +135,31 @@ class Together:
     def _variables_hold(self) -> bool:
         if not self._variables:
             return True
+        encoded = dict(vars(os.environ).get("_data", os.environ))  # as Python keeps them: nothing has to be decoded
+        if encoded == self._encoded:
+            return True
         now = dict(os.environ)  # one by one, each is encoded first
-        return all(now.get(name, ABSENT) == before for name, before in self._variables.items())
+        holds = all(now.get(name, ABSENT) == before for name, before in self._variables.items())
+        if holds:
+            self._encoded = encoded
+        return holds
 
 
 class Codes:
-    """Functions with their code and defaults. What all of them lead to is read at once, and compared by identity, equal
-    things of the same type being as good; defaults, which may be equal and of another type, once more.
+    """Functions with their code and defaults, read one kind after the other: a step has driven them out of the caches,
+    and what all of them lead to is ten times as much. Equal code is as good.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self._functions = functions
-        self._before = list(self._now())
-        self._with_defaults = [one for one in functions if DEFAULTS(one) is not None]
-        self._defaults = list(map(DEFAULTS, self._with_defaults))
-        self._led_to = gc.get_referents(*functions)
+        self._codes = list(map(CODE, functions))
+        self._defaults = [(read, list(map(read, functions))) for read in (DEFAULTS, OF_KEYWORDS)]
 
     def hold(self) -> bool:
         """Whether each has the very ones that it had."""
-        led_to = gc.get_referents(*self._functions)
-        if _equal(led_to, self._led_to) and all(map(is_, map(DEFAULTS, self._with_defaults), self._defaults)):
-            return True
-        holds = all(map(is_, self._now(), self._before))  # others have attributes, or annotations that were asked for
-        if holds:
-            self._led_to = led_to
-        return holds
-
-    def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(CODE, self._functions))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:  # comparing is the user's code
-        return False
+        return list(map(CODE, self._functions)) == self._codes and all(
+            all(map(is_, map(read, self._functions), before)) for read, before in self._defaults
+        )
 
 
 def is_of_members(read: Read) -> TypeGuard[partial[list[Any]]]:

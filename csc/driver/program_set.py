@@ -50,6 +50,7 @@ from csc.runtime.meeting import Meeting
 from csc.runtime.shards import Kept
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
+from csc.torch_private.autograd import below_autograd
 from csc.torch_private.processes import is_profiled
 
 log = logging.getLogger("csc")
@@ -315,7 +316,7 @@ class ProgramSet:
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse,
                 artifacts=inductor_folder(self._compiler.store) if options.fuse else None, is_profiled=is_profiled,
-                kept=self._shards, data=self._data,
+                within=below_autograd, kept=self._shards, data=self._data,
             )  # fmt: skip
             if self._data is not None and made.own.data is not self._data:
                 self._data.replaced = True

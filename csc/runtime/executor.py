@@ -12,8 +12,8 @@ says for what. With a transport that blocks it never yields.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,9 @@ from csc.runtime.scatter import Scattered
 from csc.runtime.specs import MessageSpec
 from csc.runtime.step_counts import StepCounts
 from csc.runtime.transport import laid_out
-from csc.torch_private.autograd import below_autograd
 
 Batch = Mapping[str, Any]
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,12 @@ class _Step:
         microbatches: Sequence[Batch],
         weights: Mapping[str, torch.Tensor],
         profiled: bool,
+        within: Within,
     ) -> None:
         manifest = rank.program.manifest
         self.rank = rank  # for all that is the same in every program
         self.ranks = ranks
-        self.batches = microbatches
+        self.batches, self.within = microbatches, within
         stages = {stage.stage: stage for stage in rank.stages}
         self.ranges = Ranges(stages) if profiled else None
         self.stages = {
@@ -132,7 +133,7 @@ class _Step:
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
-        with below_autograd(), nullcontext() if self.ranges is None else self.ranges.of(action):
+        with self.within(), nullcontext() if self.ranges is None else self.ranges.of(action):
             self._compute(action)
 
     def _compute(self, action: Action) -> None:
@@ -225,6 +226,7 @@ def step(
     uneven: bool = False,
     counts: StepCounts | None = None,
     profiled: bool = False,
+    within: Within = nullcontext,
     encoding: RankEncoding | None = None,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
@@ -232,8 +234,9 @@ def step(
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
-    of these microbatches. profiled: whether a profiler is on, which ranges are for. encoding: what it does for the next
-    step meanwhile; once its messages have left, since others wait for these.
+    of these microbatches. profiled: whether a profiler is on, which ranges are for. within: makes a context for what
+    computes. encoding: what it does for the next step meanwhile; once its messages have left, since others wait for
+    these.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
@@ -242,7 +245,7 @@ def step(
     if rank.met is not None:
         microbatches = [{**microbatch, "tp": rank.met.number} for microbatch in microbatches]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
-    state = _Step(whole, ranks, microbatches, weights, profiled)
+    state = _Step(whole, ranks, microbatches, weights, profiled, within)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = yield from loss_terms.weights(ranks, microbatches)

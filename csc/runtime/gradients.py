@@ -69,13 +69,14 @@ class GradientSums:
         if spec is None or not spec.trainable or stage not in spec.stages:
             what = "is frozen" if spec and not spec.trainable else f"is not on stage {stage}"
             raise ProgramError(f"there is a gradient for {name!r}, which {what}", "", "Mend the rank file")
-        if tuple(gradient.shape) != spec.shape:
+        if gradient.shape != spec.shape:
             raise ProgramError(
                 f"the gradient of {name!r} is {list(gradient.shape)}, the parameter is {list(spec.shape)}",
                 "",
                 "Mend the rank file",
             )
-        gradient = gradient.to(spec.dtype)
+        if gradient.dtype != spec.dtype:
+            gradient = gradient.to(spec.dtype)
         if self.scattered is not None and self.scattered.has(name):
             self.scattered.add(stage, name, gradient)
             return
@@ -140,9 +141,11 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
             why = f"tied gradient of {spec.name}"
             yield from wait_sum(rank.endpoint, sums.buffers[spec.name], holders, why, ordered=True)
     tickets = []
-    for number, (parts, specs) in enumerate(buckets(sums)):
-        if parts is None or len(ranks := rank.group(parts)) < 2:
+    several = {parts for spec in sums.specs.values() if (parts := spec.gradient.parts) and len(rank.group(parts)) > 1}
+    for number, (parts, specs) in enumerate(buckets(sums) if several else ()):
+        if parts not in several:
             continue
+        ranks = rank.group(parts)
         flat = torch.cat([sums.buffers[spec.name].reshape(-1) for spec in specs])
         for spec, part in zip(specs, flat.split([sums.buffers[s.name].numel() for s in specs]), strict=True):
             sums.buffers[spec.name] = part.view(spec.shape)  # frees the gradient itself

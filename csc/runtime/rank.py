@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ class Rank:
     device: torch.device
     visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
     met: Met | None = None  # with tp > 1: where it meets those that divide its layers
+    _groups: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def _at(self) -> Coordinates:
@@ -45,7 +47,7 @@ class Rank:
         """Index on the pp axis."""
         return self._at.pp
 
-    @property
+    @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
         """The stages that it runs, in order."""
         return self.program.manifest.stages_of(self.position)
@@ -67,7 +69,11 @@ class Rank:
 
     def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """As `Mesh.group`, of this rank."""
-        return self.program.manifest.mesh.group(what, self.rank, positions)
+        key = what, None if positions is None else tuple(positions)
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = self.program.manifest.mesh.group(what, self.rank, positions)
+        return found
 
     def sharing(self, spec: ContextSpec) -> tuple[int, ...]:
         """The ranks among which a component's tokens are, itself included."""

@@ -41,7 +41,7 @@ from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.encoding import Encoding
-from csc.runtime.executor import StepResult, Timed, interleave, step
+from csc.runtime.executor import StepResult, Timed, Within, interleave, step
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
@@ -73,9 +73,9 @@ class Trainer:
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
     fused: compile the templates' functions with Inductor; see csc.runtime.inductor. artifacts: where it keeps what it
-    makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.ranges). kept:
-    shards of a trainer before (`shards`). data: what this process steps of parameters that data-parallel ranks divide,
-    of a trainer before (`data`).
+    makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.ranges). within:
+    makes a context for what computes. kept: shards of a trainer before (`shards`). data: what this process steps of
+    parameters that data-parallel ranks divide, of a trainer before (`data`).
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -92,6 +92,7 @@ class Trainer:
         fused: bool = False,
         artifacts: Path | None = None,
         is_profiled: Callable[[], bool] = bool,
+        within: Within = nullcontext,
         kept: Mapping[str, Kept] = MappingProxyType({}),
         data: DataShards | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class Trainer:
         self.transport = transport or _transport(program, self.device, timeout, meeting)
         self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
-        self._is_profiled = is_profiled
+        self._is_profiled, self._within = is_profiled, within
         self.fused = _members(artifacts, self.device) if fused else None
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
@@ -271,7 +272,7 @@ class Trainer:
     ) -> dict[int, StepResult]:
         self.transport.begin_step()
         used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
-        working = {spec.name: self.own.values[spec.name].detach().to(spec.compute or spec.dtype) for spec in used}
+        working = {spec.name: _as(self.own.values[spec.name].detach(), spec.compute or spec.dtype) for spec in used}
         if drawn is None:
             drawn = seeds.draw() if self.program.manifest.random else 0
         runs, profiled, calls = {}, self._is_profiled(), []
@@ -286,7 +287,7 @@ class Trainer:
             counts = counted(self._manifests, given)
             coming = encoding.of(rank) if encoding is not None else None
             runs[rank.rank] = step(
-                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, coming
+                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, self._within, coming
             )
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         with nullcontext() if self.fused is None else self.fused.step(calls, hold=bool(flags & BUSY)):
@@ -372,6 +373,10 @@ def _members(artifacts: Path | None, device: torch.device) -> FusedMembers:
     from csc.runtime.fused_members import FusedMembers  # which imports what only compiled functions need
 
     return FusedMembers(artifacts, device)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _read(rank: Rank) -> list[str]:

@@ -24,16 +24,15 @@ class Under:
     prefix: str
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.weights[self.full_name(name)]
-
-    def full_name(self, name: str) -> str:
-        """The parameter's name in the model."""
-        full = self.prefix + name
-        return full if full in self.weights else name
+        found = self.weights.get(self.prefix + name)
+        return self.weights[name] if found is None else found
 
     def full_names(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the model, gradient) pairs."""
-        return ((self.full_name(name), gradient) for name, gradient in gradients.items())
+        prefix, weights = self.prefix, self.weights
+        for name, gradient in gradients.items():
+            full = prefix + name
+            yield (full if full in weights else name), gradient
 
 
 def under(weights: Mapping[str, torch.Tensor], prefix: str) -> Under:

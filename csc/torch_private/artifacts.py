@@ -24,15 +24,16 @@ def artifact(
     """
     from torch._inductor import standalone_compile
 
+    from csc.torch_private.autograd import under_autograd
     from csc.torch_private.traces import make_fx
 
-    with torch.no_grad():
+    with under_autograd(), torch.no_grad():  # a step runs below autograd; what traces does not
         graph = make_fx(function, tracing_mode="fake")(*given)
-    if not any(node.op == "call_function" for node in graph.graph.nodes):
-        return None
-    made = standalone_compile(
-        graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
-    )
+        if not any(node.op == "call_function" for node in graph.graph.nodes):
+            return None
+        made = standalone_compile(
+            graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
+        )
     beside = file.with_suffix(f".{os.getpid()}")
     made.save(path=str(beside))
     beside.replace(file)  # whoever ends in the middle of it leaves nothing that could be read

@@ -14,7 +14,7 @@ __all__ = ["FunctionCtx"]  # of torch, as they are
 
 
 def below_autograd() -> Any:
-    """A context in which operators run without asking autograd: what needs gradients fails. `no_grad` asks, each time."""
+    """A context in which operators run without asking autograd, as `no_grad` does each time: what needs it fails."""
     return torch._C._AutoDispatchBelowAutograd()
 
 

@@ -476,6 +476,16 @@ def test_size_functions() -> None:
     assert divided.subs({size: 11}) == 2 and type(divided).__name__ == "FloorDiv"
 
 
+def test_below_autograd() -> None:
+    """Operators run as they do, and nobody notes what a gradient would need; a write is counted all the same."""
+    x = torch.ones(3, requires_grad=True)
+    with private_autograd.below_autograd(), torch.no_grad():
+        total = (x * 2).sum()
+        own = torch.zeros(3).add_(1)
+    assert float(total) == 6 and not total.requires_grad and own._version == 1
+    assert (x * 2).requires_grad
+
+
 def test_under_autograd() -> None:
     """Within an operator's kernel, where autograd is off, gradients can be asked for."""
 
