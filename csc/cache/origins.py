@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import sys
 import sysconfig
@@ -93,7 +94,25 @@ def distribution(path: str) -> str | None:
 
 @cache
 def _distributions() -> dict[str, str]:
-    return {top: sorted(names)[0] for top, names in importlib.metadata.packages_distributions().items()}
+    found: dict[str, list[str]] = {}
+    for one in importlib.metadata.distributions():
+        for top in _tops(one):
+            found.setdefault(top, []).append(one.metadata["Name"])
+    return {top: sorted(names)[0] for top, names in found.items()}
+
+
+def _tops(one: importlib.metadata.Distribution) -> set[str]:
+    """What can be imported of a distribution, as importlib.metadata.packages_distributions tells it; that makes a path
+    of each installed file, and takes a tenth of a second.
+    """
+    declared = (one.read_text("top_level.txt") or "").split()
+    if declared:
+        return set(declared)
+    record = one.read_text("RECORD")
+    lines = list(map(str, one.files or ())) if record is None else record.splitlines()
+    parts = {line.partition(",")[0].strip('"').partition("/")[:2] for line in lines}
+    names = {first if inside else inspect.getmodulename(first) for first, inside in parts}
+    return {name for name in names if name and "." not in name}
 
 
 @cache

@@ -146,17 +146,18 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """For Inductor. Which vector instructions can be built for is found out once for a folder, which is of one CPU,
-    compiler and torch: else each process asks.
+    """For Inductor. What a text draws itself is what it draws as it is. Which vector instructions can be built for is
+    found out once for a folder, which is of one CPU, compiler and torch: else each process asks.
     """
+    drawn: dict[str, Any] = {"fallback_random": True}
     if platform.machine() not in ("x86_64", "AMD64") or os.environ.get(SETS_BUILD):
-        return {}
+        return drawn
     file = folder / PROVEN
     if not file.exists():
         with _alone(file):
             if not file.exists() and vector_sets_are_proven():
                 file.touch()
-    return {"cpp.vec_isa_ok": True} if file.exists() else {}
+    return drawn | {"cpp.vec_isa_ok": True} if file.exists() else drawn
 
 
 @contextmanager

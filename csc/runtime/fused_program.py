@@ -2,7 +2,9 @@
 
 Terms: the program of a run's *first* sizes is compiled before its first step. *Later* ones, for sizes that come on the
 way, run as they are until they have been met MET times, and from then on until what compiles them in the background is
-done on every rank: no step waits. *busy*: something is being compiled for it in the background.
+done on every rank: no step waits. Before that each rank *tries* what was compiled, in a step that runs as it is: each
+compiled function beside the one that it stands for. If one differs on any rank, no rank uses any. *busy*: something is
+being compiled for the program in the background, is to be tried, or was found to differ.
 
     program = FusedProgram(functions, folder, key, background)      background: None for the first sizes
     program.prepare(calls)          before the first step: compiles side by side what is not kept
@@ -53,13 +55,16 @@ class FusedProgram:
         self._file = program_file(folder, key) if key else None
         self._steps, self._watches, self._switched = 0, False, background is None
         self._left: set[str] = set()
+        self._tries, self._tried, self._differs = False, False, False
         self._made = threading.Event()
 
     def prepare(self, calls: Callable[[], Iterable[Call]]) -> None:
         """Nothing where that was done before. Errors are left to the functions' own first calls."""
+        if self._background is not None:
+            return
         self._steps += 1
         known = self._file is not None and self._file.is_file()
-        if self._steps > 1 or self._background is not None or known or self._device.type != "cpu":
+        if self._steps > 1 or known or self._device.type != "cpu":
             return  # Inductor compiles kernels for GPUs side by side itself
         try:
             orders = self._rehearsed(calls())
@@ -93,7 +98,7 @@ class FusedProgram:
             return False
         if torch.are_deterministic_algorithms_enabled():
             self._made.wait()
-        return not self._made.is_set()
+        return self._differs or not self._tried
 
     @property
     def _watches_done(self) -> bool:
@@ -103,20 +108,39 @@ class FusedProgram:
         """See the module."""
         if self._switched:
             return
-        if self._watches_done and self._made.is_set() and not hold:
-            for one in self._functions:
-                one.on = True
-            self._switched = True
-            log.info("fuse: the functions for sizes that came later are compiled")
+        if self._tried and not hold:
+            self._switch()
             return
+        if self._watches_done and self._made.is_set() and not self._tried:
+            self._try(True)
         self._steps += 1
         if self._steps == MET:
             for one in self._functions:
                 one.watch(repeats=True)
             self._watches = True
 
+    def _switch(self) -> None:
+        for one in self._functions:
+            one.on = True
+        self._switched = True
+        log.info("fuse: the functions for sizes that came later are compiled")
+
+    def _try(self, tries: bool) -> None:
+        """One of csc's operators is called by the functions as they are alone, so this rank may do so by itself; a step
+        that fails in its middle is followed by another one that tries.
+        """
+        self._tries = tries
+        for one in self._functions:
+            one.tries(tries)
+
     def after(self) -> None:
         """See the module."""
+        if self._tries:
+            self._try(False)
+            found = [why for one in self._functions for why in one.differs]
+            self._tried, self._differs = True, bool(found)
+            for why in found:
+                log.warning("fuse: all functions run as they are for sizes that came later, as %s", why)
         if self._watches and self._background is not None:
             self._watches = False
             orders = self._watched()

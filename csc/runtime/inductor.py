@@ -31,6 +31,8 @@ import torch
 from csc.runtime.compiled_function import MISSING, CompiledFunction, KeptFunction
 from csc.runtime.flat_tensors import layouts_of, structure_of, tensors_of
 from csc.runtime.function_order import FunctionOrder, code
+from csc.runtime.outside_reads import outside_read
+from csc.runtime.tried_function import tried
 
 log = logging.getLogger("csc")
 
@@ -103,24 +105,31 @@ def _fused(module: ModuleType, folder: Path, later: bool) -> list[Fused]:
 
 class Fused:
     """A template function that is compiled for the layouts of its first call, and for others that come. ValueError if
-    `w` is used otherwise than by names in the text: those could not be told from outside.
+    `w` is used otherwise than by names in the text, which could not be told from outside; or something else than
+    arguments and torch is, which would be compiled as it was then.
 
     text: of its file, as csc.runtime.function_order gives it. later: it is never compiled by its calls: what is kept is
-    used, once `on`. ordered: keys that were compiled for it ahead, by this start. rows: what has become of it.
+    used, where it was tried beside the function as it is, and once `on`. differs: in what those do that were not near
+    enough. ordered: keys that were compiled for it ahead, by this start. rows: what has become of it.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path, later: bool = False) -> None:
         self.name, self.plain, self.on = name, function, not later
         self.rows: list[FusedRow] = []
+        self.differs: list[str] = []
+        self._tries = False
         self.ordered: set[str] = set()
         self._text, self._folder, self._later = text, folder, later
+        outside = outside_read(function)
+        if outside:
+            raise ValueError(f"it uses {outside}, and is compiled for arguments and torch alone")
         self._names = _read_of_w(function)
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
         self._known: dict[Layouts, CompiledFunction | None] = {}
         self._watch: _Watch | None = None
 
     def __call__(self, *given: Any) -> Any:
-        if not self.on and self._watch is None:
+        if not self.on and not self._tries and self._watch is None:
             return self.plain(*given)
         if self._place >= 0:
             w: Mapping[str, torch.Tensor] = given[self._place]
@@ -133,10 +142,29 @@ class Fused:
         layouts = tuple([(one.shape, one.stride(), one.dtype) for one in tensors])
         if self._watch is not None:
             return self._watch.call(self, layouts, given, tensors)
+        if self._tries:
+            return self._try(layouts, given, tensors)
+        if layouts not in self._known and self._later:
+            return self.plain(*given)
         if layouts not in self._known:
             self._known[layouts] = self._first(given, tensors) if len(self._known) < LAYOUTS else None
         compiled = self._known[layouts]
         return self.plain(*given) if compiled is None else compiled(tensors)
+
+    def tries(self, tries: bool) -> None:
+        """Whether it runs as it is, with what is kept beside it at the first call with certain layouts."""
+        self._tries = tries
+
+    def _try(self, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        if layouts in self._known or len(self._known) == LAYOUTS:
+            return self.plain(*given)
+        compiled = self._known[layouts] = self._first(given, tensors)
+        if compiled is None:
+            return self.plain(*given)
+        results, why = tried(self.plain, given, compiled, tensors)
+        if why:
+            self.differs.append(f"{self.name}: {why}")
+        return results
 
     def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
         """Compile, or find what is kept; None for what cannot be compiled, which runs as it is from here on."""

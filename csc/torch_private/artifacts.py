@@ -46,8 +46,10 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
         return None
     from torch._inductor import CompiledArtifact, config
 
+    # The C++ compiler would go through all headers in each process, in case a kernel has to be made again.
+    at_hand = {name: False for name in ("cpp_cache_precompile_headers",) if hasattr(config, name)}
     try:
-        with config.patch(dict(settings)):
+        with config.patch({**settings, **at_hand}):
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None

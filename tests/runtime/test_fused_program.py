@@ -23,6 +23,11 @@ class Function:
     def __init__(self, orders: list[Any]) -> None:
         self.on, self._orders, self.ordered = False, orders, set[str]()
         self.rows: list[FusedRow] = []
+        self.differs: list[str] = []
+        self.tried: list[bool] = []
+
+    def tries(self, tries: bool) -> None:
+        self.tried.append(tries)
 
     def watch(self, repeats: bool) -> None:
         assert repeats
@@ -74,10 +79,32 @@ def test_a_size_is_compiled_once_it_was_met_and_waits_for_every_rank(orders: lis
     step(program)
     assert program.busy and not function.on
     background.made(orders[1], "")
+    assert not function.tried
     step(program, hold=True)  # another rank is not done
+    assert not program.busy and not function.on and function.tried == [True, False]
+    step(program, hold=True)
     assert not program.busy and not function.on
     step(program)
-    assert function.on
+    assert function.on and function.tried == [True, False]
+
+
+def test_what_differs_is_used_on_no_rank(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that has found one is busy from then on, and a step that failed in its middle is tried again."""
+    function, background = Function([]), Background()
+    program = later(function, background)
+    for _ in range(MET):
+        step(program)
+    program.before(hold=program.busy)  # and fails
+    assert program.busy
+    function.differs = ["layer.forward: result 0 differs by 1.0e+00, more than 1.0e-05"]
+    for _ in range(3):
+        step(program)
+        assert program.busy and not function.on
+    assert function.tried == [True, True, False]
+    assert caplog.messages == [
+        "fuse: all functions run as they are for sizes that came later, as layer.forward: result 0 differs by 1.0e+00, "
+        "more than 1.0e-05"
+    ]
 
 
 def test_what_fails_in_the_background_is_a_line_of_the_log(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +114,8 @@ def test_what_fails_in_the_background_is_a_line_of_the_log(orders: list[Any], ca
         step(program)
     background.made(orders[0], "CppCompileError: no\nmore")
     background.made(orders[1], "")
-    step(program)
+    for _ in range(2):
+        step(program)
     assert function.on
     assert caplog.messages == ["fuse: layer.forward runs as it is for sizes that came later: CppCompileError: no"]
 
@@ -95,7 +123,7 @@ def test_what_fails_in_the_background_is_a_line_of_the_log(orders: list[Any], ca
 def test_what_is_kept_already_is_switched_to_without_a_process() -> None:
     function, background = Function([]), Background()
     program = later(function, background)
-    for _ in range(MET + 1):
+    for _ in range(MET + 2):
         step(program)
     assert function.on and not background.orders
 
@@ -124,7 +152,9 @@ def test_the_same_steps_switch_from_run_to_run_where_that_is_wanted(
 
     monkeypatch.setattr(program._made, "wait", wait)
     step(program)
-    assert waited and function.on
+    assert waited and not function.on
+    step(program)
+    assert function.on
 
 
 def test_a_rehearsal_that_fails_leaves_functions_to_their_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -74,6 +75,43 @@ def test_what_is_no_full_graph_runs_as_it_is(
     assert len([one for one in caplog.records if "linear.backward_weight runs as it is" in one.message]) == 1
 
 
+OUTSIDE = {
+    "global calls": "    global calls\n    calls = [*calls, 1]",
+    "import time": "    import time",
+    "calls": "    hidden = x * len(calls)",
+    "print": "    print(x)",
+    "open": "    x = x * len(helper())",
+}
+
+
+def rewrite(layer: ModuleType, text: str) -> None:
+    """The layer file, and the module that was made of it."""
+    file = Path(str(layer.__file__))
+    file.write_text(text)
+    linecache.checkcache(str(file))
+    exec(compile(text, str(file), "exec"), layer.__dict__)
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_uses_more_than_its_arguments_runs_as_it_is(
+    layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """It would be compiled as that was once."""
+    text = f"{LAYER}\ndef helper():\n    return open('x').read()\n\ndef backward(x):\n{OUTSIDE[what]}\n    return x\n"
+    rewrite(layer, text)
+    plain = layer.backward
+    inductor.fused_functions("written", CPU, tmp_path)
+    assert layer.backward is plain and isinstance(layer.forward, inductor.Fused)
+    assert f"linear.backward runs as it is: it uses {what}, and is compiled for" in caplog.text
+
+
+def test_constants_and_functions_of_the_file_are_its_text(layer: ModuleType, tmp_path: Path) -> None:
+    text = "    return scaled(x) + sum(len(SCALE) for _ in range(2))\n"
+    rewrite(layer, f"{LAYER}\nSCALE = (2.0, 3)\n\ndef scaled(x):\n    return x * SCALE[0]\n\ndef backward(x):\n{text}")
+    inductor.fused_functions("written", CPU, tmp_path)
+    assert isinstance(layer.backward, inductor.Fused)
+
+
 def test_parameters_are_handed_on_by_the_names_in_the_text(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,16 +127,27 @@ def test_parameters_are_handed_on_by_the_names_in_the_text(
 def test_later_sizes_are_compiled_by_no_call(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run as they are until they are switched on, and from then on wherever nothing is kept."""
+    """They run as they are until they are switched on, and from then on wherever nothing was tried."""
     inductor.fused_functions("written", CPU, tmp_path, later=True)
     x, w = torch.ones(1, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
-    found = inductor.CompiledFunction(lambda *tensors: [tensors[0] * 5], None, 2.0)
-    kept: list[object] = [inductor.MISSING, found]
+    called: list[int] = []
+
+    def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        called.append(len(tensors[0]))
+        return [(tensors[0] + 1) * (1 + 1e-6)]
+
+    kept: list[object] = [inductor.MISSING, inductor.CompiledFunction(near, None, 2.0)]
     monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: kept.pop(0))
     assert torch.equal(layer.forward(x, w), x + 1) and len(kept) == 2
+    layer.forward.tries(True)
+    for rows in (1, 3, 3):
+        assert torch.equal(layer.forward(torch.ones(rows, 2), w), torch.full((rows, 2), 2.0)), "as it is"
+    layer.forward.tries(False)
+    assert called == [3] and not layer.forward.differs
     layer.forward.on = True
-    assert torch.equal(layer.forward(x, w), x + 1)
-    assert torch.equal(layer.forward(torch.ones(3, 2), w), torch.full((3, 2), 5.0))
+    for rows in (1, 3, 4):
+        layer.forward(torch.ones(rows, 2), w)
+    assert called == [3, 3]
     assert [(row.name, row.how, row.seconds) for row in layer.forward.rows] == [
         ("linear.forward", "found in the cache", 2.0)
     ]
