@@ -1,6 +1,7 @@
 """Where what Inductor makes of a program's functions is kept, beside the programs.
 
     inductor_folder(store) -> Path | None       of this machine; None without a store, or if the folder is not trusted
+    machine() -> str                            of what compiles: other functions are others to whoever compares them
 
 Its files are torch's: looked up by code, sizes, dtype, device, torch and its settings. Some are pickles, which torch
 reads, so they lie where nobody else may write, not in a folder of /tmp. Of the C++ compiler and of the CPU torch's keys
@@ -33,7 +34,7 @@ def inductor_folder(store: Store | None) -> Path | None:
     """The folder, which is there then."""
     if store is None:
         return None
-    folder = store.folder / f"{INDUCTOR}-{_machine()}"
+    folder = store.folder / f"{INDUCTOR}-{machine()}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -45,8 +46,10 @@ def inductor_folder(store: Store | None) -> Path | None:
     return None if why else folder
 
 
-def _machine() -> str:
-    """A hash of torch, Python, the CPU, the C++ compiler, and of csc, whose operators compiled functions call."""
+def machine() -> str:
+    """What compiles functions, besides their text: a hash of torch, Python, CPU, C++ compiler, and of csc, whose
+    operators they call.
+    """
     told = [own_sources(), torch.__version__, sys.version, platform.machine(), _cpu(), _compiler()]
     return hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from csc.cache import stored_guards
+from csc.cache.inductor_folder import machine
 from csc.cache.keys import Opaque, mesh_key, model_key, program_key, trace_key
 from csc.cache.packed import (
     Captured,
@@ -95,12 +96,16 @@ class ModelEntries:
 
     def checked(self, match: Match, options: Options) -> str:
         """What the comparison of a microbatch's program with eager PyTorch gave; "" if none is known."""
-        trainable = self._trainable()
         found = self._find(
             "checked", match, options, lambda files, _: files[CHECKED].decode(),
-            lambda key: program_key(key, options, trainable),
+            self._as_it_runs(options),
         )  # fmt: skip
         return found or ""
+
+    def _as_it_runs(self, options: Options) -> Callable[[str], str]:
+        """The key of a program by that of its trace, and with `fuse` of what compiles its functions."""
+        trainable, here = self._trainable(), machine() if options.fuse else ""
+        return lambda key: program_key(key + here, options, trainable)
 
     def keep_program(self, packed: Packed, match: Match, options: Options) -> None:
         """Keep what was just compiled."""
@@ -113,11 +118,7 @@ class ModelEntries:
 
     def keep_checked(self, text: str, match: Match, options: Options) -> None:
         """Keep that a program was found to train what eager PyTorch does."""
-        trainable = self._trainable()
-        self._keep(
-            "checked", None, match, options, lambda: {CHECKED: text.encode()},
-            lambda key: program_key(key, options, trainable), {},
-        )  # fmt: skip
+        self._keep("checked", None, match, options, lambda: {CHECKED: text.encode()}, self._as_it_runs(options), {})
 
     def keep_trace(self, traced: TracedProgram, match: Match, options: Options) -> None:
         """Keep what was just traced."""

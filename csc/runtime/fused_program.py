@@ -151,7 +151,15 @@ class FusedProgram:
                 one.ordered |= self._left
             self._background.make(orders, self._is_made)
         if self._file is not None and self._steps == 1 and self._switched and not self._file.is_file():
-            write_whole(self._file, json.dumps([asdict(row) for row in self.rows()]))
+            self._keep_rows(self._file)
+
+    def _keep_rows(self, file: Path) -> None:
+        """Where nothing is compiled there is no folder for them; that none could be written is no error of a step."""
+        try:
+            if self.rows():
+                write_whole(file, json.dumps([asdict(row) for row in self.rows()]))
+        except OSError as error:
+            log.info("fuse: what was compiled is not told to later starts: %s", error)
 
     def _is_made(self, order: FunctionOrder, why: str) -> None:
         if why:

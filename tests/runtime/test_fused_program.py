@@ -174,6 +174,18 @@ def test_a_rehearsal_that_fails_leaves_functions_to_their_first_calls(monkeypatc
     assert not asked
 
 
+def test_a_step_does_without_a_folder_for_what_was_compiled(tmp_path: Path) -> None:
+    """There is none where no C++ compiler is, or once somebody has cleared the cache."""
+    for functions in ([], [Function([])]):
+        for function in functions:
+            function.rows = [FusedRow("layer.forward", COMPILED, 1.5)]
+        program = FusedProgram(functions, tmp_path, "a-b", CPU, None)  # type: ignore[arg-type]
+        program.prepare(list)
+        program.before(hold=False)
+        program.after()
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_a_start_has_compiled_is_told_to_later_ones(tmp_path: Path) -> None:
     """Of the same program alone; its first step writes it."""
     (tmp_path / "functions").mkdir()

@@ -6,9 +6,16 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from csc.cache import inductor_folder as kept
+from csc.cache.model_entries import ModelEntries
 from csc.cache.store import Store
+from csc.capture.guards import Guards
+from csc.ir.capture_guards import capture_guards
+from csc.ir.program import Options
+from csc.ir.sizes import exactly
 
 
 def test_each_compiler_and_cpu_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +46,18 @@ def test_what_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.Log
     file = tmp_path / "file"
     file.write_text("")
     assert kept.inductor_folder(Store(file)) is None
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_what_another_compiler_makes_was_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuse: bool
+) -> None:
+    """Functions that are compiled anew are others than those that were found to be right."""
+    model, given = nn.Linear(2, 2), {"x": torch.ones(1, 2)}
+    guards = Guards(captures=(capture_guards(exactly(given), {}, (), {}, None),))
+    match, options = guards.match(model, given), Options(fuse=fuse)
+    entries = ModelEntries(model, Store(tmp_path / "cache"))
+    entries.keep_checked("equal", match, options)
+    assert entries.checked(match, options) == "equal"
+    monkeypatch.setattr(kept, "_compiler", lambda: "another")
+    assert entries.checked(match, options) == ("" if fuse else "equal")
