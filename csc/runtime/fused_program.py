@@ -87,8 +87,16 @@ class FusedProgram:
         return found
 
     def _watched(self) -> list[FunctionOrder]:
-        """What was called since they are watched and is not kept."""
-        found = {order.key: order for one in self._functions for order in one.watched()}
+        """What was called since they are watched and is not kept. None is watched any more, whatever happens: in a
+        rehearsal they give tensors without values.
+        """
+        found: dict[str, FunctionOrder] = {}
+        for one in self._functions:
+            try:
+                found |= {order.key: order for order in one.watched()}
+            except Exception as error:  # of a C++ compiler that does not work, say; a first call says so
+                tell = log.debug if self._background is None else log.warning
+                tell("fuse: %s runs as it is: %s: %s", one.name, type(error).__name__, error)
         return [order for order in found.values() if not order.is_kept]
 
     @property

@@ -174,6 +174,29 @@ def test_a_rehearsal_that_fails_leaves_functions_to_their_first_calls(monkeypatc
     assert not asked
 
 
+def test_no_function_stays_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One left behind would give a real step tensors without values."""
+
+    class Failing(Function):
+        name, watched_now = "layer.forward", False
+
+        def watch(self, repeats: bool) -> None:
+            self.watched_now = True
+
+        def watched(self) -> list[Any]:
+            self.watched_now = False
+            raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr(fused_program, "rehearse", lambda *_: None)
+    functions = [Failing([]), Failing([])]
+    FusedProgram(functions, Path("nowhere"), "", CPU, None).prepare(lambda: [(None, {}, {})])  # type: ignore
+    assert not any(one.watched_now for one in functions) and not caplog.messages
+    program = later(functions[0], Background())
+    for _ in range(MET + 2):
+        step(program)
+    assert caplog.messages == ["fuse: layer.forward runs as it is: RuntimeError: no working C++ compiler"]
+
+
 def test_a_step_does_without_a_folder_for_what_was_compiled(tmp_path: Path) -> None:
     """There is none where no C++ compiler is, or once somebody has cleared the cache."""
     for functions in ([], [Function([])]):
