@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +38,9 @@ def test_no_size_is_new_after_ten_steps() -> None:
     free = decider("AI2D").learned(STEP)
     own = free.with_sizes(STEP)
     assert len(own.sizes) <= 64
-    seen, late, seconds, without, cpu = set(own.sizes), 0, 0.0, 0.0, []
+    seen, late, seconds, without = set(own.sizes), 0, 0.0, 0.0
     for number, indices in enumerate(drawn(len(own.lengths), 20)):
-        start = time.process_time()
         found = own.decide(indices)
-        cpu.append(time.process_time() - start)
         assert sorted(i for group in found.groups[0] for i in group) == sorted(indices)
         new = set(found.sizes[0]) - seen
         late += len(new) if number >= 10 else 0
@@ -52,7 +49,6 @@ def test_no_size_is_new_after_ten_steps() -> None:
             seconds, without = seconds + found.seconds, without + free.decide(indices).seconds
     assert late == 0
     assert seconds <= 1.02 * without  # what it costs to keep to sizes
-    assert min(cpu) < 0.3
 
 
 @pytest.mark.parametrize("packed", [True, False])
