@@ -82,7 +82,7 @@ def _undisturbed(step: SampleCosts, features: Floats, busy: Sequence[Timeline]) 
         seconds[lane, action.microbatch] = took
         if action.kind == "BW":
             seconds[work.fused(action.stage), action.microbatch] = took
-    return float(step.fixed_orders.makespans(seconds, step.wires([features]))[0])
+    return float(step.fixed_orders.makespans(seconds, step.wires(features))[0])
 
 
 if __name__ == "__main__":

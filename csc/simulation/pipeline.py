@@ -144,21 +144,23 @@ class Loads:
         who compares many assignments asks for seconds alone.
         """
         if figure not in self._tables:
-            self._tables[figure] = self.array(figure).tolist()
+            self._tables[figure] = self._rows(self.rates(figure)).tolist()
         return self._tables[figure]
 
-    def array(self, figure: str) -> Floats:
-        """The same as an array."""
-        return self._rows([[getattr(one, figure) for one in rates] for rates in self.stages])
+    def rates(self, figure: str) -> Floats:
+        """[stage][feature]"""
+        return np.array([[getattr(one, figure) for one in rates] for rates in self.stages], dtype=np.float64)
 
     @cached_property
     def sizes(self) -> dict[Message, list[float]]:
         """Bytes of each channel by microbatch."""
-        return dict(zip(self.messages, self.sent(list(self.messages)).tolist()))
+        channels = list(self.messages)
+        return dict(zip(channels, self._rows(self.sent(channels)).tolist()))
 
     def sent(self, channels: Sequence[Message]) -> Floats:
-        """Bytes of these channels by microbatch."""
-        return self._rows([self.messages[channel] for channel in channels])
+        """[channel][feature]: bytes."""
+        rates = np.array([self.messages[channel] for channel in channels], dtype=np.float64)
+        return rates.reshape(len(channels), len(self.stages[0]))
 
     @cached_property
     def work(self) -> list[float]:
@@ -166,12 +168,16 @@ class Loads:
         rows = [row for name in FIGURES[:3] for row in self.table(name)]
         return [sum(row[m] for row in rows) for m in range(len(self.features))]
 
-    def _rows(self, rates: Sequence[Sequence[float]]) -> Floats:
-        """[row][microbatch] of [row][feature]."""
-        table = np.zeros((len(rates), len(self.features)))
-        for own, counts in zip(np.array(rates, dtype=np.float64).T, np.array(self.features, dtype=np.float64).T):
-            table += own[:, None] * counts
-        return np.maximum(table, 0.0)
+    def _rows(self, rates: Floats) -> Floats:
+        return taken(rates, np.array(self.features, dtype=np.float64))
+
+
+def taken(rates: Floats, features: Floats) -> Floats:
+    """[row][microbatch] of rates [row][feature] and [microbatch][feature]: sums in features' order, none below 0."""
+    table = np.zeros((len(rates), len(features)))
+    for own, counts in zip(rates.T, features.T):
+        table += own[:, None] * counts
+    return np.maximum(table, 0.0)
 
 
 @dataclass(frozen=True)

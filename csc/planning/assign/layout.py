@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ class BatchLayout:
 
     def features(self, groups: Sequence[Sequence[int]]) -> Floats:
         """Of each group as a microbatch."""
-        members = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
+        members = np.fromiter(chain.from_iterable(groups), np.int64)
         rows = np.array([len(group) for group in groups])
         starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
         sums = np.add.reduceat(self.samples[members], starts, axis=0)

@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from csc.planning.assign.layout import BatchLayout, Floats
 from csc.planning.schedules.fixed_orders import FixedOrders
 from csc.planning.schedules.timing import makespan
-from csc.planning.schedules.work import WorkTables
-from csc.simulation.pipeline import FIGURES, Loads, Pipeline
+from csc.planning.schedules.work import WorkTables, growth
+from csc.simulation.pipeline import FIGURES, Loads, Pipeline, taken
 
 Groups = Sequence[Sequence[int]]
 FEW = 4  # ways that are timed one by one
@@ -50,7 +51,7 @@ class SampleCosts:
         """[microbatch][feature] of a replica's groups, the constant one first."""
         if self.layout is not None:
             return self.layout.features(groups)
-        members = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
+        members = np.fromiter(chain.from_iterable(groups), np.int64)
         sizes = np.array([len(group) for group in groups])
         rows = np.vstack(
             [self.samples[members], np.zeros((1, self.samples.shape[1]))]
@@ -60,9 +61,7 @@ class SampleCosts:
 
     def work(self, features: Floats) -> WorkTables:
         """The tables of microbatches with these features."""
-        loads = self.pipeline.loads
-        assert loads is not None
-        each = Loads(tuple(map(tuple, features.tolist())), loads.stages, loads.messages)
+        each = Loads(tuple(map(tuple, features.tolist())), self._loads.stages, self._loads.messages)
         return WorkTables.of(replace(self.pipeline, loads=each), self.placement, self.microbatches)
 
     def seconds_of(self, features: Floats) -> float:
@@ -77,25 +76,37 @@ class SampleCosts:
             return [self.seconds_of(self.features(groups)) for groups in ways]
         if len(ways) > MANY:
             return [*self.seconds_of_ways(ways[:MANY]), *self.seconds_of_ways(ways[MANY:])]
-        counts = [self.features(groups) for groups in ways]
-        each = self._loads(counts)
-        three = [self._by_position(each.array(figure), len(ways)) for figure in FIGURES[:3]]
+        counts = self.features(list(chain.from_iterable(ways)))
+        three = [self._by_position(taken(self._rates[figure], counts), len(ways)) for figure in FIGURES[:3]]
         lanes = np.stack(three, axis=1).reshape(-1, self.microbatches, len(ways))
         seconds = np.concatenate([lanes, three[1] + three[2]])
-        return self.fixed_orders.makespans(seconds, self.wires(counts)).tolist()
+        return self.fixed_orders.makespans(seconds, self.wires(counts, len(ways))).tolist()
 
-    def wires(self, ways: Sequence[Floats]) -> Floats:
-        """[channel in its order][position][way]: seconds of messages on the wire, of microbatches of these features."""
+    def wires(self, features: Floats, ways: int = 1) -> Floats:
+        """[channel in its order][position][way]: seconds of messages on the wire, of microbatches of these features,
+        those of each way behind those of the one before.
+        """
+        rates, speeds = self._sent
+        return self._by_position(taken(rates, features), ways) / speeds[:, None, None]
+
+    @property
+    def _loads(self) -> Loads:
+        loads = self.pipeline.loads
+        assert loads is not None
+        return loads
+
+    @cached_property
+    def _rates(self) -> dict[str, Floats]:
+        """By figure [stage][feature]."""
+        return {figure: self._loads.rates(figure) for figure in FIGURES}
+
+    @cached_property
+    def _sent(self) -> tuple[Floats, Floats]:
+        """[channel in its order][feature]: bytes; [channel]: bytes a second."""
         channels = sorted(self.pipeline.messages)
         ends = [(self.placement[source], self.placement[end]) for _, source, end in channels]
         speeds = np.array([self.pipeline.network.link(*pair).bandwidth for pair in ends])
-        return self._by_position(self._loads(ways).sent(channels), len(ways)) / speeds[:, None, None]
-
-    def _loads(self, ways: Sequence[Floats]) -> Loads:
-        """Of the microbatches of all ways, one behind the other."""
-        loads = self.pipeline.loads
-        assert loads is not None
-        return Loads(tuple(map(tuple, np.concatenate(ways).tolist())), loads.stages, loads.messages)
+        return self._loads.sent(channels), speeds
 
     def _by_position(self, rows: Floats, ways: int) -> Floats:
         return rows.reshape(-1, ways, self.microbatches).transpose(0, 2, 1)
@@ -108,8 +119,8 @@ class SampleCosts:
 
     def activations(self, features: Floats) -> list[float]:
         """By rank the most bytes of activations of a replica whose microbatches have these features."""
-        work = self.work(features)
-        return self.fixed_orders.peaks(np.array(work.growth), np.array(work.moment))
+        saved, stashed, moment = (taken(self._rates[figure], features) for figure in ("saved", "stashed", "fused"))
+        return self.fixed_orders.peaks(growth(self.pipeline.stages, saved, stashed), moment)
 
     def seconds(self, replicas: Sequence[Groups]) -> list[float]:
         """Of each replica."""
@@ -123,11 +134,9 @@ class SampleCosts:
     @cached_property
     def rank_rates(self) -> Floats:
         """[feature][rank]: seconds that one of each feature adds to a rank's work, the constant one first."""
-        loads = self.pipeline.loads
-        assert loads is not None
         ranks = 1 + max(self.placement)
         found = np.zeros((len(self.multiple) + 1, ranks))
-        for rates, rank in zip(loads.stages, self.placement):
+        for rates, rank in zip(self._loads.stages, self.placement):
             found[:, rank] += [sum(getattr(rate, name) for name in FIGURES[:3]) for rate in rates]
         return found
 

@@ -9,6 +9,7 @@ Terms
              counting
 
     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1, ...
+    growth(stages, saved, stashed) -> bytes by entry and position
     positions(work, order) -> (entry, lane, position) of each action of a rank
     actions(work, orders) -> for each rank its F, B, W and BW as Actions
     orders_of(schedule) -> orders                          of one in which all lanes run microbatches 0, 1, 2, ...
@@ -20,9 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import PARTS, Action, Kind, Schedule
-from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline import Floats, Pipeline, StageWork
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
@@ -131,21 +134,8 @@ class WorkTables:
 
     @cached_property
     def growth(self) -> list[list[float]]:
-        """[entry][position]: by how many bytes the action makes the rank's activations grow; negative if they shrink.
-
-        saved is alive from F's end until B's end, stashed from then until W's end; without a B, saved until W's end.
-        """
-        rows = []
-        both = []
-        nothing = [0.0] * self.microbatches
-        for stage, saves, keeps in zip(self.pipeline.stages, self._rows("saved"), self._rows("stashed")):
-            saved = saves if stage.has_b or stage.has_w else nothing
-            stashed = (keeps if stage.has_b else saved) if stage.has_w else nothing
-            rows.append(saved)
-            rows.append([k - s for k, s in zip(stashed, saved)] if stage.has_b else nothing)
-            rows.append([-k for k in stashed])
-            both.append([-s for s in saved])
-        return rows + both
+        """[entry][position]: by how many bytes the action makes the rank's activations grow; see `growth`."""
+        return growth(self.pipeline.stages, *(np.array(self._rows(figure)) for figure in ("saved", "stashed"))).tolist()
 
     @cached_property
     def owed(self) -> list[list[float]]:
@@ -225,6 +215,19 @@ def positions(work: WorkTables, order: Sequence[int]) -> list[tuple[int, int, in
             done[lane + 1] = k + 1
         found.append((entry, lane, k))
     return found
+
+
+def growth(stages: Sequence[StageWork], saved: Floats, stashed: Floats) -> Floats:
+    """[entry][position] of [stage][position]: by how many bytes each action makes a rank's activations grow; negative
+    if they shrink.
+
+    saved is alive from F's end until B's end, stashed from then until W's end; without a B, saved until W's end.
+    """
+    has_b, has_w = (np.array([[one] for one in own]) for own in zip(*((stage.has_b, stage.has_w) for stage in stages)))
+    saved = np.where(has_b | has_w, saved, 0.0)
+    stashed = np.where(has_w, np.where(has_b, stashed, saved), 0.0)
+    apart = np.stack([saved, np.where(has_b, stashed - saved, 0.0), -stashed], axis=1)
+    return np.concatenate([apart.reshape(-1, saved.shape[1]), -saved])
 
 
 def actions(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[Action]]:
