@@ -54,6 +54,7 @@ class Accelerator:
 
 
 _backends: Any = torch.backends
+_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 ACCELERATORS = (
     Accelerator(
@@ -76,7 +77,10 @@ ACCELERATORS = (
 )
 
 TYPES = ("cpu", *(one.type for one in ACCELERATORS))
-SWITCHES = {name: read for one in ACCELERATORS for name, read in one.switches.items()}
+SWITCHES = {
+    "attention": lambda: [getattr(_backends.cuda, name)() for name in _ATTENTION],  # CPUs ask these, too
+    **{name: read for one in ACCELERATORS for name, read in one.switches.items()},
+}
 ASKED = {f"torch.{one.type}": one.asked for one in ACCELERATORS}
 
 

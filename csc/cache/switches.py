@@ -14,8 +14,6 @@ import torch
 from csc import devices
 
 backends: Any = torch.backends
-
-ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 SWITCHES: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "default device": torch.get_default_device,
@@ -30,7 +28,6 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "float32 of oneDNN": lambda: [backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision],
     "oneDNN": lambda: backends.mkldnn.enabled,
     "fast path of transformers": backends.mha.get_fastpath_enabled,
-    "attention": lambda: [getattr(backends.cuda, name)() for name in ATTENTION],  # on CPUs too
     **devices.SWITCHES,
 }  # fmt: skip
 
