@@ -18,12 +18,15 @@ from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
+from csc.planning.coarse import together
 from csc.planning.own_stages import own_stages
 from csc.planning.partition import at_cuts
 from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
 from csc.simulation.pipeline_file import to_json
+
+FEWEST_CHUNKS = 2  # that schedules with several stages on a rank are made for
 
 
 def partition(program: Program, options: Options) -> Program:
@@ -120,14 +123,34 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())
-    return plan(
-        problem,
+    lumps = together(problem, _homes(program, options) if given is None else range(len(problem.units)))
+    found = plan(
+        lumps.problem,
         schedule=written if written is not None else options.schedule,
         chunks=options.chunks,
         stages=given,
         placement=placement,
         effort=effort,
     )
+    return replace(found, stages=lumps.stages(found.stages))
+
+
+def _homes(program: Program, options: Options) -> list[int]:
+    """For each region the one that it stays with: what joins values and has no parameters, such as what puts features
+    into the text, stays with the first that reads it. A microbatch without features goes straight there, and so needs
+    no message that others have not. Where all regions are wanted as stages of their own, each is alone.
+    """
+    maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
+    read = [{maker[value] for value in region.activations} for region in program.regions]
+    first_reader: dict[int, int] = {}
+    for unit in reversed(range(len(read))):
+        first_reader |= dict.fromkeys(read[unit], unit)
+    home = list(range(len(read)))
+    for unit in reversed(home):
+        if not program.regions[unit].parameters and len(read[unit]) > 1 and unit in first_reader:
+            home[unit] = home[first_reader[unit]]
+    wanted = max(len(options.placement or ()), options.mesh.pp * (options.chunks or FEWEST_CHUNKS))
+    return home if len(set(home)) >= wanted else list(range(len(home)))
 
 
 def _given(program: Program, options: Options) -> list[list[int]] | None:

@@ -5,6 +5,7 @@ reads from outside and only the last is read from outside. The *frontiers* of a 
 its chains' lengths but the longest; the search for stages takes about as long.
 
     lumped(problem, most) -> Lumped            with at most so many frontiers, or nearly; the same problem if it has
+    together(problem, home) -> Lumped          with the unit u in the lump of home[u], its last one
     Lumped.stages(stages) -> Stages            stages of lumps as stages of units
 
 With one encoder beside the language model nothing is lumped. With three, the frontiers of all layers are tens of
@@ -43,14 +44,21 @@ def lumped(problem: Problem, most: int) -> Lumped:
     for chain in short if size > 1 else ():
         for run in _runs(problem, found, chain):
             for i, unit in enumerate(run):
-                home[unit] = run[i - i % size]
-    firsts = sorted(set(home))
-    if len(firsts) == len(home) or len(firsts) < problem.ranks:
+                home[unit] = run[min(i - i % size + size, len(run)) - 1]
+    return together(problem, home)
+
+
+def together(problem: Problem, home: Sequence[int]) -> Lumped:
+    """home[u]: the last unit of u's lump, and the first that reads what others of it make. The same problem if every
+    unit is alone, or there would be fewer lumps than ranks.
+    """
+    lasts = sorted(set(home))
+    if len(lasts) == len(home) or len(lasts) < problem.ranks:
         return Lumped(problem, tuple((u,) for u in range(len(home))))
-    number = {first: i for i, first in enumerate(firsts)}
-    members: list[list[int]] = [[] for _ in firsts]
-    for unit, first in enumerate(home):
-        members[number[first]].append(unit)
+    number = {last: i for i, last in enumerate(lasts)}
+    members: list[list[int]] = [[] for _ in lasts]
+    for unit, last in enumerate(home):
+        members[number[last]].append(unit)
     units = tuple(_together([problem.units[u] for u in lump]) for lump in members)
     values = tuple(kept for value in problem.values if (kept := _between(value, [number[h] for h in home])) is not None)
     kinds = tuple(replace(kind, seconds=_taken(kind, members)) for kind in problem.kinds)
