@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from csc.ir.schedule import Schedule
 from csc.planning.assign.fluid import fluid_shapes
 from csc.planning.assign.learned import learned
+from csc.planning.assign.linear_step import LinearStep
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import SampleCosts
 from csc.simulation.memory import peak_memory
@@ -61,6 +62,27 @@ def test_large_samples_find_room_beside_each_other() -> None:
     largest = 12.0 * 16 / samples.sum()
     assert max(found[0]) < largest
     assert any(sorted(one)[-4] >= largest * (1 - 1e-6) for one in found[1:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.data())
+def test_a_linear_step_of_given_microbatches_takes_what_the_simulator_says(
+    case: tuple[SampleCosts, Schedule], data: st.DataObject
+) -> None:
+    """Neither less nor more: links that messages wait for each other on, and fused actions included."""
+    step, schedule = case
+    given = [[data.draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(2)] for _ in range(step.microbatches)]
+    program = LinearStep(step, np.eye(2))
+    for k, row in enumerate(given):
+        for kind, amount in enumerate(row):
+            program.equal([(program.amount(k, kind), 1.0)], amount)
+    found = program.solved()
+    assert found is not None
+    loads = step.pipeline.loads
+    assert loads is not None
+    features = tuple((1.0, *row) for row in given)
+    pipeline = replace(step.pipeline, loads=Loads(features, loads.stages, loads.messages))
+    assert found[program.end] == pytest.approx(makespan(pipeline, schedule), rel=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
