@@ -31,7 +31,7 @@ def _new_sizes(name: str) -> int:
     found = SETS[name]()
     lengths = Lengths(found[:, 1], found[:, :1], ("tiles",))
     free = Decider(lengths, _costs(name, found), True, 1, SHAPE[1], 64)
-    decider, random = free.learned(SHAPE[3]).with_sizes(SHAPE[3]), np.random.default_rng(SEED)
+    decider, random = free.with_shapes(SHAPE[3]).with_sizes(SHAPE[3]), np.random.default_rng(SEED)
     seen, new = set(decider.sizes), 0
     for number in range(STEPS):
         own = set(decider.decide(random.choice(len(found), SHAPE[3], replace=False).tolist()).sizes[0])

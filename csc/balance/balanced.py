@@ -125,7 +125,7 @@ def _measured(
     found = sample_costs.measured(compiled, layout, table.names, collated, typical)
     counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
     measured = _Measured(found, packed, counted, {}, ())
-    decider = _decider(compiled, table, measured, multiple).learned(batch_size).with_sizes(batch_size)
+    decider = _decider(compiled, table, measured, multiple).with_shapes(batch_size).with_sizes(batch_size)
     return replace(measured, examples=decider.examples, shapes=decider.shapes)
 
 

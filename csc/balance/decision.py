@@ -2,7 +2,7 @@
 
     decider = Decider(lengths, costs, packed, replicas, microbatches, multiple)
     decider.decide(indices) -> StepAssignment              CPU seconds: a tenth of one for 128 samples
-    decider.learned(batch_size) -> Decider                 that knows what shapes make such steps short, and
+    decider.with_shapes(batch_size) -> Decider             that knows what shapes make such steps short, and
     decider.with_sizes(batch_size) -> Decider              that keeps to sizes of microbatches which it chose before
 
 Without a limit of memory activations are held to ROOM times those of equal microbatches, or what equal loads take.
@@ -92,7 +92,7 @@ class Decider:
         equal = peaks(step.work(np.tile(mean, (step.microbatches, 1))), step.orders)
         return [max(ROOM * one, other) for one, other in zip(equal, step.peaks(even(step)))]
 
-    def learned(self, batch_size: int) -> Decider:
+    def with_shapes(self, batch_size: int) -> Decider:
         """With shapes for steps of so many of the dataset's samples."""
         drawn = [self.step(indices) for _, indices in zip(range(LESSONS), self._draws(batch_size, longest=False))]
         room = self.costs.room or [min(each) for each in zip(*(self._soft_room(step) for step in drawn))]

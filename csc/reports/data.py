@@ -79,7 +79,9 @@ def of_lengths(
             f"there are {len(table)} samples, and a step has {batch_size}", "csc data", "take smaller steps"
         )
     costs = _costs(compiled, table)
-    decider = Decider(table, costs, packed, mesh.dp, microbatches, multiple).learned(batch_size).with_sizes(batch_size)
+    decider = (
+        Decider(table, costs, packed, mesh.dp, microbatches, multiple).with_shapes(batch_size).with_sizes(batch_size)
+    )
     sums = dict.fromkeys(("random", "sorted", "balanced", "equal"), 0.0)
     outside, known = 0, set(decider.sizes)
     for seed in range(steps):

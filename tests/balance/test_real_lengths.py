@@ -35,7 +35,7 @@ def drawn(count: int, steps: int) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_no_size_is_new_after_ten_steps() -> None:
-    free = decider("AI2D").learned(STEP)
+    free = decider("AI2D").with_shapes(STEP)
     own = free.with_sizes(STEP)
     assert len(own.sizes) <= 64
     seen, late, seconds, without = set(own.sizes), 0, 0.0, 0.0

@@ -1,8 +1,8 @@
 """What ways to fill microbatches take, many at a time: bytes beyond the room first, then seconds.
 
 score = Score(step, room)
-score.best_of_each(ways by replica) -> for each (groups, figures, which of its ways)
-score.of(ways, least) -> the first of the best of these, or None if none is below `least`
+score.each(ways) -> figures                        score.below(ways, least) -> those that cost no more, the best first
+score.best_of_each(ways by replica) -> for each replica (groups, figures, which of its ways)
 """
 
 from __future__ import annotations
