@@ -84,10 +84,10 @@ def _runs(problem: Problem, found: Branches, chain: Sequence[int]) -> list[list[
 
 
 def _together(units: Sequence[Unit]) -> Unit:
-    """One unit that does and keeps what these do."""
+    """One unit that does and keeps what these do. It stands where the last one does."""
     return Unit(
-        name=units[0].name,
-        component=units[0].component,
+        name=units[-1].name,
+        component=units[-1].component,
         forward=sum(unit.forward for unit in units),
         backward_input=sum(unit.backward_input for unit in units),
         backward_weight=sum(unit.backward_weight for unit in units),
