@@ -1,15 +1,16 @@
-"""Fewer units for the search for stages: neighbouring units of encoders taken together.
+"""Fewer units for a search: some that are planned as one.
 
-Terms: see csc.planning.branches. A *lump* is a run of units of one chain and one component of which only the first
-reads from outside and only the last is read from outside. The *frontiers* of a problem are as many as the product of
-its chains' lengths but the longest; the search for stages takes about as long.
+Terms: see csc.planning.branches. A *lump* is a few units that stay together. The *frontiers* of a problem are as many
+as the product of its chains' lengths but the longest; the search for stages takes about as long.
 
     lumped(problem, most) -> Lumped            with at most so many frontiers, or nearly; the same problem if it has
     together(problem, home) -> Lumped          with the unit u in the lump of home[u], its last one
     Lumped.stages(stages) -> Stages            stages of lumps as stages of units
 
-With one encoder beside the language model nothing is lumped. With three, the frontiers of all layers are tens of
-thousands, and a cut one layer further on makes little difference; moves of single units make up for it afterwards.
+`lumped` takes runs of units of one chain and one component of which only the first reads from outside and only the last
+is read from outside. With one encoder beside the language model there are none. With three, the frontiers of all layers
+are tens of thousands, and a cut one layer further on makes little difference; moves of single units make up for it
+afterwards.
 """
 
 from __future__ import annotations
