@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.mesh.cases import samples
 from benchmarks.mesh.components import FORMULAS, of_formula, of_simulation
 from benchmarks.mesh.divided import TraceClock, divided
-from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarch, megatron
+from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarch, least_seconds_of, megatron
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.pipeline.cases import Case
 from csc.analysis.hardware import hardware
@@ -28,7 +28,7 @@ UNIFORM, OWN = "best uniform", "csc"
 @dataclass(frozen=True)
 class MeshComparison:
     """own: csc's choice as a rival is shown. left: layouts that its search had no time for. by_component: an estimate
-    of what csc does not offer.
+    of what csc does not offer. least: seconds that no plan on one mesh for all components beats (`least_seconds_of`).
     """
 
     case: Case
@@ -38,6 +38,7 @@ class MeshComparison:
     search_seconds: float
     left: int
     memory: float
+    least: float
 
     def speedup(self, rival: MeshRival) -> float | None:
         """None where one of both does not fit."""
@@ -76,7 +77,8 @@ def compared(
         *(of_formula(name, settings, case.ranks, samples(case), memory) for name in FORMULAS),
     ]
     by_component = of_simulation(settings, case.ranks, samples(case), memory)
-    return MeshComparison(case, _own(choice), tuple(rivals), by_component, searched, choice.left, memory)
+    least = least_seconds_of(settings, listed)
+    return MeshComparison(case, _own(choice), tuple(rivals), by_component, searched, choice.left, memory, least)
 
 
 def _own(choice: MeshChoice) -> MeshRival:

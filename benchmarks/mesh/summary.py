@@ -3,6 +3,8 @@
   summary(rows, held) -> {field: number or None}        document(rows, held) -> dict
 
 speedup_over_best_uniform_geomean   over the fastest mesh for all components, layers spread evenly, by brute force
+best_uniform_over_least_geomean     the most that any choice could win over the fastest uniform mesh on these layouts:
+                                    over the seconds of work alone, divided evenly, with memory and messages for free
 worst_speedup                       over any rival that csc could run: Megatron's and Cornstarch's, and the above
 worst_speedup_over_formulas         over DistTrain's and DFLOP's thetas, which have a mesh for each component
 by_component_speedup_geomean        csc's choice over the estimate of what meshes by component take
@@ -39,6 +41,9 @@ def summary(rows: Sequence[MeshComparison], held: Sequence[Held] = ()) -> dict[s
     found = {
         "speedup_over_best_uniform_geomean": geomean(
             one for row in rows if (one := row.speedup(row.rival(UNIFORM))) is not None
+        ),
+        "best_uniform_over_least_geomean": geomean(
+            seconds / row.least for row in rows if (seconds := row.rival(UNIFORM).seconds) is not None
         ),
         "worst_speedup": min(own, default=None),
         "worst_speedup_over_formulas": min(theirs, default=None),

@@ -9,6 +9,7 @@ Terms
     megatron(priced, ..)          tp as large as a node allows, pp the least that fits, dp the rest; equal layers
     cornstarch(priced, ..)        tp=2, at most 6 stages, stages of encoders beside those of the LLM: the best template;
                                   everything computed again (arXiv 2503.11367)
+    least_seconds_of(priced, ..)  what no setting beats under any schedule, stages and memory
 
 A rival that fits nowhere is priced as it is, and marked. Settings whose work alone takes longer than the best so far
 are not priced, which changes nothing.
@@ -142,6 +143,12 @@ def best_uniform(settings: Settings, layouts: Sequence[MeshLayout], memory: floa
             if one.fits and (best.seconds is None or (one.seconds or 0.0) < best.seconds):
                 best = replace(one, name=best.name)
     return best
+
+
+def least_seconds_of(settings: Settings, layouts: Sequence[MeshLayout]) -> float:
+    """Work divided as well as any stages divide it, messages and the step's end for nothing, nothing computed again."""
+    works = (settings.work(layout, "none") for layout in layouts)
+    return min(least_seconds(work) for work in works if work is not None)
 
 
 def _priced(found: Any, layout: MeshLayout, recompute: str, equal: bool) -> Iterator[MeshRival]:

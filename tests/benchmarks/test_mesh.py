@@ -41,6 +41,8 @@ def test_a_case_with_all_its_rivals() -> None:
     names = [rival.name for rival in row.rivals]
     assert names == ["best uniform", "Megatron", "Cornstarch", *FORMULAS]
     assert all(rival.fits for rival in row.rivals if rival.name != "Cornstarch")
+    on_one_mesh = [rival.seconds for rival in (row.own, *row.rivals[:3]) if rival.seconds is not None]
+    assert 0 < row.least <= min(on_one_mesh)
     found = summary([row])
     assert set(AIMS) <= set(found)
     assert (found["worst_speedup"] or 0.0) >= 1 - 1e-6
@@ -55,7 +57,7 @@ def test_cases_that_were_run_are_kept(tmp_path: Path) -> None:
         MeshComparison(
             Case("VLM-S", "encoder frozen", ranks, "h100"), MeshRival("csc", 1.0, 2.0, True, "dp=24"),
             (MeshRival("Megatron", None), MeshRival("best uniform", 2.0, 2.0, True)), MeshRival("by component", 3.0),
-            10.0, 0, 8e10,
+            10.0, 0, 8e10, 0.5,
         )
         for ranks in (24, 64)
     )  # fmt: skip
