@@ -6,7 +6,8 @@
 and so `all_gather`, `reduce_scatter` and `scatter_pieces`, with all that those of csc.kernels.collectives take.
 
 Terms: a *ticket* is an int64 without dimensions on the CPU, which stands for what is under way. x: the same for both.
-All ranks of a group begin in one order, and each finishes what it began, once.
+All ranks of a group begin in one order, and each finishes what it began, once. The second exchange of an all-reduce
+begins where the first is finished.
 
     APART = {collective: (start, finish)}
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from csc.kernels.collectives import GroupExchange, meeting_of, piece, slots, summed
+from csc.kernels.collectives import GroupExchange, meeting_of, piece, reduced, sent, slots, summed
 
 
 def _ticket(number: int) -> torch.Tensor:
@@ -35,12 +36,12 @@ def _arrived(group: torch.Tensor, ticket: torch.Tensor) -> Sequence[torch.Tensor
 @torch.library.custom_op("csc::start_all_reduce", mutates_args=())
 def _start_all_reduce(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     meeting = meeting_of(group)
-    return _ticket(meeting.start([x.contiguous()] * meeting.ranks))
+    return _ticket(meeting.start(sent(x, meeting.ranks)))
 
 
 @torch.library.custom_op("csc::finish_all_reduce", mutates_args=())
 def _finish_all_reduce(x: torch.Tensor, ticket: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    return summed(_arrived(group, ticket))
+    return reduced(_arrived(group, ticket), x, meeting_of(group))
 
 
 @torch.library.custom_op("csc::start_reduce_scatter", mutates_args=())

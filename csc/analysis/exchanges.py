@@ -1,7 +1,8 @@
 """What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as csc runs them.
 
 Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
-(csc.kernels.collectives, csc.runtime.context_group): of an all-reduce its whole payload goes to each of them.
+(csc.kernels.collectives, csc.runtime.context_group): of a small all-reduce its whole payload goes to each of them; in a
+large one each rank sums a piece for all.
 
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
     wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
@@ -22,31 +23,36 @@ from csc.analysis.hardware import Hardware, Wire
 from csc.ir import graph as g
 from csc.ir.groups import SHARING
 from csc.ir.mesh import Mesh
+from csc.kernels.collectives import arriving
 
 DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
 WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
 SCATTERED = "csc::scatter_pieces"
 TO_SHARDS = "csc::reduce_scatter"
+SUM = "csc::all_reduce"
 PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
 Wires = Mapping[str, tuple[int, Wire]]
 
 
 class Exchange(NamedTuple):
-    """axis: tp or cp. payload: bytes. ranks: 0: all of the axis. divided: as of DIVIDED. hidden: behind the compute."""
+    """axis: tp or cp. payload: bytes. ranks: 0: all of the axis. divided: as of DIVIDED. hidden: behind the compute.
+    total: of an all-reduce.
+    """
 
     axis: str
     payload: int
     ranks: int
     divided: bool
     hidden: bool
+    total: bool = False
 
 
 def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
     name = g.op_name(node)
-    if name in ("csc::all_reduce", "csc::all_gather", "csc::gather_shared", TO_SHARDS):
-        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, name == TO_SHARDS, False)
+    if name in (SUM, "csc::all_gather", "csc::gather_shared", TO_SHARDS):
+        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, name == TO_SHARDS, False, name == SUM)
     if name == "csc::divided_loss":
         told = g.bind(node)["labels"].meta["val"].numel()
         return Exchange("tp", 3 * told * node.meta["val"][1].itemsize, 0, False, False)
@@ -86,8 +92,12 @@ def seconds(met: Exchange, known: Wires) -> float:
         return 0.0
     most, wire = known[met.axis]
     ranks = met.ranks or most
-    arrives = met.payload * (ranks - 1) / (ranks if met.divided else 1)
-    return wire.latency + arrives / wire.bandwidth if ranks > 1 else 0.0
+    if ranks == 1:
+        return 0.0
+    times, arrives = 1, met.payload * (ranks - 1) / (ranks if met.divided else 1)
+    if met.total:
+        times, arrives = arriving(met.payload, ranks)
+    return times * wire.latency + arrives / wire.bandwidth
 
 
 def _bytes(node: Any) -> int:

@@ -26,7 +26,10 @@ KNOWN = {"tp": (4, Wire(1.0, 10.0)), "cp": (2, Wire(0.5, 5.0))}
 @pytest.mark.parametrize(
     ("met", "expected"),
     [
-        (Exchange("tp", 100, 0, False, False), 1 + 300 / 10),  # an all-reduce: everyone's whole, of the axis' four
+        (Exchange("tp", 100, 0, False, False), 1 + 300 / 10),  # everyone's whole, of the axis' four
+        (Exchange("tp", 100, 0, False, False, True), 1 + 300 / 10),  # it is small: the same
+        (Exchange("tp", 2**20, 0, False, False, True), 2 + 2**20 * 1.5 / 10),  # each sums a quarter
+        (Exchange("tp", 2**20, 2, False, False, True), 1 + 2**20 / 10),
         (Exchange("tp", 100, 2, False, False), 1 + 100 / 10),
         (Exchange("tp", 100, 4, True, False), 1 + 75 / 10),
         (Exchange("cp", 100, 1, False, True), 0.0),  # an encoder that context parallelism leaves alone
@@ -69,7 +72,7 @@ def met_in(whole: Program, region: str) -> Counter[Exchange]:
 
 def test_a_layer_divided_by_tensor_adds_two_all_reduces() -> None:
     whole, h100 = program(tp=2), hardware("h100")
-    assert met_in(whole, "layers.1") == {Exchange("tp", TOKENS * WIDTH * 4, 0, False, False): 2}
+    assert met_in(whole, "layers.1") == {Exchange("tp", TOKENS * WIDTH * 4, 0, False, False, True): 2}
     place = next(i for i, region in enumerate(whole.regions) if region.name.endswith("layers.1"))
     alone, beside = (region_costs(whole, h100, mesh=mesh)[place] for mesh in (None, Mesh(tp=2)))
     wire = h100.within
@@ -83,7 +86,7 @@ def test_ranks_that_share_a_key_head_gather_it_and_the_loss_takes_three_numbers_
     """Keys and values, a piece of half a head each."""
     whole = program(tp=4)
     summed, gathered = (
-        Exchange("tp", TOKENS * WIDTH * 4, 0, False, False),
+        Exchange("tp", TOKENS * WIDTH * 4, 0, False, False, True),
         Exchange("tp", TOKENS * 4 * 4, 2, False, False),
     )
     assert met_in(whole, "layers.1") == {summed: 2, gathered: 2}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import worker
 from context_cases import on_ranks
-from csc.kernels import collectives  # noqa: F401  defines the operators
+from csc.kernels import begun, collectives  # noqa: F401  define the operators
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
@@ -115,6 +115,9 @@ def over_gloo(directory: Path) -> None:
         met = Met(Members(trainer.transport.endpoint(rank), rank, (0, 1)))
         for name in CASES:
             check(name, met, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "WORTH_A_LATENCY", 0)  # an all-reduce in two exchanges
+            check("all_reduce", met, rank)
         trainer.transport.endpoint(rank).drain()
 
 
@@ -141,6 +144,37 @@ def test_halves_are_summed_in_single() -> None:
         return list(csc.all_reduce(part, met.number).tolist())
 
     assert on_ranks(transport, work) == [[1 + 2.0**-6] * 4] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"tp": 4, "dp": 2}], ids=str)
+def test_a_large_sum_has_the_bits_of_a_small_one(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    """Each rank sums a piece of it. At once, and begun before and finished after another."""
+    mesh, entries = Mesh(**sizes), 2**20 + 5
+    transport = InProcess(worker.meshed(mesh))
+    generator = torch.Generator().manual_seed(0)
+    given = [(99 * torch.randn(entries, generator=generator)).to(dtype)[:, None] for _ in range(mesh.tp)]
+    assert collectives.arriving(given[0].nbytes, mesh.tp)[0] == 2
+
+    def work(rank: int) -> list[torch.Tensor]:
+        members = mesh.group(Group.TENSOR, rank)
+        met = Met(Members(transport.endpoint(rank), members.index(rank), members))
+        own, small = given[met.index], given[met.index][:7]
+        ticket, other = csc.start_all_reduce(own, met.number), csc.start_all_reduce(small, met.number)
+        apart = csc.finish_all_reduce(own, ticket, met.number), csc.finish_all_reduce(small, other, met.number)
+        return [csc.all_reduce(own, met.number), *apart]
+
+    total = collectives.summed(given)
+    for whole, apart, small in on_ranks(transport, work):
+        assert torch.equal(whole, total) and torch.equal(apart, total) and torch.equal(small, total[:7])
+        assert whole.is_contiguous()
+
+
+def test_what_comes_to_a_rank_in_a_sum() -> None:
+    """Two exchanges where they spare a mebibyte: never between two ranks."""
+    assert collectives.arriving(2**30, 2) == (1, 2**30)
+    assert collectives.arriving(2**18, 4) == (1, 3 * 2**18)
+    assert collectives.arriving(2**30, 8) == (2, 2**30 * 7 / 4)
 
 
 def test_what_cannot_be() -> None:
