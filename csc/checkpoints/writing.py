@@ -38,6 +38,7 @@ from csc.runtime.words import NOTHING, Said
 _OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
 PATIENCE = 50  # tenths of a second
 CONFIGS = ("config.json", "generation_config.json")  # of transformers, beside the rest
+ADAPTERS = "adapters.json"  # of PEFT, by name
 _UNFINISHED = re.compile(r"\.(part|state|rows|frozen|checkpoint)[-.].*\.tmp")
 
 
@@ -279,6 +280,6 @@ def forgotten(folder: Path) -> None:
     with contextlib.suppress(OSError):
         (folder / FILE).unlink(missing_ok=True)
         _clear(folder, ())
-        for name in CONFIGS:
+        for name in (*CONFIGS, ADAPTERS):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()  # something of the user's in it keeps it there

@@ -24,7 +24,8 @@ from csc.checkpoints import converting, dcp, step_index
 from csc.checkpoints.converting import Contents
 from csc.checkpoints.staged import staged
 from csc.checkpoints.step_index import FILE, saved
-from csc.checkpoints.writing import CONFIGS
+from csc.checkpoints.writing import ADAPTERS, CONFIGS
+from csc.driver.adapters import write_adapters
 from csc.driver.checkpoint import format_of
 from csc.driver.pretrained_files import model_of, write_pretrained
 from csc.errors import InputError
@@ -90,6 +91,8 @@ def convert(
             )  # fmt: skip
         if to == DCP:
             dcp.write(stage, index, tell)
+        elif (index.folder / ADAPTERS).is_file():
+            write_adapters(index, stage, tell)
         else:
             write_pretrained(index, stage, tell)
         return Conversion(out, [])

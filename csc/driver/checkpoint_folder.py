@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from csc.checkpoints import step_index, writing
 from csc.checkpoints.writing import ProcessState, Save
+from csc.driver.adapters import note_adapters
 from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint import write_config
 from csc.driver.training_state import WEIGHTS, State, about, expected, taken
@@ -40,6 +41,7 @@ def save_state(
         own = taken(state, beside is not None)
         if first and WEIGHTS in state.has:
             write_config(state.saved.model, folder)
+            note_adapters(state.saved.model, folder)
         return Said(value=float(secrets.randbits(32)) if first else 0.0), own
 
     own, heard = meeting.heard("save a checkpoint", take)

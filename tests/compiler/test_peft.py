@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import csc
 from csc.analysis.explain import explain
+from csc.driver.adapters import BASE
+from csc.driver.checkpoint_conversion import convert
 from csc.errors import InputError
 from csc.reports.verification import verify
 from tests import launching
 from tests.compiler import weights_worker
-from tests.compiler.peft_models import adapted, base, llama, peft_model, text_batch
+from tests.compiler.peft_models import TEXT, adapted, base, llama, peft_model, text_batch
 from tests.compiler.test_parity import check, training_only
 from tests.exactness import FLOAT32
 from tests.models import hf
@@ -105,6 +110,45 @@ def test_adapters_go_to_pefts_files_and_back(mixed: csc.CompiledModel, tmp_path:
     now = dict(mixed.model.named_parameters())
     changed = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, now[name])}
     assert changed == {name for name, parameter in now.items() if parameter.requires_grad}
+
+
+def test_a_checkpoint_becomes_pefts_files_and_the_base_beside_them(mixed: csc.CompiledModel, tmp_path: Path) -> None:
+    trained(mixed, text_batch(2))
+    csc.CheckpointManager(tmp_path / "run", mixed).save(1)
+    out = convert(tmp_path / "run", tmp_path / "out", "hf").made
+    found = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(out / BASE), str(out))
+    assert_same(mixed.model, found)
+    mixed.save_adapter(tmp_path / "adapter")
+    one, other = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "adapter"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    told = [json.loads((path / "adapter_config.json").read_text()) for path in (out, tmp_path / "adapter")]
+    assert told[0] == told[1]
+
+
+@pytest.mark.long
+def test_a_base_that_adapters_have_changed_is_not_changed_again(tmp_path: Path) -> None:
+    """PiSSA takes from the base what the adapter begins with. Adapters that PEFT computes from values are refused."""
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=TEXT, init_lora_weights="pissa"))
+    compiled = csc.compile(model, mesh="pp=2", example=text_batch(2), check=False)
+    csc.CheckpointManager(tmp_path / "run", compiled).save(1)
+    out = convert(tmp_path / "run", tmp_path / "out", "hf").made
+    assert_same(model, PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(out / BASE), str(out)))
+    prompted = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    compiled = csc.compile(prompted, mesh="pp=2", example=text_batch(2), check=False)
+    csc.CheckpointManager(tmp_path / "prompts", compiled).save(1)
+    with pytest.raises(InputError, match=r"'default' is of prompts.*save_adapter"):
+        convert(tmp_path / "prompts", tmp_path / "none", "hf")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"default": {"peft_type": "NONE"}}', '{"other": {"peft_type": "LORA"}}'])
+def test_a_damaged_list_of_adapters_makes_nothing(mixed: csc.CompiledModel, text: str, tmp_path: Path) -> None:
+    csc.CheckpointManager(tmp_path / "run", mixed).save(1)
+    [file] = (tmp_path / "run").glob("*/adapters.json")
+    file.write_text(text)
+    with pytest.raises(InputError, match=r"adapters\.json"):
+        convert(tmp_path / "run", tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_adapters_has_none_to_save(plain: csc.CompiledModel, tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Adapters of PEFT in a checkpoint of training, and as PEFT's own files.
+
+Terms: the *base* is the model without its adapters, whose config.json lies beside the checkpoint. A model that PEFT has
+wrapped names parameters of both in its own way.
+
+    note_adapters(model, folder)               adapters.json: PEFT's configuration of each; nothing for other models
+    write_adapters(index, out, tell)           what `PeftModel.from_pretrained(base, out)` reads, and the base, which
+                                               `from_pretrained` of its class reads, in out/base_model
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from csc.checkpoints import restoring
+from csc.checkpoints.step_index import StepIndex
+from csc.checkpoints.writing import ADAPTERS
+from csc.driver.checkpoint import write_config
+from csc.driver.pretrained_files import model_of, write_pretrained
+from csc.errors import InputError, MissingPackage
+from csc.runtime.reading import read_json
+from csc.runtime.saving import flushed, published
+from csc.runtime.texts import first_line
+
+BASE = "base_model"
+ITS_CONFIG = "adapter_config.json"  # as PEFT calls it
+
+
+def note_adapters(model: Any, folder: Path) -> None:
+    """And the base's configuration."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return
+    write_config(model.get_base_model(), folder)
+    told = {}
+    for name, config in model.peft_config.items():
+        with tempfile.TemporaryDirectory(prefix="csc-") as made:
+            config.save_pretrained(made)
+            told[name] = json.loads((Path(made) / ITS_CONFIG).read_text())
+    published(folder / ADAPTERS, lambda path: path.write_text(json.dumps(told, indent=2) + "\n"))
+
+
+def write_adapters(index: StepIndex, out: Path, tell: Callable[[str], None]) -> None:
+    """Adapters are read at once, the base's weights tensor by tensor. InputError if PEFT makes no such model of it, or
+    a parameter is missing.
+    """
+    wrapped, of_base = _wrapped(index.folder)
+    own = {name: stored for name, stored in index.parameters.items() if name not in of_base}
+    base = {of_base[name]: stored for name, stored in index.parameters.items() if name in of_base}
+    lacking = [name for name, _ in wrapped.named_parameters() if name not in index.parameters]
+    if lacking:
+        raise InputError(
+            f"it has no parameter {lacking[0]!r}, and {len(lacking) - 1} more that {ADAPTERS} tells of",
+            str(index.folder), "take another checkpoint, or save_adapter of the compiled model where it is trained",
+        )  # fmt: skip
+    tell(f"adapters, {sum(one.nbytes() for one in own.values()) / 1e9:.1f} GB")
+    values = {name: restoring.whole(index, stored, repr(name)) for name, stored in own.items()}
+    wrapped.save_pretrained(str(out), state_dict=values)
+    for made in out.iterdir():
+        flushed(made)
+    write_pretrained(replace(index, parameters=base), out / BASE, tell)
+
+
+def _wrapped(folder: Path) -> tuple[Any, Mapping[str, str]]:
+    """The model without values, and what parameters and buffers of the base are called in it: {there: in the base}."""
+
+    def fail(what: str) -> InputError:
+        return InputError(what, str(folder / ADAPTERS), "take another copy of it, or an older checkpoint")
+
+    told = read_json(folder / ADAPTERS, fail)
+    base = model_of(folder)
+    if base is None:
+        raise InputError(
+            "the model below the adapters is not one of transformers", str(folder),
+            "write the adapters with save_adapter of the compiled model, or convert to dcp",
+        )  # fmt: skip
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise MissingPackage.of(error, "checkpoint convert") or error from error
+    base.name_or_path = None  # PEFT would put the checkpoint's folder for a name that is not known
+    names = {id(tensor): name for name, tensor in _tensors(base)}
+    wrapped: Any = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="csc-") as made, torch.device("meta"):
+            for adapter, config in told.items():
+                (Path(made) / ITS_CONFIG).write_text(json.dumps(config))
+                given = PeftConfig.from_pretrained(made)
+                if isinstance(getattr(given, "init_lora_weights", None), str):
+                    given.init_lora_weights = True  # the base has been changed for it: not once more where it is read
+                if wrapped is None:
+                    wrapped = get_peft_model(base, given, adapter_name=adapter)
+                else:
+                    wrapped.add_adapter(adapter, given)
+    except Exception as error:  # PEFT says all kinds of things
+        raise fail(f"PEFT makes no model of it: {first_line(error)}") from error
+    if wrapped is None:
+        raise fail("it names no adapter")
+    prompts = [name for name, config in wrapped.peft_config.items() if config.is_prompt_learning]
+    if prompts:
+        raise InputError(
+            f"the adapter {prompts[0]!r} is of prompts, which PEFT makes from a model with values",
+            str(folder), "write it with save_adapter of the compiled model, or convert to dcp",
+        )  # fmt: skip
+    return wrapped, {name: names[id(tensor)] for name, tensor in _tensors(wrapped) if id(tensor) in names}
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
