@@ -2,9 +2,12 @@
 
 Terms: a *use* is an action that computes with a stage; see csc.ir.schedule for GATHER and FREE. A gather is *ahead* if
 the action before its use computes meanwhile; so there are at most two stages whole on a rank: that at work, and the
-next. A stage is *kept* if it stays whole from its first use to its last, over all microbatches.
+next. A stage is *kept* if it stays whole to its last use, over all microbatches; it is gathered at the start of the
+step, those that are used first first.
 
     with_gathers(work, schedule, memory) -> Schedule      what has gathers already is left as it is
+    seconds_waited_for(work, schedule) -> by which a step is longer than without its gathers
+    held_whole(problem) -> Problem                        of ranks that have all their parameters whole all the time
     on_one_rank(problem, chunks, stages) -> (stages, placement, schedule)
 
 A pipeline of one rank takes equally long in every order but for its gathers. With a microbatch after the other there
@@ -52,7 +55,7 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> S
     stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
     for stage in stages:
         if seconds <= least * (1 + 1e-9):  # no gather is waited for
-            break
+            return best
         rank = home[stage]
         actions = _of_rank(schedule.ranks[rank], work.divided, kept | {stage})
         if actions == best.ranks[rank] or not _fits(work, rank, actions, memory):
@@ -62,7 +65,37 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> S
         if faster < seconds * (1 - 1e-9):
             kept.add(stage)
             best, seconds = tried, faster
-    return best
+    roomy = _keeping(work, schedule, stages, memory)  # where ranks wait for each other, one stage that stays is no gain
+    return roomy if roomy != best and makespan(work, roomy) < seconds * (1 - 1e-9) else best
+
+
+def _keeping(
+    work: Pipeline, schedule: Schedule, stages: Sequence[int], memory: Sequence[float] | float
+) -> Schedule:  # fmt: skip
+    """With all of these stages kept that their ranks have room for, the first ones first."""
+    ranks = list(_gathering(schedule, work.divided).ranks)
+    kept: set[int] = set()
+    for stage in stages:
+        rank = schedule.placement[stage]
+        actions = _of_rank(schedule.ranks[rank], work.divided, kept | {stage})
+        if _fits(work, rank, actions, memory):
+            kept.add(stage)
+            ranks[rank] = actions
+    return Schedule(schedule.name, tuple(ranks))
+
+
+def seconds_waited_for(work: Pipeline, schedule: Schedule) -> float:
+    """By which a step is longer than if all that is gathered were there."""
+    if not any(work.divided):
+        return 0.0
+    bare = (tuple(action for action in actions if action.kind not in WHOLE) for actions in schedule.ranks)
+    return makespan(work, schedule) - makespan(work, Schedule(schedule.name, tuple(bare)))
+
+
+def held_whole(problem: Problem) -> Problem:
+    """An order that was searched for it leaves room to keep every stage."""
+    units = (replace(unit, state=unit.state + unit.gathered, gathered=0.0) for unit in problem.units)
+    return replace(problem, units=tuple(units))
 
 
 def _fits(work: Pipeline, rank: int, actions: tuple[Action, ...], memory: Sequence[float] | float) -> bool:
@@ -78,7 +111,7 @@ def _gathering(schedule: Schedule, divided: Sequence[bool]) -> Schedule:
 
 def _of_rank(actions: Sequence[Action], divided: Sequence[bool], kept: Collection[int]) -> tuple[Action, ...]:
     """A rank's actions with its gathers. A FREE stands right behind the last use; a GATHER before the action that
-    computes ahead of the first, and before the receives that this one waits in.
+    computes ahead of the first, and before the receives that this one waits in; those of kept stages before all.
     """
     uses = [i for i, action in enumerate(actions) if action.computes]
     ends: dict[int, int] = {}  # by stage, the number of its last use so far
@@ -92,7 +125,7 @@ def _of_rank(actions: Sequence[Action], divided: Sequence[bool], kept: Collectio
         if before is None or (stage not in kept and _several(actions, uses[before + 1 : number], divided)):
             if before is not None:
                 frees.setdefault(uses[before], []).append(stage)
-            gathers.setdefault(max(number - 1, 0), []).append(stage)
+            gathers.setdefault(0 if stage in kept else max(number - 1, 0), []).append(stage)
         ends[stage] = number
     for stage, last in sorted(ends.items()):
         frees.setdefault(uses[last], []).append(stage)

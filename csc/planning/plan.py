@@ -7,8 +7,9 @@ beat (csc.planning.partition_bound); the *shared bound* holds for every plan, al
     plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> Plan
 
 A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
-searched too (csc.planning.joint). Nothing depends on time or chance, unless the limit ends the search: the same problem
-gives the same plan.
+searched too (csc.planning.joint). The search does not see gathers: where its plan waits for them, another is made that
+has room to keep what was gathered. Nothing depends on time or chance, unless the limit ends the search: the same
+problem gives the same plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
 from csc.planning.figures import check_asked, check_figures
-from csc.planning.gathers import on_one_rank, with_gathers
+from csc.planning.gathers import held_whole, on_one_rank, seconds_waited_for, with_gathers
 from csc.planning.joint import budget_of, searched
 from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
@@ -40,6 +41,7 @@ from csc.simulation.simulate import makespan, simulate
 
 MOVES = 60  # partitions tried around the best one under a named schedule
 MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
+WAITED_FOR = 0.01  # of a step: where gathers take more, an order is searched that leaves room to keep all stages
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
@@ -108,13 +110,26 @@ def plan(
         budget = Budget(budget_of(problem, effort), max(0.0, end - time.monotonic()), tell)
         return _planned(problem, schedule, chunks, stages, placement, effort, budget, counted)
 
-    kept_whole = isinstance(schedule, Schedule)
-    if problem.waiting and problem.memory is not None and not kept_whole:
+    found = _with_messages(problem, planned, isinstance(schedule, Schedule))
+    waited = seconds_waited_for(found.pipeline, found.schedule)
+    if schedule == "auto" and problem.memory is not None and waited > WAITED_FOR * found.makespan:
+        with suppress(InputError):
+            whole = _with_messages(held_whole(problem), planned, False)
+            kept = _finished(problem, whole.stages, whole.placement, whole.schedule)
+            found = min(found, kept, key=lambda one: one.makespan)
+    return found
+
+
+def _with_messages(problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], given: bool) -> PipelinePlan:
+    """A plan in whose memory messages that wait have room, too. planned: of a problem, and whether they are counted
+    while it searches. given: the schedule is.
+    """
+    if problem.waiting and problem.memory is not None and not given:
         with suppress(InputError):
             return planned(problem, True)
     found = planned(problem, False)
     kept = problem
-    for margin in () if kept_whole else MARGINS:
+    for margin in () if given else MARGINS:
         over = _over(problem, found)
         if over <= 0:
             break

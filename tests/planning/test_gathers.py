@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import WHOLE, Schedule, parse, part
 from csc.ir.schedule_verifier import verify
-from csc.planning.gathers import with_gathers
+from csc.planning.gathers import held_whole, seconds_waited_for, with_gathers
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
@@ -148,7 +148,7 @@ def test_one_rank_gathers_less_where_there_is_room() -> None:
     where its gather would be waited for, and there is a stage after the other.
     """
     least, roomy = plan(problem(None)), plan(problem(1e6))
-    assert gathers(least.schedule) == 4 + 2 + 4 + 4 and gathers(roomy.schedule) == 10
+    assert gathers(least.schedule) == 4 + 2 + 4 + 4 and gathers(roomy.schedule) == 5
     assert roomy.makespan < least.makespan and max(roomy.peak_memory) > max(least.peak_memory)
     tight = plan(problem(max(least.peak_memory)))
     assert max(tight.peak_memory) <= max(least.peak_memory) and tight.makespan == least.makespan
@@ -198,3 +198,25 @@ def test_a_stage_that_is_alone_on_its_rank_stays_whole_as_it_is(monkeypatch: pyt
     numbers = pipeline(Problem(units, values, 4, 8, gathering=Link(0.0, 1.0)), tuple((u,) for u in range(4)))
     made = with_gathers(numbers, SCHEDULES["1f1b"](numbers, range(4), 8), 100.0)
     assert len(tried) == 2 and gathers(made) == 1
+
+
+def test_stages_of_ranks_that_wait_for_each_other_are_kept_together() -> None:
+    """One of them alone makes no step shorter: other gathers are waited for. All are gathered at the start."""
+    work = replace(chain(6, STAGE), stages=tuple(replace(STAGE, gather=8.0) for _ in range(6)))
+    schedule = SCHEDULES["interleaved-1f1b"](work, (0, 1, 0, 1, 0, 1), 8, None)
+    least, kept = with_gathers(work, schedule), with_gathers(work, schedule, 1e3)
+    assert gathers(least) > 10 and [action.kind for action in kept.ranks[0][:3]] == ["GATHER"] * 3
+    assert gathers(kept) == 3 and makespan(work, kept) < 0.7 * makespan(work, least)
+    assert seconds_waited_for(work, kept) <= 24.0 < seconds_waited_for(work, least)
+
+
+def test_a_plan_that_would_wait_for_gathers_leaves_room_to_keep_stages() -> None:
+    """What is searched first fills the memory with activations; each stage is then gathered for each microbatch."""
+    units = tuple(
+        Unit(f"u{i}", "llm", 1.0, 1.0, 1.0, saved=1.0, stashed=0.5, state=1.0, gathered=1.0) for i in range(16)
+    )
+    values = tuple(Value(i, (i + 1,), (True,), 0.1, 0.1) for i in range(15))
+    asked = Problem(units, values, 4, 8, 18.0, gathering=Link(0.0, 0.2))
+    found = plan(asked, effort=0.1)
+    assert max(found.peak_memory) <= 18.0
+    assert found.makespan <= plan(held_whole(asked), effort=0.1).makespan + 4 * 5.0
