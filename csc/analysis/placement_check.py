@@ -31,7 +31,11 @@ def verify_placements(
         return
     parameters = {one.name: one for one in program.parameters}
     made: dict[str, Placement] = {}
-    loose = {value for region in program.regions if region.component in apart for value in region.outputs}
+    loose = {
+        value for region in program.regions
+        for value, node in zip(region.outputs, g.outputs(program.templates[region.template].graph))
+        if region.component in apart or (isinstance(node, fx.Node) and g.op_name(node) == "csc::share")
+    }  # fmt: skip
     tables = _tables(program)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
     entering: dict[str, dict[tuple[str, str], Placement]] = {}

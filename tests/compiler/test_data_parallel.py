@@ -190,6 +190,15 @@ def test_calls_that_see_all_tokens_are_computed_by_every_rank(between: Any, grad
     assert {placed[name] for name in ("tower.mix.weight", "tower.places") if name in placed} == {"equal"}
 
 
+@pytest.mark.long
+def test_a_weight_that_layers_on_shards_have_together_with_others() -> None:
+    """Its gradient from the former is parts, which are added up where it enters them."""
+    torch.manual_seed(0)
+    model, batch = Small(), {**small_batch(), "lengths": torch.tensor([16, 9])}
+    model.text[0].project = model.tower.layers[0].project
+    parity(csc.compile(model, example=batch, mesh="tp=2,tower.tp=1"), 10)
+
+
 class Mixing(nn.Module):
     """An encoder that computes `mix` of what its first parameters make."""
 
